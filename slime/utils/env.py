@@ -1,0 +1,36 @@
+"""Every environment variable slime reads, in one typed record."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Env:
+    host_ip: str | None  # SLIME_HOST_IP: address other nodes reach this one at
+    engine_token: str | None  # SLIME_ENGINE_TOKEN: the run's token for control routes
+    ray_address: str | None  # RAY_ADDRESS: a cluster that is already running
+    wandb_api_key: str | None
+    in_ray_job: bool  # set by `ray job submit` for the entry point it starts
+
+
+def read_env() -> Env:
+    get = os.environ.get
+    return Env(
+        host_ip=get("SLIME_HOST_IP"),
+        engine_token=get("SLIME_ENGINE_TOKEN"),
+        ray_address=get("RAY_ADDRESS"),
+        wandb_api_key=get("WANDB_API_KEY"),
+        in_ray_job="RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ,
+    )
+
+
+def child_env(**extra: str) -> dict[str, str]:
+    """This process's environment with additions, for a process it starts."""
+    return {**os.environ, **extra}
+
+
+def set_env(**values: str) -> None:
+    """Set variables that libraries read at import or at first use."""
+    os.environ.update(values)
