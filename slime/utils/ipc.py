@@ -1,0 +1,227 @@
+"""Buffers of bytes that two processes of one machine share: a file in /dev/shm, or CUDA IPC.
+
+The owner makes a `SharedBuffer` and sends what `export()` returns, plain JSON values; the other side
+opens it with `import_buffer`. A CUDA export is counted by torch and must be opened exactly once, so
+every receiver gets an export of its own; a shared-memory export may be opened by name any number of
+times until the owner closes it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, TypedDict
+
+import numpy as np
+import torch
+
+SHM_DIR = Path("/dev/shm")
+_PREFIX = "slime_"
+_NAME = re.compile(r"/slime_[0-9a-zA-Z_]+")
+_YOUNG_SECONDS = 10.0  # a segment this new may not have been locked by its maker yet
+
+
+class ShmHandle(TypedDict):
+    kind: Literal["shm"]
+    name: str  # "/slime_...", as shm_open takes it
+    size: int
+
+
+class CudaHandle(TypedDict):
+    kind: Literal["cuda_ipc"]
+    device: str  # uuid of the GPU
+    size: int
+    handle: str  # bytes as base64, as are `ref_counter` and `event`
+    storage_size: int
+    storage_offset: int
+    ref_counter: str
+    ref_counter_offset: int
+    event: str
+    event_sync: bool
+
+
+BufferHandle = ShmHandle | CudaHandle
+
+
+class SharedBuffer:
+    """`size` bytes at `tensor` (uint8, 1-D) which other processes can open; `close()` gives them back."""
+
+    def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
+        if size <= 0:
+            raise ValueError(f"a shared buffer needs a positive size, not {size}")
+        self.size = size
+        self._segment: _Segment | None = None
+        if torch.device(device).type == "cpu":
+            self._segment = _Segment(size)
+            self.tensor = torch.from_numpy(self._segment.array)
+        else:
+            self.tensor = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def export(self) -> BufferHandle:
+        """What one receiver needs. Work queued on a GPU before this call is finished first."""
+        if self._segment is not None:
+            return ShmHandle(kind="shm", name=f"/{self._segment.name}", size=self.size)
+        return _export_cuda(self.tensor)
+
+    def close(self) -> None:
+        """Unlink and unmap; the memory itself goes when the last user lets go of it."""
+        del self.tensor
+        if self._segment is not None:
+            self._segment.close()
+
+
+@contextlib.contextmanager
+def import_buffer(handle: BufferHandle) -> Iterator[torch.Tensor]:
+    """The exported bytes as a uint8 tensor, valid inside the `with` only; writing to it is not seen
+    by the owner in the "shm" case and must not be done in the "cuda_ipc" case."""
+    if handle["kind"] == "shm":
+        with _map_segment(handle["name"], handle["size"]) as tensor:
+            yield tensor
+    elif handle["kind"] == "cuda_ipc":
+        tensor = _import_cuda(handle)
+        try:
+            yield tensor
+        finally:
+            torch.cuda.synchronize(tensor.device)  # the owner may overwrite it from now on
+    else:
+        raise ValueError(f"unknown kind of shared buffer {handle['kind']!r}; know shm, cuda_ipc")
+
+
+def remove_stale_segments() -> list[str]:
+    """Unlink segments whose owners died without doing so; returns their names.
+
+    An owner holds a lock on its segment as long as it lives, which also holds between containers that
+    share /dev/shm but not process ids.
+    """
+    removed = []
+    for path in SHM_DIR.glob(f"{_PREFIX}*"):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # gone meanwhile, or another user's
+            continue
+        try:
+            young = time.time() - os.fstat(fd).st_mtime < _YOUNG_SECONDS
+            if not young and _try_lock(fd):
+                path.unlink(missing_ok=True)
+                removed.append(path.name)
+        finally:
+            os.close(fd)
+    return removed
+
+
+class _Segment:
+    """A file under /dev/shm, mapped and locked by this process, readable by its user alone.
+
+    Plain files and not `multiprocessing.shared_memory`: its resource tracker unlinks segments when
+    any process that merely attached to them exits.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.name = f"{_PREFIX}{os.getpid()}_{secrets.token_hex(8)}"
+        self.path = SHM_DIR / self.name
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _try_lock(self._fd)
+            os.posix_fallocate(self._fd, 0, size)  # a full /dev/shm fails here, not by SIGBUS later
+            self._map = mmap.mmap(self._fd, size)
+        except BaseException:
+            self.path.unlink(missing_ok=True)
+            os.close(self._fd)
+            raise
+        self.array = np.frombuffer(self._map, np.uint8)
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+        del self.array
+        _close_map(self._map)
+        os.close(self._fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _close_map(mapping: mmap.mmap) -> None:
+    with contextlib.suppress(BufferError):  # a view is still alive: unmapped when that goes
+        mapping.close()
+
+
+@contextlib.contextmanager
+def _map_segment(name: str, size: int) -> Iterator[torch.Tensor]:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of a slime segment")
+    fd = os.open(f"{SHM_DIR}{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd).st_size
+        if not 0 < size <= found:
+            raise ValueError(f"segment {name} holds {found} bytes, the handle says {size}")
+        # A private mapping cannot alter the segment, and unlike a read-only one torch accepts it.
+        mapping = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(fd)
+    try:
+        # By way of numpy, which keeps the mapping open while views live; torch.frombuffer does not.
+        yield torch.from_numpy(np.frombuffer(mapping, np.uint8))
+    finally:
+        _close_map(mapping)
+
+
+def _export_cuda(tensor: torch.Tensor) -> CudaHandle:
+    torch.cuda.synchronize(tensor.device)
+    shared = tensor.untyped_storage()._share_cuda_()
+    _, handle, size, offset, ref_counter, ref_counter_offset, event, event_sync = shared
+    return CudaHandle(
+        kind="cuda_ipc",
+        device=str(torch.cuda.get_device_properties(tensor.device).uuid),
+        size=tensor.numel(),
+        handle=_encode(handle),
+        storage_size=size,
+        storage_offset=offset,
+        ref_counter=_encode(ref_counter),
+        ref_counter_offset=ref_counter_offset,
+        event=_encode(event),
+        event_sync=event_sync,
+    )
+
+
+def _import_cuda(handle: CudaHandle) -> torch.Tensor:
+    storage = torch.UntypedStorage._new_shared_cuda(
+        _device_index(handle["device"]),
+        _decode(handle["handle"]),
+        handle["storage_size"],
+        handle["storage_offset"],
+        _decode(handle["ref_counter"]),
+        handle["ref_counter_offset"],
+        _decode(handle["event"]),
+        handle["event_sync"],
+    )
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return whole[: handle["size"]]
+
+
+def _device_index(uuid: str) -> int:
+    """This process's number for a GPU; CUDA_VISIBLE_DEVICES may number them differently elsewhere."""
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+            return index
+    raise ValueError(f"GPU {uuid} is not visible to this process; CUDA IPC needs the same GPU")
+
+
+def _encode(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _decode(text: str) -> bytes:
+    return base64.b64decode(text)

@@ -1,0 +1,82 @@
+"""Process groups beside the default one, between processes that share no default group."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+_DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+def init_side_group(
+    init_method: str,
+    rank: int,
+    world_size: int,
+    backend: str,
+    group_name: str,
+    *,
+    store: Store | None = None,
+    timeout: timedelta = _DEFAULT_TIMEOUT,
+) -> dist.ProcessGroup:
+    """A group of `world_size` processes that meet at `init_method` ("tcp://host:port").
+
+    Keys lie in the store as SGLang lays them, so that its servers can be members. Ranks are those
+    inside the group: `dist.broadcast(tensor, group=group, group_src=0)`. Rank 0 passes the `store`
+    it got from `serve_store`, or none to serve one at the port of `init_method`.
+    """
+    if store is None:
+        store, rank, world_size = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    with _unbound_default_group():
+        group, _ = distributed_c10d._new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            dist.Backend(backend),
+            PrefixStore(group_name, store),
+            group_name=group_name,  # pyright: ignore[reportArgumentType]
+            timeout=timeout,
+        )
+    assert isinstance(group, dist.ProcessGroup)
+    distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
+    return group
+
+
+def destroy_side_group(group: dist.ProcessGroup) -> None:
+    dist.destroy_process_group(group)
+
+
+def serve_store(host: str, world_size: int) -> tuple[TCPStore, str]:
+    """The store of a new group, listening at a free port of `host` only, and its `init_method`."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, f"tcp://{host}:{port}"
+
+
+class _unbound_default_group:
+    """While inside, the default group is not bound to a GPU: NCCL would otherwise build the new
+    group by splitting the default one, whose members are others."""
+
+    def __enter__(self) -> None:
+        self._group = dist.group.WORLD if dist.is_initialized() else None
+        self._device = self._group.bound_device_id if self._group is not None else None
+        if self._group is not None and self._device is not None:
+            self._group.bound_device_id = None
+
+    def __exit__(self, *_: object) -> None:
+        if self._group is not None and self._device is not None:
+            self._group.bound_device_id = self._device

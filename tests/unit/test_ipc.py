@@ -1,0 +1,141 @@
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from slime.utils import ipc
+from slime.utils.ipc import SharedBuffer, import_buffer, remove_stale_segments
+
+PATTERN = torch.arange(1000, dtype=torch.int64).to(torch.uint8)
+
+
+def segment_names() -> set[str]:
+    return {path.name for path in ipc.SHM_DIR.glob("slime_*")}
+
+
+@pytest.fixture
+def buffer():
+    buffer = SharedBuffer(1000)
+    yield buffer
+    buffer.close()
+
+
+def test_another_process_reads_what_was_written(buffer):
+    buffer.tensor.copy_(PATTERN)
+    program = (
+        "import json, sys\n"
+        "from slime.utils.ipc import import_buffer\n"
+        "with import_buffer(json.loads(sys.argv[1])) as tensor:\n"
+        "    print(json.dumps(tensor.tolist()))\n"
+    )
+    handle = json.dumps(buffer.export())
+    out = subprocess.check_output([sys.executable, "-c", program, handle], text=True)
+    assert json.loads(out) == PATTERN.tolist()
+    # An importer that exits must not take the segment along.
+    with import_buffer(buffer.export()) as tensor:
+        assert torch.equal(tensor, PATTERN)
+
+
+def test_a_receiver_cannot_alter_the_segment(buffer):
+    buffer.tensor.copy_(PATTERN)
+    with import_buffer(buffer.export()) as tensor:
+        tensor.zero_()
+    assert torch.equal(buffer.tensor, PATTERN)
+
+
+def test_views_kept_beyond_the_with_block_stay_readable(buffer):
+    buffer.tensor.copy_(PATTERN)
+    with import_buffer(buffer.export()) as tensor:
+        kept = tensor[10:20]
+    del tensor
+    assert torch.equal(kept, PATTERN[10:20])
+
+
+def test_close_unlinks():
+    buffer = SharedBuffer(64)
+    name = buffer.export()["name"].lstrip("/")
+    assert name in segment_names()
+    buffer.close()
+    assert name not in segment_names()
+
+
+def test_segments_are_private_to_the_user(buffer):
+    mode = (ipc.SHM_DIR / buffer.export()["name"].lstrip("/")).stat().st_mode
+    assert mode & 0o077 == 0
+
+
+def test_stale_segments_go_and_live_ones_stay(buffer):
+    program = "import os\nfrom slime.utils.ipc import SharedBuffer\nb = SharedBuffer(64)\nprint(b.export()['name'], flush=True)\nos._exit(9)"
+    dead = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True)
+    dead_name = dead.stdout.strip().lstrip("/")
+    live_name = buffer.export()["name"].lstrip("/")
+    assert dead_name in segment_names()
+    for name in (dead_name, live_name):
+        os.utime(ipc.SHM_DIR / name, (time.time() - 3600,) * 2)
+    removed = remove_stale_segments()
+    assert dead_name in removed and dead_name not in segment_names()
+    assert live_name not in removed and live_name in segment_names()
+
+
+def test_a_segment_being_made_is_not_stale():
+    path = ipc.SHM_DIR / f"slime_{os.getpid()}_new"
+    path.touch()
+    try:
+        assert path.name not in remove_stale_segments()
+        with path.open() as file:  # nothing kept the lock either
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize("name", ["/../etc/passwd", "/other", "slime_x", "/slime_a/b", "/slime_.."])
+def test_only_names_of_our_segments_are_opened(name):
+    with (
+        pytest.raises(ValueError, match="not the name"),
+        import_buffer({"kind": "shm", "name": name, "size": 1}),
+    ):
+        pass
+
+
+def test_a_handle_larger_than_its_segment_is_refused(buffer):
+    with (
+        pytest.raises(ValueError, match="1000 bytes"),
+        import_buffer({**buffer.export(), "size": 1001}),
+    ):
+        pass
+
+
+def test_a_full_shm_is_an_error_and_leaves_nothing_behind():
+    before = segment_names()
+    with pytest.raises(OSError):
+        SharedBuffer(1 << 60)
+    assert segment_names() == before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_buffer_between_processes():
+    buffer = SharedBuffer(1000, "cuda")
+    buffer.tensor.copy_(PATTERN)
+    program = (
+        "import json, sys\n"
+        "from slime.utils.ipc import import_buffer\n"
+        "for line in sys.stdin:\n"
+        "    with import_buffer(json.loads(line)) as tensor:\n"
+        "        print(json.dumps(tensor.tolist()), flush=True)\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    for factor in (1, 2, 3):  # the same memory, exported anew each time
+        buffer.tensor.copy_(PATTERN * factor)
+        child.stdin.write(json.dumps(buffer.export()) + "\n")
+        child.stdin.flush()
+        assert json.loads(child.stdout.readline()) == (PATTERN * factor).tolist()
+    child.stdin.close()
+    assert child.wait(60) == 0
+    buffer.close()
