@@ -1,43 +1,83 @@
 """Integer checksums of tensors that add up over shards and catch swapped or transposed contents.
 
 The sum of a tensor is  sum_i bits(x_i) * (hash(name) + K * i)  modulo 2**64, with bits(x_i) the
-element's bit pattern and i its flat position in the Hugging Face tensor. A shard that starts at flat
-position s contributes its part of the sum, so parts from several ranks may simply be added. Integer
-arithmetic makes the result independent of the order of summation, of device and of library.
+element's bit pattern as an integer (signed, but for one byte) and i its flat position in the Hugging
+Face tensor. A shard that starts at flat position s contributes its part of the sum, so parts from
+several ranks may simply be added. Integer arithmetic makes the result independent of the order of
+summation, of device and of library.
+
+Written as a matrix of rows of C elements, sum_i i * b_i is  sum_r r * C * rowsum_r + sum_c c * colsum_c:
+two plain reductions, and no multiplication by positions as long as the tensor itself.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import torch
 
 _POSITION_FACTOR = 0x9E3779B97F4A7C15  # odd: a change at any position changes the sum
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 22
+_COLUMNS = 1024
+_CPU_ROWS = 64  # 64 x 1024 widened to int64 stay in a core's cache
 
 
 def tensor_checksum(name: str, tensor: torch.Tensor, start: int = 0) -> int:
     """Checksum of the elements of HF tensor `name` from flat position `start` on."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    bits = flat.view(_BITS[flat.element_size()])
-    plain, positional = 0, 0
-    for chunk_start in range(0, bits.numel(), _CHUNK):
-        chunk = bits[chunk_start : chunk_start + _CHUNK]
-        chunk_plain, chunk_positional = _sums(chunk)
-        plain += chunk_plain
-        positional += chunk_positional + (start + chunk_start) * chunk_plain
-    name_hash = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-    return (plain * name_hash + positional * _POSITION_FACTOR) % 2**64
+    plain, positional = _sums(tensor).tolist()
+    return _combine(name, plain, positional + start * plain)
+
+
+def tensor_checksums(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Checksums of whole tensors by name, read back from their device all at once."""
+    names, sums = [], []
+    for name, tensor in named:
+        names.append(name)
+        sums.append(_sums(tensor))
+    rows = torch.stack(sums).tolist() if sums else []
+    return {name: _combine(name, *row) for name, row in zip(names, rows, strict=True)}
 
 
 def format_checksum(value: int) -> str:
     return f"{value:016x}"
 
 
-def _sums(chunk: torch.Tensor) -> tuple[int, int]:
-    """sum_i b_i and sum_i i * b_i of one chunk; int64 wraps around, which is what modulo 2**64 means."""
-    wide = chunk.to(torch.int64)
-    position = torch.arange(wide.numel(), device=wide.device, dtype=torch.int64)
-    plain, positional = torch.stack([wide.sum(), (wide * position).sum()]).tolist()
-    return plain, positional
+def _combine(name: str, plain: int, positional: int) -> int:
+    name_hash = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    return (plain * name_hash + positional * _POSITION_FACTOR) % 2**64
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """[sum_i b_i, sum_i i * b_i]; int64 wraps around, which is what modulo 2**64 means."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    bits = flat.view(_BITS[flat.element_size()])
+    whole = bits.numel() // _COLUMNS * _COLUMNS
+    tail = bits[whole:].to(torch.int64)
+    plain = tail.sum()
+    positional = (tail * _positions(tail)).sum() + whole * plain
+    if whole:
+        rows, columns = _reduce(bits[:whole].view(-1, _COLUMNS))
+        row_starts = _positions(rows) * _COLUMNS
+        plain = plain + rows.sum()
+        positional = positional + (rows * row_starts).sum() + (columns * _positions(columns)).sum()
+    return torch.stack([plain, positional])
+
+
+def _reduce(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of rows and of columns in int64."""
+    if matrix.device.type != "cpu":
+        return matrix.sum(1, dtype=torch.int64), matrix.sum(0, dtype=torch.int64)
+    # On a CPU the reduction would first widen the whole matrix in main memory.
+    rows = torch.empty(len(matrix), dtype=torch.int64)
+    columns = torch.zeros(_COLUMNS, dtype=torch.int64)
+    buffer = torch.empty(_CPU_ROWS, _COLUMNS, dtype=torch.int64)
+    for block, block_rows in zip(matrix.split(_CPU_ROWS), rows.split(_CPU_ROWS), strict=True):
+        wide = buffer[: len(block)].copy_(block)
+        torch.sum(wide, 1, out=block_rows)
+        columns += wide.sum(0)
+    return rows, columns
+
+
+def _positions(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(like.numel(), device=like.device, dtype=torch.int64)
