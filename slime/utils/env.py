@@ -12,7 +12,9 @@ class Env:
     engine_token: str | None  # SLIME_ENGINE_TOKEN: the run's token for control routes
     ray_address: str | None  # RAY_ADDRESS: a cluster that is already running
     wandb_api_key: str | None
-    in_ray_job: bool  # set by `ray job submit` for the entry point it starts
+    cuda_visible_devices: str | None  # CUDA_VISIBLE_DEVICES; empty hides every GPU
+    python_path: str | None
+    plain_output: bool  # NO_COLOR or CI is set: no live display
 
 
 def read_env() -> Env:
@@ -22,7 +24,9 @@ def read_env() -> Env:
         engine_token=get("SLIME_ENGINE_TOKEN"),
         ray_address=get("RAY_ADDRESS"),
         wandb_api_key=get("WANDB_API_KEY"),
-        in_ray_job="RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ,
+        cuda_visible_devices=get("CUDA_VISIBLE_DEVICES"),
+        python_path=get("PYTHONPATH"),
+        plain_output=bool(get("NO_COLOR") or get("CI")),
     )
 
 

@@ -1,0 +1,88 @@
+"""The `slime` command; each subcommand is a thin front of the module that does the work."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from slime.utils.errors import ConfigError, UserError
+
+_USAGE = """usage: slime COMMAND [OPTIONS]
+
+  quickstart    make a tiny model and train it, from nothing to a rising reward
+  train         the training loop; the same as python train.py
+  engine        serve a model with the embedded inference engine
+  report        write report.html of a run folder
+  doctor        what this machine has, what is missing, how to get it
+
+`slime COMMAND --help` lists the options of a command."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0 if argv else 2
+    command, rest = argv[0], argv[1:]
+    try:
+        if command not in COMMANDS:
+            raise ConfigError(f"unknown command {command!r}; one of {', '.join(COMMANDS)}")
+        return COMMANDS[command](rest)
+    except UserError as error:
+        print(f"slime: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def _train(argv: list[str]) -> int:
+    return _loop()(argv)
+
+
+def _quickstart(argv: list[str]) -> int:
+    from slime.quickstart import run_quickstart
+
+    return run_quickstart(argv)
+
+
+def _engine(argv: list[str]) -> int:
+    from slime.engine.server import main as serve
+
+    return serve(argv) or 0
+
+
+def _report(argv: list[str]) -> int:
+    from slime.dashboard.report import write_report
+
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print("usage: slime report RUN_DIR   (writes RUN_DIR/report.html)")
+        return 0 if argv in (["-h"], ["--help"]) else 2
+    print(write_report(argv[0]))
+    return 0
+
+
+def _doctor(argv: list[str]) -> int:
+    from slime.doctor import main as examine
+
+    return examine(argv)
+
+
+def _loop() -> Callable[[list[str]], int]:
+    """`main` of train.py, which stands beside the package in a checkout."""
+    path = Path(__file__).resolve().parent.parent / "train.py"
+    if not path.exists():
+        raise ConfigError(f"{path} is not there; `slime train` needs a checkout (pip install -e .)")
+    return runpy.run_path(str(path))["main"]
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "quickstart": _quickstart,
+    "train": _train,
+    "engine": _engine,
+    "report": _report,
+    "doctor": _doctor,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

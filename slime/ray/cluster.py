@@ -1,0 +1,52 @@
+"""Connects to Ray: the cluster this job was submitted to, or one of its own on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import ray
+
+from slime.utils.arguments import Args
+from slime.utils.env import read_env
+
+_OBJECT_STORE_BYTES = 2 * 1024**3
+
+
+def connect(args: Args, num_slots: int) -> bool:
+    """Join or start a cluster; True when this process started it and must end it."""
+    if ray.is_initialized():
+        return False
+    if read_env().ray_address:
+        ray.init(address="auto", log_to_driver=False, logging_level="warning")
+        return False
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, num_slots, 4),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=_object_store_bytes(),
+    )
+    return True
+
+
+def actor_env(args: Args, *, processes_here: int = 1, token: str) -> dict[str, str]:
+    """Environment of every actor: threads, the run's token, the user's variables, importable hooks."""
+    threads = max(1, (os.cpu_count() or 1) // processes_here)
+    paths = [os.getcwd(), *sys.path[:1], read_env().python_path]
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "SLIME_ENGINE_TOKEN": token,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(p for p in paths if p)),
+        **json.loads(args.train_env_vars or "{}"),
+    }
+
+
+def _object_store_bytes() -> int:
+    """At most 2 GiB and a quarter of /dev/shm, so that weight transfer has room beside it."""
+    stats = os.statvfs("/dev/shm")
+    return max(128 * 1024**2, min(_OBJECT_STORE_BYTES, stats.f_bavail * stats.f_frsize // 4))

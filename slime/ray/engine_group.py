@@ -1,0 +1,77 @@
+"""All engines of a run: started together, found again after one died, told to free or take memory."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import ray
+
+from slime.ray.engine_actor import EngineActor
+from slime.utils.arguments import Args
+from slime.utils.env import read_env
+from slime.utils.sync_http import post_json
+from slime.utils.types import EngineInfo
+
+_CONTROL_TIMEOUT_S = 120
+
+
+class EngineGroup:
+    def __init__(self, args: Args, options: list[dict], *, token: str):
+        self.args, self.options, self.token = args, options, token
+        self.infos: list[EngineInfo] = []
+        self._actors: list = []
+        self._released = False
+
+    def start(self) -> list[EngineInfo]:
+        self._actors = [self._make(index) for index in range(len(self.options))]
+        self.infos = ray.get([actor.start.remote() for actor in self._actors])
+        return self.infos
+
+    def dead(self) -> list[int]:
+        return [i for i, actor in enumerate(self._actors) if not _alive(actor)]
+
+    def restart(self, index: int) -> None:
+        """A fresh server in the place of a dead one; it holds `--hf-checkpoint` until the next update."""
+        ray.kill(self._actors[index])
+        self._actors[index] = self._make(index)
+        self.infos[index] = ray.get(self._actors[index].start.remote())
+
+    def release(self) -> None:
+        """Give the device's memory to the trainer; the engines must be idle."""
+        if self.args.offload_rollout and self.infos and not self._released:
+            self._post_all("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+            self._released = True
+
+    def resume(self, tag: str) -> None:
+        if self._released:
+            self._post_all("/resume_memory_occupation", {"tags": [tag]})
+            self._released = tag != "kv_cache"
+
+    def stop(self) -> None:
+        ray.get([actor.stop.remote() for actor in self._actors if _alive(actor)])
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors, self.infos = [], []
+
+    def _make(self, index: int):
+        host = read_env().host_ip or "127.0.0.1"
+        actor_class = ray.remote(EngineActor).options(**self.options[index])
+        return actor_class.remote(self.args, index, host)
+
+    def _post_all(self, route: str, body: dict) -> None:
+        with ThreadPoolExecutor(len(self.infos)) as pool:
+            calls = [
+                pool.submit(
+                    post_json, info.url + route, body, token=self.token, timeout=_CONTROL_TIMEOUT_S
+                )
+                for info in self.infos
+            ]
+            for call in calls:
+                call.result()
+
+
+def _alive(actor) -> bool:
+    try:
+        return ray.get(actor.alive.remote(), timeout=30)
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        return False

@@ -1,0 +1,207 @@
+"""The rollout side of a run: data source, rollout function, engines, and the way to the trainer.
+
+data source ──▶ rollout function ──▶ groups ──▶ rewards by group ──▶ one RolloutBatch
+     ▲               │  ▲                                               │ dealt by dp_schedule
+     └── surplus ────┘  └── HTTP ── engines                             ▼
+                                                    one object per data-parallel rank
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slime.ray.debug_data import load_debug_samples, save_debug_samples
+from slime.ray.engine_group import EngineGroup
+from slime.ray.train_data import samples_to_batch, split_batch
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.engine_pool import EnginePool, install_pool
+from slime.rollout.metrics import eval_metrics, rollout_metrics
+from slime.utils.arguments import Args
+from slime.utils.load_function import load_function
+from slime.utils.logging import setup_logging
+from slime.utils.sample_log import SampleRow, append_samples
+from slime.utils.types import EngineInfo, RolloutBatch, Sample
+
+_STATE_FILE = "rollout.json"
+
+
+@dataclass(kw_only=True)
+class RolloutResult:
+    """What one generate call gives the driver: references for the trainer, numbers for the user."""
+
+    batch_refs: list[Any] = field(default_factory=list)  # one per data-parallel rank
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class RolloutManager:
+    """A Ray actor; `generate` runs in one of its threads, so a save can be asked for meanwhile."""
+
+    def __init__(self, args: Args, engine_options: list[dict], token: str):
+        setup_logging(args.run_dir, role="rollout", console=False)
+        self.args = args
+        self.engines = EngineGroup(args, engine_options, token=token)
+        self.generate_rollout = load_function(
+            args.rollout_function_path, flag="--rollout-function-path"
+        )
+        self.eval_rollout = load_function(
+            args.eval_function_path or args.rollout_function_path, flag="--eval-function-path"
+        )
+        self.data_source = load_function(args.data_source_path, flag="--data-source-path")(args)
+        self.pool = EnginePool([], token=token, concurrency=args.sglang_server_concurrency)
+        install_pool(self.pool)
+        self.dp_size, self.cp_size = 1, 1
+        self._state_before: dict[str, Any] | None = None
+
+    # ---- life
+
+    def start_engines(self) -> list[EngineInfo]:
+        infos = self.engines.start()
+        self.pool.set_urls([info.url for info in infos])
+        return infos
+
+    def engine_infos(self) -> list[EngineInfo]:
+        return self.engines.infos
+
+    def replace_dead_engines(self) -> list[int]:
+        """Restart what died; the caller pushes weights to all engines afterwards."""
+        dead = self.engines.dead()
+        for index in dead:
+            self.engines.restart(index)
+        if dead:
+            self.pool.set_urls([info.url for info in self.engines.infos])
+        return dead
+
+    def set_parallel(self, dp_size: int, cp_size: int) -> None:
+        self.dp_size, self.cp_size = dp_size, cp_size
+
+    def num_prompts(self) -> int:
+        return len(self.data_source)
+
+    def resume(self, tag: str) -> None:
+        self.engines.resume(tag)
+
+    def stop(self) -> None:
+        self.engines.stop()
+
+    # ---- work
+
+    def generate(self, rollout_id: int) -> RolloutResult:
+        self._state_before = self._state()
+        start = time.perf_counter()
+        groups, extra = self._groups(rollout_id)
+        seconds = time.perf_counter() - start
+        samples = _flatten(groups)
+        metrics = {**rollout_metrics(self.args, groups), **extra}
+        metrics["perf/rollout_tokens_per_second"] = (
+            sum(s.response_length for s in samples) / seconds
+        )
+        self._log_by_hook(rollout_id, samples, metrics, seconds)
+        save_debug_samples(self.args.save_debug_rollout_data, rollout_id, samples)
+        if self.args.debug_rollout_only:
+            return RolloutResult(metrics=metrics)
+        self.engines.release()
+        batch = samples_to_batch(self.args, samples)
+        append_samples(self.args.run_dir, rollout_id, _sample_rows(samples, batch))
+        parts = split_batch(self.args, batch, dp_size=self.dp_size, cp_size=self.cp_size)
+        return RolloutResult(batch_refs=[ray.put(part) for part in parts], metrics=metrics)
+
+    def rewind(self) -> None:
+        """Back to where the last `generate` began, for another try."""
+        self._restore(self._state_before)
+
+    def eval(self, rollout_id: int) -> dict[str, float]:
+        output = self.eval_rollout(self.args, rollout_id, self.data_source, evaluation=True)
+        if not isinstance(output, RolloutFnEvalOutput):
+            output = RolloutFnEvalOutput(data=output)
+        return {**eval_metrics(self.args, output.data), **(output.metrics or {})}
+
+    # ---- checkpoint
+
+    def save(self, path: str, rollout_id: int, *, before_generate: bool = False) -> None:
+        """Write the data position and buffer; `before_generate`: as they were when generation began."""
+        state = self._state_before if before_generate else self._state()
+        if state is None:
+            self.data_source.save(rollout_id)
+        else:
+            (Path(path) / _STATE_FILE).write_text(json.dumps(state))
+
+    def load(self, path: str, rollout_id: int) -> None:
+        file = Path(path) / _STATE_FILE
+        if file.exists():
+            self._restore(json.loads(file.read_text()))
+        else:
+            self.data_source.load(rollout_id)
+
+    # ---- parts
+
+    def _groups(self, rollout_id: int) -> tuple[list[list[Sample]], dict[str, float]]:
+        if self.args.load_debug_rollout_data:
+            return load_debug_samples(self.args.load_debug_rollout_data, rollout_id), {}
+        output = self.generate_rollout(self.args, rollout_id, self.data_source, evaluation=False)
+        if isinstance(output, RolloutFnTrainOutput):
+            return output.samples, output.metrics or {}
+        return output, {}
+
+    def _log_by_hook(
+        self, rollout_id: int, samples: list[Sample], metrics: dict[str, float], seconds: float
+    ) -> None:
+        path = self.args.custom_rollout_log_function_path
+        if path:
+            hook = load_function(path, flag="--custom-rollout-log-function-path")
+            if hook(rollout_id, self.args, samples, metrics, seconds):
+                metrics.clear()
+
+    def _state(self) -> dict[str, Any] | None:
+        """None for a user's data source that keeps its state by itself."""
+        if not hasattr(self.data_source, "state_dict"):
+            return None
+        return copy.deepcopy(self.data_source.state_dict())
+
+    def _restore(self, state: dict[str, Any] | None) -> None:
+        if state is not None:
+            self.data_source.load_state_dict(copy.deepcopy(state))
+
+
+def _flatten(groups: list[Any]) -> list[Sample]:
+    """Groups may nest: a custom generate function gives several samples for one execution."""
+    flat: list[Sample] = []
+    for item in groups:
+        flat.extend([item] if isinstance(item, Sample) else _flatten(item))
+    return flat
+
+
+def _sample_rows(samples: list[Sample], batch: RolloutBatch) -> list[SampleRow]:
+    """Rows for people to read; the advantage is the normalised reward the trainer starts from."""
+    by_index = {sample.index: sample for sample in samples}
+    rows = []
+    for index, raw, reward in zip(
+        batch.sample_indices.tolist(),
+        batch.raw_rewards.tolist(),
+        batch.rewards.tolist(),
+        strict=True,
+    ):
+        sample = by_index[index]
+        rows.append(
+            SampleRow(
+                prompt=sample.prompt
+                if isinstance(sample.prompt, str)
+                else json.dumps(sample.prompt),
+                response=sample.response,
+                reward=raw,
+                advantage=reward,
+                status=sample.status.value,
+                group_index=sample.group_index,
+                index=index,
+                prompt_length=len(sample.tokens) - sample.response_length,
+                response_length=sample.response_length,
+                label=None if sample.label is None else str(sample.label),
+            )
+        )
+    return rows

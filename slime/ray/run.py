@@ -1,0 +1,169 @@
+"""One run from start to end: its folder, its processes, its checkpoints and its closing words."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from types import TracebackType
+
+import ray
+
+from slime.dashboard.report import write_report
+from slime.dashboard.summary import closing_lines
+from slime.ray.checkpointing import Checkpointer
+from slime.ray.cluster import actor_env, connect
+from slime.ray.placement_group import Placement, plan_layout
+from slime.ray.recorder import Recorder
+from slime.ray.rollout_group import RolloutGroup
+from slime.ray.stop_signal import StopSignal, Terminated
+from slime.ray.train_group import TrainGroup
+from slime.rollout.hooks import check_hooks
+from slime.utils.arguments import Args
+from slime.utils.load_function import load_function
+from slime.utils.logging import setup_logging
+from slime.utils.run_folder import create_run_folder
+from slime.utils.tracking import cut_back, logged_rollouts
+
+
+class Run:
+    """Inside the context `rollout` and `actor` are up; leaving it saves, stops and reports."""
+
+    rollout: RolloutGroup
+    actor: TrainGroup
+    num_rollout: int
+
+    def __init__(self, args: Args):
+        check_hooks(args)
+        self.args = args
+        self._checkpoints = Checkpointer(args)
+        self.start_rollout_id = self._checkpoints.start_rollout_id
+        create_run_folder(args)
+        setup_logging(args.run_dir, role="driver")
+        cut_back(args.run_dir, self.start_rollout_id)
+        self.recorder = Recorder(args)
+        self.stop_signal = StopSignal(self.recorder.message)
+        self._owns_ray = False
+
+    def __enter__(self) -> Run:
+        try:
+            with self.recorder.phase("start"):
+                self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        stopped = isinstance(error, Terminated)
+        try:
+            if error is None or stopped:
+                self._finish()
+        finally:
+            self._stop()
+            write_report(self.args.run_dir)
+        if error is None or stopped:
+            print("\n".join(closing_lines(self.args.run_dir)))
+        return stopped
+
+    def due(self, interval: int | None, rollout_id: int) -> bool:
+        """Every `interval` rollouts, and after the last one."""
+        if not interval:
+            return False
+        return (rollout_id + 1) % interval == 0 or rollout_id + 1 == self.num_rollout
+
+    def first_eval(self) -> None:
+        """Evaluate before any training; after a resume only where the old run died before doing so."""
+        before = self.start_rollout_id - 1
+        due = (
+            not self.args.skip_eval_before_train
+            if before < 0
+            else self.due(self.args.eval_interval, before)
+        )
+        if (
+            due
+            and self.args.eval_interval
+            and before not in logged_rollouts(self.args.run_dir, "eval")
+        ):
+            self.rollout.eval(before)
+        self.recorder.log(before, times_as="start")
+
+    def save(self, rollout_id: int) -> None:
+        with self.recorder.phase("save"):
+            self._checkpoints.save(rollout_id, self.actor, self.rollout)
+
+    def log(self, rollout_id: int) -> None:
+        self.recorder.log(rollout_id)
+
+    @property
+    def stopping(self) -> bool:
+        return self.stop_signal.received is not None
+
+    @property
+    def exit_status(self) -> int:
+        return 128 + self.stop_signal.received if self.stop_signal.received else 0
+
+    # ---- parts
+
+    def _start(self) -> None:
+        args = self.args
+        generate = load_function(args.rollout_function_path, flag="--rollout-function-path")
+        engines = getattr(generate, "needs_engines", True) and not args.debug_train_only
+        layout = plan_layout(args, with_trainer=not args.debug_rollout_only, with_engines=engines)
+        self._owns_ray = connect(args, layout.num_bundles)
+        placement = Placement(layout)
+        token = secrets.token_hex(16)
+        engine_env = actor_env(args, processes_here=max(1, len(layout.engines)), token=token)
+        train_env = actor_env(args, processes_here=max(1, len(layout.trainer)), token=token)
+        self.rollout = RolloutGroup(
+            args,
+            engine_options=[
+                {
+                    **placement.options(bundles[0], role="engine"),
+                    "runtime_env": {"env_vars": engine_env},
+                }
+                for bundles in layout.engines
+            ],
+            env=engine_env,
+            token=token,
+            recorder=self.recorder,
+            stop_signal=self.stop_signal,
+        )
+        self.actor = TrainGroup(args, placement, env=train_env, recorder=self.recorder)
+        loaded = self._checkpoints.loaded
+        waiting = [self.rollout.start(), *self.actor.start(str(loaded) if loaded else None)]
+        if loaded:
+            self.rollout.load(str(loaded), self.start_rollout_id - 1)
+        ray.get(waiting)
+        self.actor.weight_version = self._checkpoints.weight_version
+        self.rollout.set_parallel(*self.actor.parallel())
+        self.num_rollout = args.num_rollout or self._rollouts_of_epochs()
+
+    def _rollouts_of_epochs(self) -> int:
+        prompts = self.rollout.num_prompts()
+        return self.args.num_epoch * max(1, prompts // self.args.rollout_batch_size)
+
+    def _finish(self) -> None:
+        """A last checkpoint and the Hugging Face export."""
+        last = self.actor.last_trained
+        if last is None:
+            return
+        with self.recorder.phase("save"):
+            self._checkpoints.save(last, self.actor, self.rollout)
+            self._checkpoints.finish(self.actor)
+            if self.args.save_hf:
+                Path(self.args.save_hf).parent.mkdir(parents=True, exist_ok=True)
+                self.actor.export_hf(self.args.save_hf.format(rollout_id=last))
+
+    def _stop(self) -> None:
+        for name in ("rollout", "actor"):
+            if name in self.__dict__:
+                self.__dict__[name].stop()
+        if self._owns_ray:
+            ray.shutdown()
+        self.stop_signal.restore()
+        self.recorder.close()

@@ -1,0 +1,132 @@
+"""Scored samples become training rows: rewards normalised by group, weights fixed, rows dealt to ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slime.algorithms.advantages import normalize_group_rewards
+from slime.utils.arguments import Args
+from slime.utils.dp_schedule import loss_weights, make_schedule
+from slime.utils.errors import UserError
+from slime.utils.load_function import load_function
+from slime.utils.types import RolloutBatch, Sample, Status
+
+
+def samples_to_batch(args: Args, samples: list[Sample]) -> RolloutBatch:
+    """One global batch, before it is spread over ranks; rewards are normalised here, where groups are whole."""
+    usable = [s for s in samples if 0 < s.response_length < len(s.tokens)]
+    if not usable:
+        raise UserError("no sample of this rollout has a response token: nothing to train on")
+    raw, rewards = _rewards(args, usable)
+    if args.custom_convert_samples_to_train_data_path:
+        return _convert_by_hook(args, usable, raw, rewards)
+    return RolloutBatch(
+        tokens=[s.tokens for s in usable],
+        response_lens=[s.response_length for s in usable],
+        loss_masks=[_loss_mask(s) for s in usable],
+        rewards=rewards,
+        raw_rewards=raw,
+        truncated=[s.status is Status.TRUNCATED for s in usable],
+        group_indices=[s.group_index for s in usable],
+        sample_indices=[s.index for s in usable],
+        rollout_ids=[_execution(s) for s in usable],
+        rollout_log_probs=_column(usable, "rollout_log_probs"),
+        teacher_log_probs=_column(usable, "teacher_log_probs"),
+        metadata=[s.train_metadata for s in usable],
+    )
+
+
+def split_batch(
+    args: Args, batch: RolloutBatch, *, dp_size: int, cp_size: int
+) -> list[RolloutBatch]:
+    """One batch per data-parallel rank, each with its schedule."""
+    batch.loss_weights = loss_weights(
+        batch.loss_masks,
+        batch.rollout_ids,
+        global_batch_size=args.global_batch_size,
+        per_token=args.calculate_per_token_loss,
+    )
+    parts = make_schedule(
+        batch.total_lens,
+        batch.rollout_ids,
+        dp_size=dp_size,
+        cp_size=cp_size,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        max_tokens=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
+        log_probs_max_tokens=args.log_probs_max_tokens_per_gpu,
+        balance=args.balance_data,
+    )
+    return [batch.select(rows, schedule) for rows, schedule in parts]
+
+
+def _rewards(args: Args, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """Raw rewards, and what the advantage is made of."""
+    if args.custom_reward_post_process_path:
+        hook = load_function(
+            args.custom_reward_post_process_path, flag="--custom-reward-post-process-path"
+        )
+        raw, rewards = hook(args, samples)
+        return np.asarray(raw, np.float32), np.asarray(rewards, np.float32)
+    raw = np.array([s.get_reward_value(args.reward_key) for s in samples], np.float32)
+    if args.disable_rewards_normalization or args.loss_type == "sft_loss":
+        return raw, raw
+    groups = np.array([s.group_index for s in samples])
+    kept = np.array([s.status is not Status.FAILED for s in samples])
+    rewards = np.zeros_like(raw)
+    rewards[kept] = normalize_group_rewards(
+        raw[kept],
+        groups[kept],
+        estimator=args.advantage_estimator,
+        std=not args.disable_grpo_std_normalization,
+    )
+    return raw, rewards
+
+
+def _convert_by_hook(
+    args: Args, samples: list[Sample], raw: np.ndarray, rewards: np.ndarray
+) -> RolloutBatch:
+    flag = "--custom-convert-samples-to-train-data-path"
+    made = load_function(args.custom_convert_samples_to_train_data_path, flag=flag)(args, samples)
+    required = (
+        ["tokens", "response_lengths", "rewards", "raw_reward", "truncated", "sample_indices", "loss_masks"]
+    )
+    missing = [key for key in required if key not in made]
+    if missing:
+        raise UserError(f"{flag}: the returned dictionary lacks {', '.join(missing)}")
+    by_index = {s.index: s for s in samples}
+    rows = [by_index[i] for i in made["sample_indices"]]
+    return RolloutBatch(
+        tokens=made["tokens"],
+        response_lens=made["response_lengths"],
+        loss_masks=made["loss_masks"],
+        rewards=made["rewards"],
+        raw_rewards=made["raw_reward"],
+        truncated=made["truncated"],
+        group_indices=[s.group_index for s in rows],
+        sample_indices=made["sample_indices"],
+        rollout_ids=[_execution(s) for s in rows],
+        rollout_log_probs=made.get("rollout_log_probs"),
+        teacher_log_probs=made.get("teacher_log_probs"),
+        metadata=made.get("metadata"),
+    )
+
+
+def _execution(sample: Sample) -> int:
+    execution = sample.index if sample.rollout_id is None else sample.rollout_id
+    assert execution is not None
+    return execution
+
+
+def _loss_mask(sample: Sample) -> list[int]:
+    if sample.remove_sample:
+        return [0] * sample.response_length
+    return sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+
+
+def _column(samples: list[Sample], name: str) -> list[list[float]] | None:
+    columns = [getattr(sample, name) for sample in samples]
+    present = [column is not None for column in columns]
+    if any(present) and not all(present):
+        raise UserError(f"{sum(present)} of {len(columns)} samples have {name}; all or none must")
+    return columns if all(present) else None

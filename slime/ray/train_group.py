@@ -1,0 +1,111 @@
+"""The training side of a run: one Ray actor per rank, driven as one, timed and recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from slime.backends.base import TrainRayActor
+from slime.ray.placement_group import Placement
+from slime.ray.recorder import Recorder
+from slime.ray.rollout_group import RolloutGroup
+from slime.utils.arguments import Args
+
+
+class TrainGroup:
+    """All ranks of the actor model; without ranks (`--debug-rollout-only`) every call does nothing."""
+
+    def __init__(
+        self, args: Args, placement: Placement, *, env: dict[str, str], recorder: Recorder
+    ):
+        self.args, self.recorder = args, recorder
+        self.weight_version = 0  # of what the engines hold
+        self.trained_version = 0  # what they held when the last training step ended
+        self.last_trained: int | None = None  # rollout id
+        ranks = placement.layout.trainer
+        actor_class = ray.remote(backend_class(args)) if ranks else None
+        self._actors = [
+            actor_class.options(
+                **placement.options(bundle, role="trainer"), runtime_env={"env_vars": env}
+            ).remote(args, rank=rank, world_size=len(ranks))
+            for rank, bundle in enumerate(ranks)
+        ]
+
+    def start(self, checkpoint: str | None) -> list[Any]:
+        """References that are ready when every rank has its model; engines can start meanwhile."""
+        if not self._actors:
+            return []
+        address, port = ray.get(self._actors[0].get_master_address.remote())
+        return [
+            actor.init.remote(
+                self.args,
+                "actor",
+                with_ref=needs_ref(self.args),
+                master_addr=address,
+                master_port=port,
+                checkpoint=checkpoint,
+            )
+            for actor in self._actors
+        ]
+
+    def parallel(self) -> tuple[int, int]:
+        """Data-parallel and context-parallel size."""
+        if not self._actors:
+            return 1, 1
+        info = ray.get(self._actors[0].parallel_info.remote())
+        return info.dp_size, info.cp_size
+
+    def train(self, rollout_id: int, batch_refs: list[Any]) -> None:
+        if not self._actors:
+            return
+        with self.recorder.phase("train"):
+            if self.args.offload_train:
+                self._all("wake_up")
+            # Wrapped, so that Ray hands each rank the reference, not everybody's rows.
+            reports = self._all("train", rollout_id, [[ref] for ref in batch_refs])
+        self.last_trained, self.trained_version = rollout_id, self.weight_version
+        self.recorder.add(reports[0].metrics)
+
+    def update_weights(self, rollout: RolloutGroup) -> None:
+        """Give every engine the current weights and prove that they hold them."""
+        if not self._actors or not rollout.has_engines:
+            return
+        with self.recorder.phase("update_weights"):
+            engines = rollout.engine_infos()
+            rollout.resume("weights")
+            self.weight_version += 1
+            reports = self._all("update_weights", engines, self.weight_version)
+            if self.args.offload_train:
+                self._all("sleep")
+            rollout.resume("kv_cache")
+        self.recorder.add(reports[0].metrics())
+
+    def save(self, rollout_id: int, path: str) -> None:
+        self._all("save", rollout_id, path)
+
+    def wait_save(self) -> None:
+        self._all("wait_save")
+
+    def export_hf(self, path: str) -> None:
+        self._all("export_hf", path)
+
+    def stop(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    def _all(self, method: str, *call_args: Any) -> list[Any]:
+        return ray.get([getattr(actor, method).remote(*call_args) for actor in self._actors])
+
+
+def needs_ref(args: Args) -> bool:
+    return args.use_kl_loss or args.kl_coef != 0
+
+
+def backend_class(args: Args) -> type[TrainRayActor]:
+    if args.train_backend == "fsdp":
+        from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
+
+        return FSDPTrainRayActor
+    raise AssertionError(f"{args.train_backend} passed validation but has no trainer")

@@ -1,0 +1,121 @@
+"""Folders of checkpoints: written aside, renamed when complete, so that a reader never sees half a save.
+
+<save>/iter_0000019/                       complete
+<save>/iter_0000039.tmp/                   being written; ignored, and removed by the next save
+<save>/latest_checkpointed_iteration.txt   "19"
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slime.utils.errors import ConfigError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_META = "meta.json"
+_NAME = re.compile(r"^iter_(\d{7,})$")
+
+
+@dataclass(kw_only=True, frozen=True)
+class CheckpointMeta:
+    """What a run needs to know of a checkpoint before it loads it."""
+
+    rollout_id: int  # the last rollout trained on
+    weight_version: int  # the version the engines had before this rollout's update
+    train_backend: str
+
+
+class CheckpointFolder:
+    """The folder `--save` names."""
+
+    def __init__(self, root: str | Path):
+        self.root = Path(root)
+
+    def path(self, rollout_id: int) -> Path:
+        return self.root / f"iter_{rollout_id:07d}"
+
+    def begin(self, rollout_id: int) -> Path:
+        """An empty folder to write the checkpoint into; `commit` makes it count."""
+        for leftover in self.root.glob("iter_*.tmp"):
+            shutil.rmtree(leftover)
+        aside = self._aside(rollout_id)
+        aside.mkdir(parents=True)
+        return aside
+
+    def commit(self, meta: CheckpointMeta, keep: int | None = None) -> Path:
+        """Make a completely written checkpoint the latest one, then drop all but the newest `keep`."""
+        aside, final = self._aside(meta.rollout_id), self.path(meta.rollout_id)
+        (aside / _META).write_text(json.dumps(asdict(meta)) + "\n")
+        _sync_tree(aside)
+        if final.exists():  # the same rollout saved again after a resume
+            shutil.rmtree(final)
+        aside.rename(final)
+        self._point_to(meta.rollout_id)
+        if keep is not None:
+            self._prune(max(keep, 1))
+        return final
+
+    def discard(self, rollout_id: int) -> None:
+        shutil.rmtree(self._aside(rollout_id), ignore_errors=True)
+
+    def rollout_ids(self) -> list[int]:
+        """Complete checkpoints, oldest first."""
+        if not self.root.is_dir():
+            return []
+        matches = (_NAME.match(entry.name) for entry in self.root.iterdir())
+        return sorted(int(m[1]) for m in matches if m and (self.path(int(m[1])) / _META).exists())
+
+    def _aside(self, rollout_id: int) -> Path:
+        return self.root / f"iter_{rollout_id:07d}.tmp"
+
+    def _point_to(self, rollout_id: int) -> None:
+        fresh = self.root / f"{TRACKER}.tmp"
+        fresh.write_text(f"{rollout_id}\n")
+        _sync_file(fresh)
+        fresh.replace(self.root / TRACKER)
+        _sync_file(self.root)
+
+    def _prune(self, keep: int) -> None:
+        for rollout_id in self.rollout_ids()[:-keep]:
+            shutil.rmtree(self.path(rollout_id))
+
+
+def find_checkpoint(load: str | None, step: int | None = None) -> Path | None:
+    """The checkpoint `--load` (and `--ckpt-step`) means; None where the folder holds none yet."""
+    if load is None:
+        return None
+    folder = CheckpointFolder(load)
+    complete = folder.rollout_ids()
+    if step is None:
+        # After a crash between rename and tracker the newest complete folder is the truth.
+        return folder.path(complete[-1]) if complete else None
+    if step not in complete:
+        raise ConfigError(
+            f"--ckpt-step {step}: {load} has no complete checkpoint of that step; "
+            f"it has {complete or 'none'}"
+        )
+    return folder.path(step)
+
+
+def read_meta(path: Path) -> CheckpointMeta:
+    return CheckpointMeta(**json.loads((path / _META).read_text()))
+
+
+def _sync_tree(root: Path) -> None:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            _sync_file(Path(folder) / name)
+        _sync_file(Path(folder))
+
+
+def _sync_file(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

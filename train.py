@@ -1,0 +1,58 @@
+"""The synchronous loop: generate, train, give the new weights back.
+
+        ┌──────────── rollout.generate ◀───────────┐
+        ▼                                          │
+    batch per rank ──▶ actor.train ──▶ actor.update_weights (pushed, versioned, verified)
+                           │
+                           └──▶ save, eval, metrics
+
+The same file runs on a laptop, on one GPU and on a cluster; `python train.py --help` lists the flags.
+"""
+
+import sys
+
+from slime.utils.arguments import Args, parse_args, print_resolved
+
+from slime.utils.errors import UserError
+
+
+def train(args: Args) -> int:
+    """Run to the end, or to a signal; the process's exit status."""
+    from slime.ray.run import Run
+
+    with Run(args) as run:
+        rollout, actor = run.rollout, run.actor
+        actor.update_weights(
+            rollout
+        )  # engines start from --hf-checkpoint; after a resume they must not
+        run.first_eval()
+        for rollout_id in range(run.start_rollout_id, run.num_rollout):
+            batch = rollout.generate(rollout_id)  # frees engine memory itself when colocated
+            actor.train(rollout_id, batch)  # wakes, trains, sleeps itself when colocated
+            if run.due(args.save_interval, rollout_id):
+                run.save(rollout_id)
+            if run.stopping:
+                run.log(rollout_id)
+                break
+            actor.update_weights(rollout)  # onloads engines, pushes, verifies, resumes
+            if run.due(args.eval_interval, rollout_id):
+                rollout.eval(rollout_id)
+            run.log(rollout_id)
+    return run.exit_status
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        args = parse_args(argv)
+        if args.dry_run:
+            print_resolved(args)
+            return 0
+        return train(args)
+    except UserError as error:
+        # One raised in an actor arrives inside Ray's wrapper, whose text is a traceback.
+        print(f"slime: {getattr(error, 'cause', error)}", file=sys.stderr)
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
