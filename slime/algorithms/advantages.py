@@ -1,0 +1,175 @@
+"""From rewards to the advantage of each response token.
+
+Rewards are compared within their group where all samples are at hand (`normalize_group_rewards`, before
+rows are spread over ranks); what the trainer does afterwards (`compute_advantages`) is per row.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slime.algorithms.kl import KLKind, kl_estimate
+from slime.utils.dp_schedule import counted_rows
+from slime.utils.types import RolloutBatch
+
+Estimator = Literal[
+    "grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
+]
+Rows = list[np.ndarray]  # one entry per trained token of each row
+
+_STD_EPS = 1e-6
+_VAR_EPS = 1e-8
+
+
+def normalize_group_rewards(
+    rewards: np.ndarray, group_indices: np.ndarray, *, estimator: Estimator, std: bool
+) -> np.ndarray:
+    """Rewards relative to their group, the samples with the same group index, however many they are.
+
+    - grpo, gspo, cispo: (r - mean) / (std + 1e-6), arXiv 2402.03300; std over G-1, as torch.std;
+      with std=False only r - mean (Dr. GRPO, arXiv 2503.20783).
+    - rloo: r - mean of the others = (r - mean) * G / (G-1), arXiv 2402.14740.
+    - reinforce_plus_plus_baseline: r - mean, arXiv 2501.03262.
+    - reinforce_plus_plus, ppo: r itself.
+
+    A group of one has nothing to be compared with and gets 0, except in the last case.
+    """
+    values = np.asarray(rewards, np.float64)
+    if estimator in ("reinforce_plus_plus", "ppo"):
+        return values.astype(np.float32)
+    _, group = np.unique(np.asarray(group_indices), return_inverse=True)
+    size = np.bincount(group)
+    centred = values - (np.bincount(group, weights=values) / size)[group]
+    others = np.maximum(size - 1, 1)
+    if estimator == "rloo":
+        centred *= (size / others)[group]
+    elif estimator in ("grpo", "gspo", "cispo") and std:
+        variance = np.bincount(group, weights=centred**2) / others
+        centred /= (np.sqrt(variance) + _STD_EPS)[group]
+    return centred.astype(np.float32)
+
+
+def overlong_penalty(
+    response_lens: np.ndarray, *, max_response_len: int, buffer_len: int, factor: float
+) -> np.ndarray:
+    """What DAPO (arXiv 2503.14476, eq. 13) adds to the rewards of long responses.
+
+    0 up to max_response_len - buffer_len, from there falling linearly to -factor at the limit.
+    """
+    excess = np.asarray(response_lens, np.float64) - (max_response_len - buffer_len)
+    return (-np.clip(excess / buffer_len, 0.0, 1.0) * factor).astype(np.float32)
+
+
+def compute_advantages(
+    batch: RolloutBatch,
+    *,
+    estimator: Estimator,
+    kl_coef: float = 0.0,
+    kl_type: KLKind = "k1",
+    gamma: float = 1.0,
+    lambd: float = 1.0,
+    normalize: bool = False,
+    dp_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Fill `batch.advantages` and `batch.returns`; both are 0 at tokens that are not trained on.
+
+    Each trained token earns -kl_coef * KL estimate against the reference, the last one the reward on
+    top. The return of a token is the sum of what it and its successors earn, discounted by `gamma`
+    for reinforce_plus_plus and ppo. It is also the advantage, except for ppo (see `gae`). Tokens that
+    are not trained on (tool output) are passed over as if absent. `normalize` shifts and scales
+    the advantages to mean 0 and variance 1 over the trained tokens of all ranks of `dp_group`.
+    """
+    masks = [mask.astype(bool) for mask in batch.loss_masks]
+    rewards = _token_rewards(batch, masks, kl_coef, kl_type)
+    if estimator == "ppo":
+        if batch.values is None:
+            raise ValueError("estimator ppo needs the critic's values")
+        values = [v[mask] for v, mask in zip(batch.values, masks, strict=True)]
+        advantages, returns = gae(rewards, values, gamma=gamma, lambd=lambd)
+    else:
+        returns = _discount(rewards, gamma if estimator == "reinforce_plus_plus" else 1.0)
+        advantages = returns
+    if normalize:
+        advantages = _whiten(advantages, counted_rows(batch.schedule, len(batch)), dp_group)
+    batch.advantages = _scatter(advantages, masks)
+    batch.returns = _scatter(returns, masks)
+
+
+def gae(rewards: Rows, values: Rows, *, gamma: float, lambd: float) -> tuple[Rows, Rows]:
+    """Generalised advantage estimates and returns of each row (arXiv 1506.02438).
+
+    A_t = sum_k (gamma * lambd)^k d_{t+k} with d_t = r_t + gamma * V_{t+1} - V_t and V = 0 past the
+    end; the return, which the critic learns, is A_t + V_t.
+    """
+    deltas = [
+        r + gamma * np.append(v[1:], 0.0)[: len(v)] - v
+        for r, v in zip(rewards, values, strict=True)
+    ]
+    advantages = _discount(deltas, gamma * lambd)
+    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+
+
+def _token_rewards(
+    batch: RolloutBatch, masks: list[np.ndarray], kl_coef: float, kl_type: KLKind
+) -> Rows:
+    if kl_coef:
+        ours = batch.rollout_log_probs if batch.old_log_probs is None else batch.old_log_probs
+        if ours is None or batch.ref_log_probs is None:
+            raise ValueError("a KL penalty needs the reference's log-probs and the policy's")
+        rows = [
+            -kl_coef * _kl(a[mask], b[mask], kl_type)
+            for a, b, mask in zip(ours, batch.ref_log_probs, masks, strict=True)
+        ]
+    else:
+        rows = [np.zeros(int(mask.sum())) for mask in masks]
+    for row, reward in zip(rows, batch.rewards, strict=True):
+        row[-1:] += reward  # a row without trained tokens earns nothing
+    return rows
+
+
+def _kl(ours: np.ndarray, reference: np.ndarray, kind: KLKind) -> np.ndarray:
+    wide = np.stack([ours, reference]).astype(np.float64)
+    return kl_estimate(*torch.from_numpy(wide), kind=kind).numpy()
+
+
+def _discount(rows: Rows, factor: float) -> Rows:
+    """y_t = x_t + factor * y_{t+1} in each row; all rows advance together, from their ends."""
+    if factor == 1.0:
+        return [np.cumsum(row[::-1])[::-1] for row in rows]
+    from_end = np.zeros((max(len(row) for row in rows), len(rows)))
+    for number, row in enumerate(rows):
+        from_end[: len(row), number] = row[::-1]
+    for t in range(1, len(from_end)):
+        from_end[t] += factor * from_end[t - 1]
+    return [from_end[: len(row), number][::-1] for number, row in enumerate(rows)]
+
+
+def _whiten(rows: Rows, counted: list[int], group: dist.ProcessGroup | None) -> Rows:
+    ours = np.concatenate([rows[number] for number in counted]) if counted else np.empty(0)
+    count, total = _all_reduce([len(ours), ours.sum()], group)
+    mean = total / max(count, 1.0)
+    (squares,) = _all_reduce([np.square(ours - mean).sum()], group)
+    scale = 1.0 / np.sqrt(squares / max(count, 1.0) + _VAR_EPS)
+    return [(row - mean) * scale for row in rows]
+
+
+def _all_reduce(values: list[float], group: dist.ProcessGroup | None) -> list[float]:
+    if group is None:
+        return values
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, group=group)
+    return tensor.tolist()
+
+
+def _scatter(rows: Rows, masks: list[np.ndarray]) -> list[np.ndarray]:
+    columns = []
+    for row, mask in zip(rows, masks, strict=True):
+        column = np.zeros(len(mask), np.float32)
+        column[mask] = row
+        columns.append(column)
+    return columns

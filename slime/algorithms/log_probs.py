@@ -1,0 +1,200 @@
+"""Log-probabilities and entropy of given tokens from hidden states, without the [T, V] matrix.
+
+Logits exist for `chunk_size` positions at a time. The forward pass keeps the log-sum-exp of each
+position; the backward pass computes each chunk's logits again. Logits are products in the model's
+dtype, as the inference engine computes them; softmax, entropy and gradient sums are fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+_NO_LOGIT = -1e30  # of a padded vocabulary entry: finite, so that 0 * it is 0
+
+
+def log_probs_from_hidden(
+    hidden: torch.Tensor,  # [T, H]
+    weight: torch.Tensor,  # [V, H]; under tensor parallelism this rank's [V / tp, H]
+    labels: torch.Tensor,  # [T] vocabulary ids
+    *,
+    bias: torch.Tensor | None = None,  # [V]
+    temperature: float = 1.0,
+    chunk_size: int = 1024,
+    with_entropy: bool = False,
+    mask: torch.Tensor | None = None,  # [T]
+    tp_group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """log softmax(hidden @ weight.T / temperature)[labels], and the entropy of the softmax: [T], [T].
+
+    Both are fp32 and differentiable in hidden, weight and bias. With `mask`, positions where it is 0
+    are not computed and come out as 0. With `tp_group`, rank i of the group holds the i-th block of
+    vocabulary rows and the same hidden states; gradients of hidden are summed over the group.
+    `vocab_size` excludes rows from there on, which only pad the vocabulary.
+    """
+    vocab = _Vocab(weight.shape[0], vocab_size, tp_group, temperature)
+    if mask is None:
+        index = None
+    else:
+        index = mask.nonzero().squeeze(1)
+        hidden, labels = hidden.index_select(0, index), labels.index_select(0, index)
+    weight = weight.to(hidden.dtype)
+    log_probs, entropy = _LogProbs.apply(
+        hidden, weight, bias, labels, vocab, chunk_size, with_entropy
+    )
+    if mask is not None:
+        log_probs = log_probs.new_zeros(mask.shape).index_copy(0, index, log_probs)
+        entropy = entropy.new_zeros(mask.shape).index_copy(0, index, entropy)
+    return log_probs, entropy if with_entropy else None
+
+
+class _Vocab:
+    """This rank's block of the vocabulary and how to reduce over all blocks."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int | None,
+        group: dist.ProcessGroup | None,
+        temperature: float,
+    ) -> None:
+        self.num_rows = num_rows
+        self.start = 0 if group is None else dist.get_rank(group) * num_rows
+        valid = num_rows if vocab_size is None else min(max(vocab_size - self.start, 0), num_rows)
+        self.valid = valid
+        self.group = group
+        self.temperature = temperature
+
+    def logits(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[chunk, V] in fp32, divided by the temperature."""
+        logits = F.linear(hidden, weight, bias).to(_accumulate_dtype(hidden))
+        if self.temperature != 1.0:
+            logits.div_(self.temperature)
+        if self.valid < self.num_rows:
+            logits[:, self.valid :] = _NO_LOGIT
+        return logits
+
+    def local_labels(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row of each label in this block as [chunk, 1], and 1 where it is in this block, else 0."""
+        local = labels - self.start
+        inside = (local >= 0) & (local < self.num_rows)
+        return local.clamp(0, self.num_rows - 1).unsqueeze(1), inside
+
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        if self.group is not None:
+            dist.all_reduce(values, op=op, group=self.group)
+        return values
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        vocab: _Vocab,
+        chunk_size: int,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (len(hidden),)
+        log_probs, lse, entropy = hidden.new_zeros((3, *shape), dtype=_accumulate_dtype(hidden))
+        for start in range(0, len(hidden), chunk_size):
+            rows = slice(start, start + chunk_size)
+            logits = vocab.logits(hidden[rows], weight, bias)
+            log_probs[rows], lse[rows], entropy[rows] = _statistics(
+                logits, labels[rows], vocab, with_entropy
+            )
+        ctx.save_for_backward(hidden, weight, bias, labels, lse, entropy)
+        ctx.vocab, ctx.chunk_size = vocab, chunk_size
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, bias, labels, lse, entropy = ctx.saved_tensors
+        grad_log_probs, grad_entropy = grads
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(lse)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        total = _accumulate_dtype(hidden)
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=total) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=total) if needs_bias else None
+        for start in range(0, len(hidden), ctx.chunk_size):
+            rows = slice(start, start + ctx.chunk_size)
+            grad_logits = _grad_logits(
+                ctx.vocab.logits(hidden[rows], weight, bias),
+                labels[rows],
+                lse[rows],
+                entropy[rows],
+                grad_log_probs[rows],
+                None if grad_entropy is None else grad_entropy[rows],
+                ctx.vocab,
+            )
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[rows])
+            if grad_weight is not None and hidden.dtype == total:
+                grad_weight.addmm_(grad_logits.T, hidden[rows])
+            elif grad_weight is not None:
+                grad_weight += grad_logits.T @ hidden[rows]
+        if grad_hidden is not None:
+            ctx.vocab.all_reduce(grad_hidden, dist.ReduceOp.SUM)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _statistics(
+    logits: torch.Tensor, labels: torch.Tensor, vocab: _Vocab, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-prob of the labels, log-sum-exp and entropy of one chunk; overwrites the logits."""
+    peak = vocab.all_reduce(logits.amax(dim=1), dist.ReduceOp.MAX)
+    logits.sub_(peak.unsqueeze(1))
+    label_rows, inside = vocab.local_labels(labels)
+    target = logits.gather(1, label_rows).squeeze(1) * inside
+    exp = logits.exp()
+    weighted = (exp * logits).sum(1) if with_entropy else torch.zeros_like(target)
+    sums = torch.stack([exp.sum(1), target, weighted])
+    sum_exp, target, weighted = vocab.all_reduce(sums, dist.ReduceOp.SUM)
+    log_sum = sum_exp.log()
+    entropy = log_sum - weighted / sum_exp if with_entropy else weighted
+    return target - log_sum, peak + log_sum, entropy
+
+
+def _grad_logits(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_log_probs: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    vocab: _Vocab,
+) -> torch.Tensor:
+    """With p = softmax(z): d log p_y / dz_i = [i = y] - p_i and dH / dz_i = -p_i (log p_i + H)."""
+    log_p = logits.sub_(lse.unsqueeze(1))
+    grad = log_p.exp()
+    if grad_entropy is None:
+        grad.mul_(-grad_log_probs.unsqueeze(1))
+    else:
+        log_p.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1))
+        grad.mul_(log_p.add_(grad_log_probs.unsqueeze(1)).neg_())
+    label_rows, inside = vocab.local_labels(labels)
+    grad.scatter_add_(1, label_rows, (grad_log_probs * inside).unsqueeze(1))
+    return grad.div_(vocab.temperature) if vocab.temperature != 1.0 else grad
+
+
+def _accumulate_dtype(hidden: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)

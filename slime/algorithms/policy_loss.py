@@ -1,0 +1,169 @@
+"""Losses over one packed micro-batch. Each is sum(loss_weights * token loss), see `loss_weights` in
+slime.utils.dp_schedule: the loss of a step is the plain sum over its micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from slime.algorithms.advantages import Estimator
+from slime.algorithms.correction import Correction, sequence_log_ratio
+from slime.algorithms.kl import KLKind, kl_estimate
+from slime.utils.types import LossInputs, LossOutput, MetricSum
+
+Reducer = Callable[[torch.Tensor], torch.Tensor]  # token losses [T] -> their share of the loss []
+
+_MAX_LOG_RATIO = 20.0
+
+
+def policy_loss(
+    inputs: LossInputs,
+    *,
+    estimator: Estimator = "grpo",
+    eps_clip: float = 0.2,
+    eps_clip_high: float | None = None,
+    eps_clip_c: float | None = None,
+    kl_loss_coef: float = 0.0,
+    kl_loss_type: KLKind = "k1",
+    use_unbiased_kl: bool = False,
+    entropy_coef: float = 0.0,
+    use_rollout_logprobs: bool = False,
+    correction: Correction | None = None,
+    reduce_pg: Reducer | None = None,
+    cp_group: dist.ProcessGroup | None = None,
+) -> LossOutput:
+    """Policy gradient + kl_loss_coef * KL - entropy_coef * entropy.
+
+    Ratios are taken against `old_log_probs`; where those are None this is the first step after
+    generation and the policy's own, detached, stand in. With `use_rollout_logprobs` they are taken
+    against the engine's. `correction` and `reduce_pg` replace how the policy gradient is weighted
+    and summed. Metrics are means with the loss weights.
+    """
+    mask = inputs.loss_mask
+    old = _old_log_probs(inputs, use_rollout_logprobs)
+    log_ratio = _log_ratio(inputs.log_probs, old, mask)
+    token_ratio = log_ratio
+    if estimator == "gspo":
+        log_ratio = _gspo_log_ratio(inputs, log_ratio, cp_group)
+    advantages = _required(inputs.advantages, "advantages")
+    high = eps_clip if eps_clip_high is None else eps_clip_high
+    if estimator == "cispo":
+        pg, clipped = _cispo(inputs.log_probs * mask, log_ratio, advantages, eps_clip, high)
+    else:
+        pg, clipped = _ppo_clip(log_ratio, advantages, eps_clip, high, eps_clip_c)
+    columns = {"clip_fraction": clipped, "ppo_kl": -token_ratio}
+
+    if correction is not None:
+        corrected = correction(
+            pg_loss=pg,
+            old_log_probs=_old_log_probs(inputs, False),
+            rollout_log_probs=_required(inputs.rollout_log_probs, "rollout_log_probs"),
+            loss_mask=mask,
+            cu_seqlens=inputs.cu_seqlens,
+            cp_group=cp_group,
+        )
+        pg = torch.where(corrected.loss_mask > 0, corrected.pg_loss, 0.0)
+        columns |= corrected.metrics
+
+    pg_loss = _weighted(inputs, pg) if reduce_pg is None else reduce_pg(pg)
+    terms = {"pg_loss": pg_loss}
+    loss = pg_loss
+    if inputs.ref_log_probs is not None:
+        kl = kl_estimate(inputs.log_probs * mask, inputs.ref_log_probs * mask, kl_loss_type)
+        terms["kl_loss"] = _weighted(inputs, kl * token_ratio.exp() if use_unbiased_kl else kl)
+        loss = loss + kl_loss_coef * terms["kl_loss"]
+    if inputs.entropy is not None:
+        terms["entropy"] = _weighted(inputs, inputs.entropy)
+        loss = loss - entropy_coef * terms["entropy"]
+    terms |= {name: _weighted(inputs, column) for name, column in columns.items()}
+    return LossOutput(loss=loss, metrics=_metrics(inputs, {"loss": loss, **terms}))
+
+
+def sft_loss(inputs: LossInputs) -> LossOutput:
+    """Negative log-likelihood of the trained tokens."""
+    loss = -_weighted(inputs, inputs.log_probs)
+    terms = {"loss": loss}
+    if inputs.entropy is not None:
+        terms["entropy"] = _weighted(inputs, inputs.entropy)
+    return LossOutput(loss=loss, metrics=_metrics(inputs, terms))
+
+
+def _ppo_clip(
+    log_ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's pessimistic surrogate (arXiv 1707.06347), with DAPO's own upper bound (2503.14476).
+
+    -min(r A, clip(r, 1-low, 1+high) A); dual clip (arXiv 1912.09729) keeps it from exceeding
+    -dual * A where A < 0. Returns the token losses and 1 where a bound replaced the ratio.
+    """
+    ratio = log_ratio.exp()
+    plain = -ratio * advantages
+    bounded = -ratio.clamp(1 - low, 1 + high) * advantages
+    loss = torch.maximum(plain, bounded)
+    clipped = bounded > plain
+    if dual is not None:
+        ceiling = -dual * advantages
+        over = (advantages < 0) & (loss > ceiling)
+        loss = torch.where(over, ceiling, loss)
+        clipped = clipped | over
+    return loss, clipped.to(loss.dtype)
+
+
+def _cispo(
+    log_probs: torch.Tensor,
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    low: float,
+    high: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """CISPO (MiniMax-M1, arXiv 2506.13585): -sg(clip(r, 1-low, 1+high)) A log p; no token is dropped."""
+    ratio = log_ratio.detach().exp()
+    bounded = ratio.clamp(1 - low, 1 + high)
+    return -bounded * advantages * log_probs, (bounded != ratio).to(ratio.dtype)
+
+
+def _gspo_log_ratio(
+    inputs: LossInputs, log_ratio: torch.Tensor, cp_group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """GSPO (arXiv 2507.18071): every token has the ratio of its sequence, exp(mean of log-ratios).
+
+    The gradient goes through the token's own log-prob (the paper's GSPO-token, eq. 14), which is
+    GSPO's gradient wherever advantages and weights are equal within the sequence.
+    """
+    sequence = sequence_log_ratio(
+        log_ratio, inputs.loss_mask, inputs.cu_seqlens, mean=True, cp_group=cp_group
+    )
+    return sequence + (log_ratio - log_ratio.detach())
+
+
+def _old_log_probs(inputs: LossInputs, use_rollout_logprobs: bool) -> torch.Tensor:
+    if use_rollout_logprobs:
+        return _required(inputs.rollout_log_probs, "rollout_log_probs")
+    return inputs.log_probs.detach() if inputs.old_log_probs is None else inputs.old_log_probs
+
+
+def _log_ratio(new: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """0 where nothing is trained, whatever stands there."""
+    return torch.where(mask > 0, new - old, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+
+
+def _required(column: torch.Tensor | None, name: str) -> torch.Tensor:
+    if column is None:
+        raise ValueError(f"this loss needs the column {name}")
+    return column
+
+
+def _weighted(inputs: LossInputs, column: torch.Tensor) -> torch.Tensor:
+    return (inputs.loss_weights * column).sum()
+
+
+def _metrics(inputs: LossInputs, terms: dict[str, torch.Tensor]) -> dict[str, MetricSum]:
+    """One transfer from the device for all of them."""
+    values = torch.stack([*terms.values(), inputs.loss_weights.sum()]).detach().tolist()
+    return {
+        name: MetricSum(total=total, count=values[-1])
+        for name, total in zip(terms, values[:-1], strict=True)
+    }
