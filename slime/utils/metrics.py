@@ -31,7 +31,7 @@ def reduce_metrics(sums: Sums, maxima: Maxima | None = None, *, gather: Gather) 
     largest: dict[str, float] = {}
     for _, part in gathered:
         for name, value in part.items():
-            largest[name] = max(value, largest.get(name, value))
+            largest[name] = max(value, largest[name]) if name in largest else value
     return means | largest
 
 

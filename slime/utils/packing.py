@@ -38,7 +38,7 @@ def pack(
         raise ValueError("the batch has no loss_weights; see slime.utils.dp_schedule.loss_weights")
     layout = _Layout([len(batch.tokens[r]) for r in rows], parallel)
     response_lens = [int(batch.response_lens[r]) for r in rows]
-    prompt_lens = [n - r for n, r in zip(layout.lens, response_lens, strict=True)]
+    prompt_lens = [int(n) - r for n, r in zip(layout.lens, response_lens, strict=True)]
     at_response = _ranges(layout.starts + np.array(prompt_lens) - 1, response_lens)
 
     def response_column(column: list[np.ndarray]) -> torch.Tensor:
@@ -50,6 +50,7 @@ def pack(
     tokens[_ranges(layout.starts, layout.lens)] = np.concatenate([batch.tokens[r] for r in rows])
     labels[:-1] = tokens[1:]
     labels[layout.starts + layout.lens - 1] = 0
+    labels[layout.starts + layout.padded - 1] = 0
     position_ids[:] = _ranges(np.zeros_like(layout.starts), layout.padded)
     columns = {name: getattr(batch, name) for name in _VALUE_COLUMNS}
     zeros = torch.zeros(layout.local_total)
