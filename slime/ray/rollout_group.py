@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -77,8 +78,7 @@ class RolloutGroup:
         ray.get(self._manager.load.remote(path, rollout_id))
 
     def stop(self) -> None:
-        try:
+        # Should it be gone already, its engines ended with their parents.
+        with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             ray.get(self._manager.stop.remote(), timeout=60)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            pass  # it is gone, and its engines end with their parents
         ray.kill(self._manager)

@@ -1,0 +1,21 @@
+"""Rewards for whole runs, loaded by import path as a user's would be."""
+
+from slime.utils.types import Sample
+
+
+async def dense(args: object, sample: Sample) -> float:
+    """The share of even tokens: every random model has some, so that groups differ from the start."""
+    response = sample.tokens[-sample.response_length :]
+    return sum(token % 2 == 0 for token in response) / len(response)
+
+
+async def broken(args: object, sample: Sample) -> float:
+    raise RuntimeError("no reward today")
+
+
+async def flaky(args: object, sample: Sample) -> float:
+    """Fails for every fourth sample: one of each group of four."""
+    assert sample.index is not None
+    if sample.index % 4 == 0:
+        raise RuntimeError("no reward today")
+    return await dense(args, sample)

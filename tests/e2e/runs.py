@@ -1,0 +1,98 @@
+"""Whole runs of train.py at tiny size, for tests: start one, kill one, read what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a clock measured, or where it ran, differs between two runs of the same training.
+_NOT_LEARNING = ("perf/", "time")
+
+
+def command(model: Path, data: Path, run_dir: Path, **overrides: object) -> list[str]:
+    """A command line of train.py: GRPO on 2 prompts x 4 samples; keywords override or add flags."""
+    flags: dict[str, object] = {
+        "train_backend": "fsdp",
+        "hf_checkpoint": model,
+        "prompt_data": data,
+        "label_key": "label",
+        "custom_rm_path": "tests.e2e.rewards.dense",
+        "run_dir": run_dir,
+        "num_rollout": 3,
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "global_batch_size": 16,
+        "rollout_max_response_len": 8,
+        "rollout_shuffle": True,
+        "lr": 1e-3,
+        "use_dynamic_batch_size": True,
+        "max_tokens_per_gpu": 128,
+        "actor_num_gpus_per_node": 1,
+        "rollout_num_gpus": 1,
+        **overrides,
+    }
+    words: list[str] = []
+    for name, value in flags.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            words += [flag, *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
+    return words
+
+
+def start(words: list[str]) -> subprocess.Popen[str]:
+    """train.py in a process group of its own, so that a test can end all of it."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(words: list[str], timeout: float = 300) -> tuple[int, str]:
+    """Exit status and everything printed."""
+    process = start(words)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        output, _ = process.communicate(timeout=60)
+        raise AssertionError(f"still running after {timeout} s; it printed\n{output}") from None
+    return process.returncode, output
+
+
+def metrics(run_dir: Path, kind: str | None = None) -> list[dict]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if kind is None or r["kind"] == kind]
+
+
+def learning(run_dir: Path) -> dict[tuple[int, str], dict[str, float]]:
+    """Every number that describes learning, by rollout and kind; times left out."""
+    return {
+        (record["rollout_id"], record["kind"]): {
+            name: value for name, value in record.items() if not name.startswith(_NOT_LEARNING)
+        }
+        for record in metrics(run_dir)
+        if record["kind"] in ("rollout", "train", "eval")
+    }
+
+
+def wait_for(condition, process: subprocess.Popen[str], timeout: float = 200) -> None:
+    """Until `condition()`; fails with what the process printed should it end first."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if process.poll() is not None:
+            raise AssertionError(f"the run ended first; it printed\n{process.communicate()[0]}")
+        if time.monotonic() > deadline:
+            raise AssertionError("waited too long")
+        time.sleep(0.05)

@@ -1,0 +1,94 @@
+"""A user's mistake costs one clear message: no traceback, and nothing started."""
+
+import json
+import socket
+
+import pytest
+
+from tests.e2e import runs
+from tests.tiny import make_tiny_checkpoint
+
+
+def refused(words: list[str], *expected: str) -> None:
+    status, output = runs.run(words, timeout=120)
+    assert status != 0, output
+    assert "Traceback" not in output, output
+    for text in expected:
+        assert text in output, output
+
+
+def test_unknown_flag(tiny_model, tiny_data, tmp_path):
+    words = runs.command(tiny_model, tiny_data, tmp_path / "run", rolout_batch_size=4)
+    status, output = runs.run(words)
+    assert status == 2
+    assert "--rolout-batch-size" in output and "--rollout-batch-size" in output
+    assert "Traceback" not in output
+
+
+def test_missing_data_file(tiny_model, tmp_path):
+    refused(runs.command(tiny_model, tmp_path / "no.jsonl", tmp_path / "run"), str(tmp_path / "no.jsonl"))
+
+
+def test_malformed_line(tiny_model, tmp_path):
+    data = tmp_path / "data.jsonl"
+    lines = [json.dumps({"input": "1+1=", "label": "2"})] * 20
+    lines[16] = '{"input": "1+1='
+    data.write_text("\n".join(lines) + "\n")
+    refused(runs.command(tiny_model, data, tmp_path / "run"), str(data), "17")
+
+
+def test_key_not_in_the_data(tiny_model, tiny_data, tmp_path):
+    words = runs.command(tiny_model, tiny_data, tmp_path / "run", input_key="question")
+    refused(words, "question", "--input-key", "input")
+
+
+def test_empty_dataset(tiny_model, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("")
+    refused(runs.command(tiny_model, data, tmp_path / "run"), str(data), "empty")
+
+
+def test_checkpoint_of_another_architecture(tiny_model, tiny_data, tmp_path):
+    save = tmp_path / "checkpoints"
+    options = {"save": save, "load": save, "num_rollout": 1}
+    status, output = runs.run(runs.command(tiny_model, tiny_data, tmp_path / "run", **options))
+    assert status == 0, output
+    other = make_tiny_checkpoint(tmp_path / "other", hidden_size=32)
+    options["num_rollout"] = 2
+    refused(runs.command(other, tiny_data, tmp_path / "run2", **options), str(save))
+
+
+def test_reward_hook_that_always_raises_stops_the_run(tiny_model, tiny_data, tmp_path):
+    words = runs.command(tiny_model, tiny_data, tmp_path / "run", custom_rm_path="tests.e2e.rewards.broken")
+    refused(words, "tests.e2e.rewards.broken", "no reward today")
+
+
+def test_reward_hook_that_sometimes_raises_is_counted(tiny_model, tiny_data, tmp_path):
+    words = runs.command(tiny_model, tiny_data, tmp_path / "run", custom_rm_path="tests.e2e.rewards.flaky")
+    status, output = runs.run(words)
+    assert status == 0, output
+    failed = [record["rollout/failed"] for record in runs.metrics(tmp_path / "run", "rollout")]
+    assert failed == [4, 4, 4]  # one of the four siblings of each of the four prompts
+
+
+def test_port_taken(tiny_model, tmp_path):
+    import subprocess
+    import sys
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        words = [sys.executable, "-m", "slime.cli", "engine", "--model-path", str(tiny_model)]
+        done = subprocess.run(
+            [*words, "--port", str(port)], capture_output=True, text=True, timeout=120, cwd=runs.ROOT
+        )
+    assert done.returncode != 0
+    assert str(port) in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("temperature", ["0", "-1"])
+def test_temperature_must_be_positive(tiny_model, tiny_data, tmp_path, temperature):
+    words = runs.command(tiny_model, tiny_data, tmp_path / "run", rollout_temperature=temperature)
+    refused(words, "--rollout-temperature")
