@@ -1,0 +1,116 @@
+"""The datasets of an evaluation, from --eval-prompt-data and --eval-config.
+
+The file of --eval-config gives settings for all datasets and for each of them:
+
+    defaults:
+      n_samples_per_prompt: 4
+      temperature: 0.6
+    datasets:
+      - name: aime
+        path: aime-2024.jsonl
+        n_samples_per_prompt: 16
+      - {name: gsm8k, path: gsm8k.jsonl, rm_type: math}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.utils.errors import ConfigError
+from slime.utils.flags.spec import Flag, flags_of
+from slime.utils.flags.values import convert, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalDataset:
+    """One named dataset with its settings; what is not set falls back to the --eval-* flags.
+
+    EvalDataset(name="aime", path="aime-2024.jsonl", n_samples_per_prompt=16, temperature=0.6, ...)
+    """
+
+    name: str
+    path: str
+    n_samples_per_prompt: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response_len: int | None
+    input_key: str
+    label_key: str | None
+    metadata_key: str
+    tool_key: str
+    apply_chat_template: bool
+    rm_type: str | None  # with custom_rm_path: that one scores
+    reward_key: str | None
+    custom_rm_path: str | None
+    custom_generate_function_path: str | None
+
+
+def pair_datasets(values: list[str], defaults: dict[str, Any]) -> list[EvalDataset]:
+    """--eval-prompt-data NAME PATH NAME PATH ..."""
+    if len(values) % 2:
+        raise ConfigError(
+            f"--eval-prompt-data takes NAME PATH pairs, not {len(values)} values: "
+            "--eval-prompt-data aime /data/aime.jsonl"
+        )
+    return [
+        EvalDataset(**{**defaults, "name": name, "path": path})
+        for name, path in zip(values[::2], values[1::2], strict=True)
+    ]
+
+
+def read_eval_config(path: str, defaults: dict[str, Any]) -> list[EvalDataset]:
+    """The datasets of an --eval-config file; a mistake names the file and the key."""
+    content = _load(path)
+    for key in content:
+        if key not in ("defaults", "datasets"):
+            raise ConfigError(f"{path}: there is no key {key!r}: use 'defaults' and 'datasets'")
+    shared = _settings(content.get("defaults") or {}, f"{path}: defaults")
+    rows = content.get("datasets")
+    if not isinstance(rows, list) or not rows:
+        raise ConfigError(f"{path}: datasets must be a list with at least one dataset")
+    defaults = {**defaults, **shared}
+    return [_dataset(row, f"{path}: datasets[{i}]", defaults) for i, row in enumerate(rows)]
+
+
+def _load(path: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--eval-config: {path} is not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--eval-config: {path} must hold 'datasets' and may hold 'defaults'")
+    return content
+
+
+def _dataset(row: Any, where: str, defaults: dict[str, Any]) -> EvalDataset:
+    settings = _settings(row, where)
+    for key in ("name", "path"):
+        if key not in settings:
+            raise ConfigError(f"{where}: {key} is missing")
+    return EvalDataset(**{**defaults, **settings})
+
+
+def _settings(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} must hold 'key: value' lines")
+    known = {key: _known(key, where) for key in row}
+    return {
+        known[key].name: convert(known[key], raw, f"{where}: {key}") for key, raw in row.items()
+    }
+
+
+def _known(key: Any, where: str) -> Flag:
+    name = str(key).replace("-", "_")
+    if name not in _FIELDS:
+        near = nearest(name, _FIELDS)
+        hint = f"; did you mean {near}?" if near else f": use one of {', '.join(_FIELDS)}"
+        raise ConfigError(f"{where}: there is no key {key!r}{hint}")
+    return _FIELDS[name]
+
+
+_FIELDS = {flag.name: flag for flag in flags_of(EvalDataset)}

@@ -1,0 +1,68 @@
+"""What the embedded engine does with each of SGLang's options.
+
+honoured  it means there what it means in SGLang
+harmless  accepted; it tunes something the embedded engine does in its own way, never the result
+refused   the embedded engine cannot do it: setting it is an error at validation
+
+The engine takes this table from here (`slime.engine` may import `slime.utils`, not the other way
+round). Names are ServerArgs' own, without `sglang_`; a name in neither set is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Support = Literal["honoured", "harmless", "refused"]
+
+HONOURED = frozenset(
+    {
+        "chunked_prefill_size",
+        "context_length",
+        "device",
+        "disable_radix_cache",
+        "dtype",
+        "enable_deterministic_inference",
+        "load_format",
+        "log_level",
+        "max_running_requests",
+        "max_total_tokens",
+        "mem_fraction_static",
+        "page_size",
+        "random_seed",
+        "served_model_name",
+        "skip_tokenizer_init",
+        "tokenizer_path",
+        "tp_size",
+        "trust_remote_code",
+    }
+)
+
+HARMLESS = frozenset(
+    {
+        "attention_backend",
+        "cuda_graph_bs",
+        "cuda_graph_max_bs",
+        "decode_log_interval",
+        "disable_cuda_graph",
+        "enable_memory_saver",
+        "enable_metrics",
+        "enable_torch_compile",
+        "log_requests",
+        "sampling_backend",
+        "schedule_conservativeness",
+        "skip_server_warmup",
+        "stream_interval",
+        "torch_compile_max_bs",
+        "watchdog_timeout",
+    }
+)
+
+EMBEDDED_OPTIONS: dict[str, Support] = {
+    **dict.fromkeys(sorted(HONOURED), "honoured"),
+    **dict.fromkeys(sorted(HARMLESS), "harmless"),
+}
+
+
+def embedded_support(name: str) -> Support:
+    """Support for the ServerArgs option `name` (underscores, no prefix)."""
+    return EMBEDDED_OPTIONS.get(name, "refused")

@@ -1,0 +1,61 @@
+"""What the parser knows but this version does not do yet; each use is refused with a plain sentence.
+
+The one list to shrink when a capability arrives: take its line out.
+"""
+
+from __future__ import annotations
+
+from slime.utils.errors import ConfigError
+from slime.utils.flags.draft import Draft
+from slime.utils.flags.spec import option_of
+
+# Setting one of these, to anything but its default, is refused.
+LATER: dict[str, str] = {
+    "partial_rollout": "leave it out: aborted groups are generated anew",
+    "mask_offpolicy_in_partial_rollout": "leave it out",
+    "max_weight_staleness": "leave it out: training is synchronous",
+    "rollout_external": "leave it out: slime starts its own engines",
+    "rollout_external_engine_addrs": "leave it out: slime starts its own engines",
+    "value_clip": "leave it out: there is no critic",
+    "num_critic_only_steps": "leave it out: there is no critic",
+    "critic_load": "leave it out: there is no critic",
+    "critic_save": "leave it out: there is no critic",
+    "critic_lr": "leave it out: there is no critic",
+    "ref_update_interval": "leave it out: the reference model stays as --ref-load has it",
+    "use_routing_replay": "leave it out",
+    "use_rollout_routing_replay": "leave it out",
+    "use_opd": "leave it out",
+    "opd_type": "leave it out",
+    "opd_teacher_load": "leave it out",
+    "recompute_loss_function": "leave it out; --log-probs-chunk-size bounds the memory of the loss",
+    "profile_target": "leave it out",
+}
+
+# These values of a flag are refused, also where the value is the flag's default.
+LATER_VALUES: dict[tuple[str, str], str] = {
+    ("train_backend", "megatron"): "add --train-backend fsdp",
+    ("rollout_engine", "sglang"): "use --rollout-engine slime",
+    ("advantage_estimator", "ppo"): "use --advantage-estimator grpo",
+    ("qkv_format", "bshd"): "use --qkv-format thd",
+    ("rm_type", "gpqa"): "use --custom-rm-path with a function of your own",
+    ("rm_type", "ifbench"): "use --custom-rm-path with a function of your own",
+    ("rm_type", "code"): "use --custom-rm-path with a function of your own",
+}
+
+
+def refuse_later(draft: Draft) -> None:
+    """Runs after every other check, so that a command line that is wrong anyway hears that first."""
+    for name, advice in LATER.items():
+        if draft.given(name) and draft[name] != draft.default(name):
+            raise ConfigError(f"{option_of(name)} is not available in this version: {advice}")
+    for (name, value), advice in LATER_VALUES.items():
+        if str(draft[name] or "").removeprefix("boxed_") == value:
+            raise ConfigError(
+                f"{option_of(name)} {value} is not available in this version: {advice}"
+            )
+    for spec in draft["prompt_data"] or []:
+        if spec.startswith("reasoning-gym:") or ":weight=" in spec or len(draft["prompt_data"]) > 1:
+            raise ConfigError(
+                f"--prompt-data {spec}: several files, weights and reasoning-gym are not available in "
+                "this version: give one jsonl or parquet file"
+            )
