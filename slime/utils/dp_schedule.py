@@ -78,8 +78,8 @@ def steps_of_rows(rollout_ids: Sequence[int] | np.ndarray, global_batch_size: in
 def loss_weights(
     loss_masks: Sequence[np.ndarray],
     rollout_ids: Sequence[int] | np.ndarray,
-    steps: np.ndarray,
     *,
+    global_batch_size: int,
     per_token: bool,
 ) -> list[np.ndarray]:
     """The weight of each response token, such that the loss of a step is sum(weight * token loss).
@@ -94,6 +94,7 @@ def loss_weights(
     With `per_token` it is the mean over all trained tokens: weight = mask / (those of the step).
     An execution without trained tokens adds 0 to the loss but counts among the executions.
     """
+    steps = steps_of_rows(rollout_ids, global_batch_size)
     masks = [np.asarray(mask, np.float64) for mask in loss_masks]
     trained = np.array([mask.sum() for mask in masks])
     _, execution = np.unique(np.asarray(rollout_ids), return_inverse=True)
