@@ -1,9 +1,9 @@
-"""Names of a Hugging Face module's parameters as they stand in a Hugging Face checkpoint.
+"""Weights of a Hugging Face module under the names they have in a Hugging Face checkpoint.
 
 Both are the same for dense models. Transformers keeps the experts of a MoE layer fused in one 3-D
-parameter while checkpoints (and SGLang) hold one matrix per expert; here each fused parameter is
-given as views of its parts under the checkpoint's names. Views share memory with the parameter, so
-writing to them updates the model.
+parameter while checkpoints (and SGLang) hold one matrix per expert, in some families under other
+names; here each fused parameter is given as views of its parts under the checkpoint's names. Views
+share memory with the parameter, so writing to them updates the model.
 """
 
 from __future__ import annotations
@@ -14,27 +14,67 @@ from collections.abc import Iterable, Iterator
 import torch
 
 _FUSED = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)$")
+_FUSED_IN_CHECKPOINT = {"gpt_oss", "llama4", "llama4_text", "granitemoe", "granitemoeshared"}
+_DEFAULT_PARTS = ("gate_proj", "up_proj", "down_proj")
+_MIXTRAL_PARTS = ("w1", "w3", "w2")
+_MIXTRAL_LIKE = {"mixtral", "minimax", "minimax_m2", "phimoe", "lfm2_moe"}
+_MIXTRAL_RENAME = (".mlp.", ".block_sparse_moe.")
+_GRANITE_RENAMES = (
+    (".experts.gate_up_proj", ".input_linear.weight"),
+    (".experts.down_proj", ".output_linear.weight"),
+    (".router.weight", ".router.layer.weight"),
+)
+_RENAMES: dict[str, tuple[tuple[str, str], ...]] = {  # of parts of names: (module, checkpoint)
+    "mixtral": (_MIXTRAL_RENAME,),
+    "minimax": (_MIXTRAL_RENAME,),
+    "minimax_m2": (_MIXTRAL_RENAME,),
+    "phimoe": (_MIXTRAL_RENAME, (".router.weight", ".gate.weight")),
+    "ernie4_5_moe": ((".mlp.gate.moe_statics.", ".mlp.moe_statics."),),
+    "granitemoe": _GRANITE_RENAMES,
+    "granitemoeshared": _GRANITE_RENAMES,
+}
+
+
+def module_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(module name, tensor) of all that a checkpoint holds: parameters and persistent buffers (such
+    as a router's correction bias). Tied weights are given once, under the first name."""
+    seen: set[int] = set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor.detach()
 
 
 def hf_views(
-    named: Iterable[tuple[str, torch.Tensor]], *, fused_in_checkpoint: bool = False
+    named: Iterable[tuple[str, torch.Tensor]],
+    *,
+    model_type: str = "",
+    fused_in_checkpoint: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(checkpoint name, view) for every (module name, tensor)."""
+    """(checkpoint name, view) for every (module name, tensor) of a model of this `model_type`."""
+    gate, up, down = _MIXTRAL_PARTS if model_type in _MIXTRAL_LIKE else _DEFAULT_PARTS
+    keep_fused = fused_in_checkpoint or keeps_experts_fused(model_type)
     for name, tensor in named:
         match = _FUSED.match(name)
-        if match is None or tensor.ndim != 3 or fused_in_checkpoint:
-            yield name, tensor
+        if match is None or tensor.ndim != 3 or keep_fused:
+            yield _rename(name, model_type), tensor
             continue
-        prefix, kind = match["prefix"], match["kind"]
+        prefix = _rename(match["prefix"], model_type)
         for expert in range(tensor.shape[0]):
-            if kind == "down_proj":
-                yield f"{prefix}.{expert}.down_proj.weight", tensor[expert]
+            if match["kind"] == "down_proj":
+                yield f"{prefix}.{expert}.{down}.weight", tensor[expert]
             else:
                 half = tensor.shape[1] // 2
-                yield f"{prefix}.{expert}.gate_proj.weight", tensor[expert, :half]
-                yield f"{prefix}.{expert}.up_proj.weight", tensor[expert, half:]
+                yield f"{prefix}.{expert}.{gate}.weight", tensor[expert, :half]
+                yield f"{prefix}.{expert}.{up}.weight", tensor[expert, half:]
 
 
 def keeps_experts_fused(model_type: str) -> bool:
     """Whether checkpoints of this model type hold the experts fused, as the module does."""
-    return model_type in {"gpt_oss", "llama4", "llama4_text"}
+    return model_type in _FUSED_IN_CHECKPOINT
+
+
+def _rename(name: str, model_type: str) -> str:
+    for module_part, checkpoint_part in _RENAMES.get(model_type, ()):
+        name = name.replace(module_part, checkpoint_part)
+    return name
