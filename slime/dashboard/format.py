@@ -1,0 +1,76 @@
+"""Numbers and durations as people read them, the same on the terminal and in the report."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, no noise: 0.433, 5,120, 3.1e-07."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size >= 100:
+        return f"{value:.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    if size >= 0.001:
+        return f"{value:.3f}".rstrip("0").rstrip(".")
+    return f"{value:.1e}"
+
+
+def signed(value: float | None) -> str:
+    """+0.71, -1.2: a number whose sign is what matters."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return "0" if value == 0 else f"{'+' if value > 0 else ''}{value:.2f}"
+
+
+def duration(seconds: float) -> str:
+    """1.2s, 41s, 3m 07s, 2h 05m, 3d 04h."""
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
+
+
+def count(value: float) -> str:
+    """950, 12.3k, 4.56M, 1.2B."""
+    for limit, divisor, suffix in ((1e4, 1, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M")):
+        if abs(value) < limit:
+            return f"{value / divisor:.3g}{suffix}" if suffix else f"{value:,.0f}"
+    return f"{value / 1e9:.3g}B"
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """The last values as bars; more than `width` of them are averaged in equal stretches."""
+    values = [v for v in values if math.isfinite(v)]
+    if not values:
+        return ""
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(values), max(values)
+    if high == low:
+        return _BARS[3] * len(values)
+    return "".join(_BARS[round((v - low) / (high - low) * (len(_BARS) - 1))] for v in values)
+
+
+def layout(*, trainers: int, rollout: int, colocate: bool, backend: str, engine: str) -> str:
+    """`2 trainer + 1 rollout (fsdp, slime engine)`, or `1 colocated (...)`."""
+    where = f"{trainers} colocated" if colocate else f"{trainers} trainer + {rollout} rollout"
+    return f"{where} ({backend}, {engine} engine)"

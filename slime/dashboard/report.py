@@ -1,0 +1,44 @@
+"""report.html: one file, no network, that shows what a run learned and where its time went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from slime.dashboard import sections
+from slime.dashboard.format import duration, number, signed
+from slime.dashboard.run_data import RunData, read_run
+from slime.utils.jsonl import replace_file
+
+REPORT_FILE = "report.html"
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Render <run_dir>/report.html from what the folder holds at this moment."""
+    run = read_run(run_dir)
+    path = run.run_dir / REPORT_FILE
+    replace_file(path, render_report(run).encode())
+    return path
+
+
+def render_report(run: RunData) -> str:
+    environment = Environment(
+        loader=PackageLoader("slime.dashboard"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(number=number, signed=signed, duration=duration)
+    return environment.get_template("report.html.jinja").render(
+        name=run.run_dir.resolve().name,
+        header=sections.header(run),
+        reward=sections.reward_chart(run),
+        charts=sections.small_charts(run),
+        phases=sections.phases(run),
+        samples=sections.samples(run),
+        config=sections.config(run),
+        starts=sections.starts(run),
+        resumed_at=sorted(set(run.resumed_at)),
+    )

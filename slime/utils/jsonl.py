@@ -1,0 +1,79 @@
+"""Files of JSON lines that survive a crash: whole lines only, appended in one write each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+
+def append_lines(path: Path, records: Sequence[Mapping[str, object]]) -> None:
+    """Append the records with a single write, after removing a last line that was never finished."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drop_partial_line(path)
+    with path.open("ab", buffering=0) as file:
+        file.write(b"".join(orjson.dumps(record) + b"\n" for record in records))
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, none if there is no file; a line cut off by a crash is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            record = _parse(line)
+            if record is not None:
+                yield record
+
+
+def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
+    """Rewrite the file with the records `keep` accepts; returns how many lines went.
+
+    The new file replaces the old one in one step: a crash leaves one or the other, never a mixture.
+    """
+    if not path.exists():
+        return 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and (r := _parse(line)) and keep(r)]
+    if len(kept) < len(lines):
+        replace_file(path, b"".join(kept))
+    return len(lines) - len(kept)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def drop_partial_line(path: Path) -> None:
+    """Cut the file after its last newline: what follows was never completely written."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 65536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) else None

@@ -1,0 +1,83 @@
+"""Logging of the driver and of the actors: everything to a file, the essential to the console."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import TextIO
+
+# Libraries that report every request or file lock; their warnings still come through.
+_NOISY = (
+    "aiohttp.access",
+    "asyncio",
+    "filelock",
+    "fsspec",
+    "git",
+    "httpcore",
+    "httpx",
+    "matplotlib",
+    "numba",
+    "PIL",
+    "ray",
+    "torch.distributed",
+    "transformers",
+    "urllib3",
+    "wandb",
+)
+
+
+def setup_logging(
+    run_dir: str | Path | None = None, *, role: str = "driver", console: bool = True
+) -> None:
+    """Send records of this process to <run_dir>/logs/<role>.log and, shortened, to the console.
+
+    The file takes information of slime's and warnings of everyone's, with time and place; the console
+    the same in one short line. Calling it again replaces what an earlier call set up.
+    """
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if getattr(h, "slime_handler", False)]:
+        root.removeHandler(handler)
+        handler.close()
+    handlers: list[logging.Handler] = []
+    if run_dir is not None:
+        folder = Path(run_dir) / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(folder / f"{role}.log", encoding="utf-8"))
+        handlers[-1].setFormatter(logging.Formatter(_FILE_FORMAT))
+    if console:
+        handlers.append(_ConsoleHandler())
+        handlers[-1].setFormatter(_ConsoleFormatter(role))
+    for handler in handlers:
+        handler.slime_handler = True  # type: ignore[attr-defined]
+        root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+
+
+_FILE_FORMAT = "%(asctime)s %(levelname)-7s %(process)d %(name)s:%(lineno)d  %(message)s"
+
+
+class _ConsoleHandler(logging.StreamHandler):
+    """Writes to whatever sys.stderr is at the moment: a live display swaps it while it is on screen."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+
+class _ConsoleFormatter(logging.Formatter):
+    """`message` for information of the driver's; level and role in front of everything else."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__("%(message)s")
+        self._prefix = "" if role == "driver" else f"[{role}] "
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        return f"{self._prefix}{level}{super().format(record)}"

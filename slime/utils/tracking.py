@@ -1,0 +1,170 @@
+"""Where the numbers of a run go: metrics.jsonl always, TensorBoard and Weights & Biases when asked.
+
+The only importer of tensorboard and wandb, and only of the one a flag asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, SupportsFloat
+
+import orjson
+
+from slime.utils.env import read_env
+from slime.utils.errors import ConfigError
+from slime.utils.jsonl import append_lines, drop_partial_line, keep_lines, read_lines
+from slime.utils.sample_log import SAMPLES_FILE
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+METRICS_FILE = "metrics.jsonl"
+RESUMES_FILE = "resumes.jsonl"
+
+
+class Tracker:
+    """Hands every metric to every place that keeps them.
+
+    `tracker.log({"train/loss": 0.1}, rollout_id=3, kind="train")` appends to metrics.jsonl::
+
+        {"rollout_id": 3, "kind": "train", "time": 1760000000.0, "train/loss": 0.1}
+
+    A value that is not finite is written as null, so that every line stays valid JSON.
+    """
+
+    def __init__(self, args: Args, run_dir: str | Path) -> None:
+        run_dir = Path(run_dir)
+        next_rollout_id = 1 + max(
+            (record["rollout_id"] for record in read_lines(run_dir / METRICS_FILE)), default=-1
+        )
+        self._sinks: list[_Sink] = [_JsonlSink(run_dir / METRICS_FILE)]
+        if args.use_tensorboard:
+            self._sinks.append(_TensorBoardSink(args, run_dir, next_rollout_id))
+        if args.use_wandb:
+            self._sinks.append(_WandbSink(args, run_dir))
+
+    def log(self, metrics: Mapping[str, SupportsFloat], *, rollout_id: int, kind: str) -> None:
+        values = {name: _plain_number(value) for name, value in metrics.items()}
+        for sink in self._sinks:
+            sink.write(values, rollout_id, kind)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def cut_back(run_dir: str | Path, start_rollout_id: int) -> int:
+    """Forget what a run recorded from `start_rollout_id` on, before it does those rollouts again.
+
+    Call it before the Tracker is made. Returns the number of lines dropped; a last line that was only
+    half written is among them.
+    """
+    run_dir = Path(run_dir)
+    dropped = sum(
+        keep_lines(run_dir / name, lambda record: record["rollout_id"] < start_rollout_id)
+        for name in (METRICS_FILE, SAMPLES_FILE)
+    )
+    if start_rollout_id > 0 or dropped:
+        resume = {"time": time.time(), "start_rollout_id": start_rollout_id, "dropped": dropped}
+        append_lines(run_dir / RESUMES_FILE, [resume])
+    return dropped
+
+
+class _Sink(Protocol):
+    def write(self, values: Mapping[str, float | None], rollout_id: int, kind: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _JsonlSink:
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drop_partial_line(path)
+        self._file = path.open("ab", buffering=0)  # one write per line: nothing waits in a buffer
+
+    def write(self, values: Mapping[str, float | None], rollout_id: int, kind: str) -> None:
+        record = {"rollout_id": rollout_id, "kind": kind, "time": time.time(), **values}
+        self._file.write(orjson.dumps(record) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _TensorBoardSink:
+    def __init__(self, args: Args, run_dir: Path, next_rollout_id: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _missing_package("--use-tensorboard", "tensorboard", error) from None
+        folder = run_dir / "tensorboard" / (args.tb_project_name or "slime")
+        folder = folder / (args.tb_experiment_name or run_dir.name)
+        self._writer = SummaryWriter(str(folder), purge_step=next_rollout_id)
+
+    def write(self, values: Mapping[str, float | None], rollout_id: int, kind: str) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, math.nan if value is None else value, rollout_id)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandbSink:
+    def __init__(self, args: Args, run_dir: Path) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing_package("--use-wandb", "wandb", error) from None
+        folder = Path(args.wandb_dir or run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        run_id_file = run_dir / "wandb_run_id.txt"
+        kept_id = run_id_file.read_text().strip() if run_id_file.exists() else None
+        self._run = wandb.init(
+            mode=args.wandb_mode or "online",
+            dir=str(folder),
+            entity=args.wandb_team,
+            project=args.wandb_project or "slime",
+            group=args.wandb_group,
+            name=run_dir.name,
+            id=args.wandb_run_id or kept_id,
+            resume="allow",
+            config=args.to_dict(redact=True),
+            settings=wandb.Settings(**_wandb_settings(args)),
+        )
+        run_id_file.write_text(f"{self._run.id}\n")
+        # W&B's own step may only grow; rollout_id goes back to the checkpoint after a resume.
+        self._run.define_metric("*", step_metric="rollout_id")
+
+    def write(self, values: Mapping[str, float | None], rollout_id: int, kind: str) -> None:
+        known = {name: value for name, value in values.items() if value is not None}
+        self._run.log({"rollout_id": rollout_id, **known})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _wandb_settings(args: Args) -> dict[str, str]:
+    """Server and key. The key stays in this process's memory: no file of the run holds it."""
+    settings = {"base_url": args.wandb_host} if args.wandb_host else {}
+    key = args.wandb_key or read_env().wandb_api_key
+    if key and args.wandb_mode not in ("offline", "disabled"):
+        settings["api_key"] = key
+    return settings
+
+
+def _missing_package(flag: str, package: str, error: ImportError) -> ConfigError:
+    return ConfigError(
+        f"{flag} needs the package {package}, which cannot be imported here ({error}). "
+        f"Type `pip install 'slime[{package}]'`, or leave the flag out."
+    )
+
+
+def _plain_number(value: SupportsFloat) -> float | None:
+    """numpy and torch scalars as Python numbers; None for NaN and infinity, which JSON cannot hold."""
+    if isinstance(value, int):
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else None
