@@ -12,7 +12,6 @@ The same file runs on a laptop, on one GPU and on a cluster; `python train.py --
 import sys
 
 from slime.utils.arguments import Args, parse_args, print_resolved
-
 from slime.utils.errors import UserError
 
 

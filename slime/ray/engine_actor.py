@@ -20,7 +20,22 @@ _START_TIMEOUT_S = 300
 _STOP_TIMEOUT_S = 10
 _LAST_LINES = 15
 # Ours, not SGLang's: set by slime itself for every engine.
-_SERVER_OPTIONS = ["context_length", "dtype", "mem_fraction_static", "max_running_requests", "max_total_tokens", "chunked_prefill_size", "max_prefill_tokens", "page_size", "random_seed", "schedule_policy", "disable_radix_cache", "enable_deterministic_inference", "log_level", "trust_remote_code"]
+_SERVER_OPTIONS = [
+    "context_length",
+    "dtype",
+    "mem_fraction_static",
+    "max_running_requests",
+    "max_total_tokens",
+    "chunked_prefill_size",
+    "max_prefill_tokens",
+    "page_size",
+    "random_seed",
+    "schedule_policy",
+    "disable_radix_cache",
+    "enable_deterministic_inference",
+    "log_level",
+    "trust_remote_code",
+]
 
 
 class EngineActor:

@@ -8,7 +8,6 @@ data source ──▶ rollout function ──▶ groups ──▶ rewards by gro
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from dataclasses import dataclass, field
@@ -20,11 +19,17 @@ import ray
 from slime.ray.debug_data import load_debug_samples, save_debug_samples
 from slime.ray.engine_group import EngineGroup
 from slime.ray.train_data import samples_to_batch, split_batch
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.base_types import (
+    DataSource,
+    RolloutFunction,
+    RolloutLogFunction,
+    as_eval_output,
+    as_train_output,
+)
 from slime.rollout.engine_pool import EnginePool, install_pool
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.utils.arguments import Args
-from slime.utils.load_function import load_function
+from slime.utils.load_function import load_class, load_function
 from slime.utils.logging import setup_logging
 from slime.utils.sample_log import SampleRow, append_samples
 from slime.utils.types import EngineInfo, RolloutBatch, Sample
@@ -48,12 +53,14 @@ class RolloutManager:
         self.args = args
         self.engines = EngineGroup(args, engine_options, token=token)
         self.generate_rollout = load_function(
-            args.rollout_function_path, flag="--rollout-function-path"
+            args.rollout_function_path, flag="--rollout-function-path", protocol=RolloutFunction
         )
+        self.eval_path = args.eval_function_path or args.rollout_function_path
         self.eval_rollout = load_function(
-            args.eval_function_path or args.rollout_function_path, flag="--eval-function-path"
+            self.eval_path, flag="--eval-function-path", protocol=RolloutFunction
         )
-        self.data_source = load_function(args.data_source_path, flag="--data-source-path")(args)
+        source = load_class(args.data_source_path, flag="--data-source-path", protocol=DataSource)
+        self.data_source: Any = source(args)
         self.pool = EnginePool([], token=token, concurrency=args.sglang_server_concurrency)
         install_pool(self.pool)
         self.dp_size, self.cp_size = 1, 1
@@ -93,7 +100,7 @@ class RolloutManager:
     # ---- work
 
     def generate(self, rollout_id: int) -> RolloutResult:
-        self._state_before = self._state()
+        self._state_before = self._state(rollout_id - 1)
         start = time.perf_counter()
         groups, extra = self._groups(rollout_id)
         seconds = time.perf_counter() - start
@@ -117,16 +124,15 @@ class RolloutManager:
         self._restore(self._state_before)
 
     def eval(self, rollout_id: int) -> dict[str, float]:
-        output = self.eval_rollout(self.args, rollout_id, self.data_source, evaluation=True)
-        if not isinstance(output, RolloutFnEvalOutput):
-            output = RolloutFnEvalOutput(data=output)
+        result = self.eval_rollout(self.args, rollout_id, self.data_source, evaluation=True)
+        output = as_eval_output(result, self.eval_path)
         return {**eval_metrics(self.args, output.data), **(output.metrics or {})}
 
     # ---- checkpoint
 
     def save(self, path: str, rollout_id: int, *, before_generate: bool = False) -> None:
         """Write the data position and buffer; `before_generate`: as they were when generation began."""
-        state = self._state_before if before_generate else self._state()
+        state = self._state_before if before_generate else self._state(rollout_id)
         if state is None:
             self.data_source.save(rollout_id)
         else:
@@ -144,29 +150,29 @@ class RolloutManager:
     def _groups(self, rollout_id: int) -> tuple[list[list[Sample]], dict[str, float]]:
         if self.args.load_debug_rollout_data:
             return load_debug_samples(self.args.load_debug_rollout_data, rollout_id), {}
-        output = self.generate_rollout(self.args, rollout_id, self.data_source, evaluation=False)
-        if isinstance(output, RolloutFnTrainOutput):
-            return output.samples, output.metrics or {}
-        return output, {}
+        result = self.generate_rollout(self.args, rollout_id, self.data_source, evaluation=False)
+        output = as_train_output(result, self.args.rollout_function_path)
+        return output.samples, output.metrics
 
     def _log_by_hook(
         self, rollout_id: int, samples: list[Sample], metrics: dict[str, float], seconds: float
     ) -> None:
         path = self.args.custom_rollout_log_function_path
         if path:
-            hook = load_function(path, flag="--custom-rollout-log-function-path")
+            flag = "--custom-rollout-log-function-path"
+            hook = load_function(path, flag=flag, protocol=RolloutLogFunction)
             if hook(rollout_id, self.args, samples, metrics, seconds):
                 metrics.clear()
 
-    def _state(self) -> dict[str, Any] | None:
+    def _state(self, last_trained: int) -> dict[str, Any] | None:
         """None for a user's data source that keeps its state by itself."""
         if not hasattr(self.data_source, "state_dict"):
             return None
-        return copy.deepcopy(self.data_source.state_dict())
+        return self.data_source.state_dict(last_trained)
 
     def _restore(self, state: dict[str, Any] | None) -> None:
         if state is not None:
-            self.data_source.load_state_dict(copy.deepcopy(state))
+            self.data_source.load_state_dict(state)
 
 
 def _flatten(groups: list[Any]) -> list[Sample]:

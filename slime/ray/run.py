@@ -21,7 +21,7 @@ from slime.rollout.hooks import check_hooks
 from slime.utils.arguments import Args
 from slime.utils.load_function import load_function
 from slime.utils.logging import setup_logging
-from slime.utils.run_folder import create_run_folder
+from slime.utils.run_folder import open_run_folder
 from slime.utils.tracking import cut_back, logged_rollouts
 
 
@@ -37,7 +37,7 @@ class Run:
         self.args = args
         self._checkpoints = Checkpointer(args)
         self.start_rollout_id = self._checkpoints.start_rollout_id
-        create_run_folder(args)
+        open_run_folder(args)
         setup_logging(args.run_dir, role="driver")
         cut_back(args.run_dir, self.start_rollout_id)
         self.recorder = Recorder(args)

@@ -5,11 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from slime.algorithms.advantages import normalize_group_rewards
+from slime.rollout.base_types import ConvertSamples, RewardPostProcess
 from slime.utils.arguments import Args
 from slime.utils.dp_schedule import loss_weights, make_schedule
 from slime.utils.errors import UserError
 from slime.utils.load_function import load_function
 from slime.utils.types import RolloutBatch, Sample, Status
+
+# What --custom-convert-samples-to-train-data-path must return.
+_CONVERTED = (
+    "tokens",
+    "response_lengths",
+    "rewards",
+    "raw_reward",
+    "truncated",
+    "sample_indices",
+    "loss_masks",
+)
 
 
 def samples_to_batch(args: Args, samples: list[Sample]) -> RolloutBatch:
@@ -17,9 +29,9 @@ def samples_to_batch(args: Args, samples: list[Sample]) -> RolloutBatch:
     usable = [s for s in samples if 0 < s.response_length < len(s.tokens)]
     if not usable:
         raise UserError("no sample of this rollout has a response token: nothing to train on")
-    raw, rewards = _rewards(args, usable)
     if args.custom_convert_samples_to_train_data_path:
-        return _convert_by_hook(args, usable, raw, rewards)
+        return _convert_by_hook(args, usable)
+    raw, rewards = _rewards(args, usable)
     return RolloutBatch(
         tokens=[s.tokens for s in usable],
         response_lens=[s.response_length for s in usable],
@@ -62,10 +74,10 @@ def split_batch(
 
 def _rewards(args: Args, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
     """Raw rewards, and what the advantage is made of."""
-    if args.custom_reward_post_process_path:
-        hook = load_function(
-            args.custom_reward_post_process_path, flag="--custom-reward-post-process-path"
-        )
+    path = args.custom_reward_post_process_path
+    if path:
+        flag = "--custom-reward-post-process-path"
+        hook = load_function(path, flag=flag, protocol=RewardPostProcess)
         raw, rewards = hook(args, samples)
         return np.asarray(raw, np.float32), np.asarray(rewards, np.float32)
     raw = np.array([s.get_reward_value(args.reward_key) for s in samples], np.float32)
@@ -83,15 +95,13 @@ def _rewards(args: Args, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]
     return raw, rewards
 
 
-def _convert_by_hook(
-    args: Args, samples: list[Sample], raw: np.ndarray, rewards: np.ndarray
-) -> RolloutBatch:
+def _convert_by_hook(args: Args, samples: list[Sample]) -> RolloutBatch:
     flag = "--custom-convert-samples-to-train-data-path"
-    made = load_function(args.custom_convert_samples_to_train_data_path, flag=flag)(args, samples)
-    required = (
-        ["tokens", "response_lengths", "rewards", "raw_reward", "truncated", "sample_indices", "loss_masks"]
+    hook = load_function(
+        args.custom_convert_samples_to_train_data_path, flag=flag, protocol=ConvertSamples
     )
-    missing = [key for key in required if key not in made]
+    made = hook(args, samples)
+    missing = [key for key in _CONVERTED if key not in made]
     if missing:
         raise UserError(f"{flag}: the returned dictionary lacks {', '.join(missing)}")
     by_index = {s.index: s for s in samples}

@@ -36,14 +36,12 @@ class TrainGroup:
         """References that are ready when every rank has its model; engines can start meanwhile."""
         if not self._actors:
             return []
-        address, port = ray.get(self._actors[0].get_master_address.remote())
+        self._all("set_master", *ray.get(self._actors[0].get_master_address.remote()))
         return [
             actor.init.remote(
                 self.args,
                 "actor",
                 with_ref=needs_ref(self.args),
-                master_addr=address,
-                master_port=port,
                 checkpoint=checkpoint,
             )
             for actor in self._actors

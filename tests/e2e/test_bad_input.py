@@ -26,7 +26,10 @@ def test_unknown_flag(tiny_model, tiny_data, tmp_path):
 
 
 def test_missing_data_file(tiny_model, tmp_path):
-    refused(runs.command(tiny_model, tmp_path / "no.jsonl", tmp_path / "run"), str(tmp_path / "no.jsonl"))
+    refused(
+        runs.command(tiny_model, tmp_path / "no.jsonl", tmp_path / "run"),
+        str(tmp_path / "no.jsonl"),
+    )
 
 
 def test_malformed_line(tiny_model, tmp_path):
@@ -59,12 +62,16 @@ def test_checkpoint_of_another_architecture(tiny_model, tiny_data, tmp_path):
 
 
 def test_reward_hook_that_always_raises_stops_the_run(tiny_model, tiny_data, tmp_path):
-    words = runs.command(tiny_model, tiny_data, tmp_path / "run", custom_rm_path="tests.e2e.rewards.broken")
+    words = runs.command(
+        tiny_model, tiny_data, tmp_path / "run", custom_rm_path="tests.e2e.rewards.broken"
+    )
     refused(words, "tests.e2e.rewards.broken", "no reward today")
 
 
 def test_reward_hook_that_sometimes_raises_is_counted(tiny_model, tiny_data, tmp_path):
-    words = runs.command(tiny_model, tiny_data, tmp_path / "run", custom_rm_path="tests.e2e.rewards.flaky")
+    words = runs.command(
+        tiny_model, tiny_data, tmp_path / "run", custom_rm_path="tests.e2e.rewards.flaky"
+    )
     status, output = runs.run(words)
     assert status == 0, output
     failed = [record["rollout/failed"] for record in runs.metrics(tmp_path / "run", "rollout")]
@@ -81,7 +88,11 @@ def test_port_taken(tiny_model, tmp_path):
         port = taken.getsockname()[1]
         words = [sys.executable, "-m", "slime.cli", "engine", "--model-path", str(tiny_model)]
         done = subprocess.run(
-            [*words, "--port", str(port)], capture_output=True, text=True, timeout=120, cwd=runs.ROOT
+            [*words, "--port", str(port)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=runs.ROOT,
         )
     assert done.returncode != 0
     assert str(port) in done.stdout + done.stderr

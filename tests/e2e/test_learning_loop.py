@@ -50,4 +50,7 @@ def test_two_engines_and_two_ranks_learn_the_same_as_one(tiny_model, tiny_data, 
     assert alone[0, "rollout"] == pair[0, "rollout"]
     for name in ("train/loss", "train/grad_norm", "train/pg_loss"):
         assert pair[0, "train"][name] == pytest.approx(alone[0, "train"][name], rel=1e-4, abs=1e-6)
-    assert all(record["train/log_prob_gap_max"] < 1e-4 for record in runs.metrics(tmp_path / "two", "train"))
+    assert all(
+        record["train/log_prob_gap_max"] < 1e-4
+        for record in runs.metrics(tmp_path / "two", "train")
+    )

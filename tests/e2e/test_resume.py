@@ -69,4 +69,6 @@ def test_sigterm_saves_and_the_rest_is_continued_bitwise(tiny_model, tiny_data, 
 
 
 def _spaced(log) -> str:
-    return "\n".join(json.dumps(json.loads(line)) for line in log.read_text().splitlines() if line.endswith("}"))
+    return "\n".join(
+        json.dumps(json.loads(line)) for line in log.read_text().splitlines() if line.endswith("}")
+    )
