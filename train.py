@@ -33,7 +33,7 @@ def train(args: Args) -> int:
             if run.stopping:
                 run.log(rollout_id)
                 break
-            actor.update_weights(rollout)  # onloads engines, pushes, verifies, resumes
+            actor.update_weights(rollout, rollout_id)  # onloads engines, pushes, verifies, resumes
             if run.due(args.eval_interval, rollout_id):
                 rollout.eval(rollout_id)
             run.log(rollout_id)

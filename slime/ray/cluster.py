@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
@@ -42,7 +41,7 @@ def actor_env(args: Args, *, processes_here: int = 1, token: str) -> dict[str, s
         "HF_HUB_OFFLINE": "1",
         "SLIME_ENGINE_TOKEN": token,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(p for p in paths if p)),
-        **json.loads(args.train_env_vars or "{}"),
+        **args.train_env_vars,
     }
 
 

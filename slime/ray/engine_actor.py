@@ -105,7 +105,7 @@ def engine_command(args: Args, *, host: str, port_file: Path) -> list[str]:
     command += ["--model-path", args.hf_checkpoint, "--host", host, "--port", "0"]
     command += ["--port-file", str(port_file)]
     for option in _SERVER_OPTIONS:
-        value = args.to_dict(redact=False).get(f"sglang_{option}")
+        value = getattr(args, f"sglang_{option}")
         flag = "--" + option.replace("_", "-")
         if value is True:
             command.append(flag)

@@ -65,9 +65,17 @@ class TrainGroup:
         self.last_trained, self.trained_version = rollout_id, self.weight_version
         self.recorder.add(reports[0].metrics)
 
-    def update_weights(self, rollout: RolloutGroup) -> None:
-        """Give every engine the current weights and prove that they hold them."""
+    def update_weights(self, rollout: RolloutGroup, rollout_id: int | None = None) -> None:
+        """Give every engine the current weights and prove that they hold them.
+
+        After a rollout that --update-weights-interval skips they keep what they have, unless they gave
+        their memory away and so have nothing.
+        """
         if not self._actors or not rollout.has_engines:
+            return
+        interval = self.args.update_weights_interval
+        skipped = rollout_id is not None and (rollout_id + 1) % interval != 0
+        if skipped and not self.args.offload_rollout:
             return
         with self.recorder.phase("update_weights"):
             engines = rollout.engine_infos()

@@ -1,0 +1,69 @@
+"""The documented cluster route: `ray start --head`, then `ray job submit -- python3 train.py`."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import runs
+
+RAY = str(Path(sys.executable).parent / "ray")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A head node of our own on free ports; only this process group is ended afterwards."""
+    dashboard = free_port()
+    words = [RAY, "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=2"]
+    words += ["--node-ip-address=127.0.0.1", f"--port={free_port()}"]
+    words += [
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={dashboard}",
+        "--include-dashboard=true",
+    ]
+    words += [f"--temp-dir={tmp_path / 'ray'}", "--object-store-memory=200000000"]
+    log = (tmp_path / "head.log").open("w+")
+    head = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    address = f"http://127.0.0.1:{dashboard}"
+    try:
+        runs.wait_for(lambda: _accepts(dashboard), head, timeout=120)
+        yield address
+    finally:
+        os.killpg(head.pid, signal.SIGTERM)
+        head.wait(timeout=60)
+
+
+def _accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_job_submit_runs_the_same_command_line(cluster, tiny_model, tiny_data, tmp_path):
+    flags = runs.command(tiny_model, tiny_data, tmp_path / "run", num_rollout=1)
+    environment = {"env_vars": {"PYTHONPATH": str(runs.ROOT), "NCCL_IB_TC": "160"}}
+    done = subprocess.run(
+        [
+            RAY,
+            "job",
+            "submit",
+            f"--address={cluster}",
+            f"--runtime-env-json={json.dumps(environment)}",
+        ]
+        + ["--", sys.executable, str(runs.ROOT / "train.py"), *flags],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [record["rollout_id"] for record in runs.metrics(tmp_path / "run", "train")] == [0]
