@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import ray
 
 from slime.ray.engine_actor import EngineActor
+from slime.ray.health import failed_engines
 from slime.utils.arguments import Args
 from slime.utils.env import read_env
 from slime.utils.sync_http import post_json
@@ -27,11 +29,15 @@ class EngineGroup:
         self.infos = ray.get([actor.start.remote() for actor in self._actors])
         return self.infos
 
-    def dead(self) -> list[int]:
-        return [i for i, actor in enumerate(self._actors) if not _alive(actor)]
+    def failed(self) -> list[int]:
+        """Engines that died or hang."""
+        timeout = self.args.rollout_health_check_timeout
+        return failed_engines(self._actors, self.infos, timeout=timeout)
 
     def restart(self, index: int) -> None:
-        """A fresh server in the place of a dead one; it holds `--hf-checkpoint` until the next update."""
+        """A fresh server in the place of a failed one; it holds `--hf-checkpoint` until the next update."""
+        with suppress(ray.exceptions.RayActorError):
+            ray.get(self._actors[index].stop.remote())
         ray.kill(self._actors[index])
         self._actors[index] = self._make(index)
         self.infos[index] = ray.get(self._actors[index].start.remote())
@@ -48,7 +54,9 @@ class EngineGroup:
             self._released = tag != "kv_cache"
 
     def stop(self) -> None:
-        ray.get([actor.stop.remote() for actor in self._actors if _alive(actor)])
+        for stopping in [actor.stop.remote() for actor in self._actors]:
+            with suppress(ray.exceptions.RayActorError):
+                ray.get(stopping)
         for actor in self._actors:
             ray.kill(actor)
         self._actors, self.infos = [], []
@@ -68,10 +76,3 @@ class EngineGroup:
             ]
             for call in calls:
                 call.result()
-
-
-def _alive(actor) -> bool:
-    try:
-        return ray.get(actor.alive.remote(), timeout=30)
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-        return False

@@ -69,21 +69,25 @@ class RolloutManager:
     # ---- life
 
     def start_engines(self) -> list[EngineInfo]:
-        infos = self.engines.start()
-        self.pool.set_urls([info.url for info in infos])
-        return infos
+        self.engines.start()
+        self.admit_engines()
+        return self.engines.infos
 
     def engine_infos(self) -> list[EngineInfo]:
         return self.engines.infos
 
-    def replace_dead_engines(self) -> list[int]:
-        """Restart what died; the caller pushes weights to all engines afterwards."""
-        dead = self.engines.dead()
-        for index in dead:
+    def replace_failed_engines(self) -> list[int]:
+        """Restart what died or hangs; none of these gets requests before `admit_engines`."""
+        failed = self.engines.failed()
+        if failed:
+            self.pool.set_urls([e.url for i, e in enumerate(self.engines.infos) if i not in failed])
+        for index in failed:
             self.engines.restart(index)
-        if dead:
-            self.pool.set_urls([info.url for info in self.engines.infos])
-        return dead
+        return failed
+
+    def admit_engines(self) -> None:
+        """Every engine holds the current weights: all of them may generate."""
+        self.pool.set_urls([info.url for info in self.engines.infos])
 
     def set_parallel(self, dp_size: int, cp_size: int) -> None:
         self.dp_size, self.cp_size = dp_size, cp_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +30,9 @@ class RolloutGroup:
     ):
         self.args, self.recorder, self.stop_signal = args, recorder, stop_signal
         self.has_engines = bool(engine_options)
+        self.engine_restarts = 0
+        # Set by the run: gives the current weights to engines that were started again.
+        self.push_weights: Callable[[list[EngineInfo]], None] = lambda engines: None
         self._last_begun: int | None = None
         actor_class = ray.remote(RolloutManager).options(
             num_cpus=0, max_concurrency=_THREADS, runtime_env={"env_vars": env}
@@ -43,7 +47,7 @@ class RolloutGroup:
         """Samples of one rollout as one object per data-parallel rank."""
         self._last_begun = rollout_id
         with self.recorder.phase("generate"), self.stop_signal.interruptible():
-            result = ray.get(self._manager.generate.remote(rollout_id))
+            result = self._watched(self._manager.generate.remote(rollout_id))
         self.recorder.add(result.metrics)
         return result.batch_refs
 
@@ -52,13 +56,15 @@ class RolloutGroup:
         if not self.has_engines or not self.args.eval_datasets:
             return
         with self.recorder.phase("eval"), self.stop_signal.interruptible():
-            self.recorder.add(ray.get(self._manager.eval.remote(rollout_id)))
+            self.recorder.add(self._watched(self._manager.eval.remote(rollout_id)))
 
     def engine_infos(self) -> list[EngineInfo]:
-        """Where the engines are; one that died since the last call has been replaced."""
-        for index in ray.get(self._manager.replace_dead_engines.remote()):
-            self.recorder.message(f"engine {index} had died and was started again")
+        """Where the engines are; one that failed since the last call has been replaced."""
+        self._replace_failed()
         return ray.get(self._manager.engine_infos.remote())
+
+    def admit_engines(self) -> None:
+        ray.get(self._manager.admit_engines.remote())
 
     def num_prompts(self) -> int:
         return ray.get(self._manager.num_prompts.remote())
@@ -82,3 +88,25 @@ class RolloutGroup:
         with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             ray.get(self._manager.stop.remote(), timeout=60)
         ray.kill(self._manager)
+
+    def _watched(self, reference: Any) -> Any:
+        """The result; meanwhile engines that fail are replaced, and given the current weights."""
+        wait = self.args.rollout_health_check_interval
+        first = wait + self.args.rollout_health_check_first_wait
+        while not ray.wait([reference], timeout=first)[0]:
+            first = wait
+            failed = self._replace_failed()
+            if failed:
+                infos = ray.get(self._manager.engine_infos.remote())
+                self.push_weights([infos[index] for index in failed])
+                self.admit_engines()
+        return ray.get(reference)
+
+    def _replace_failed(self) -> list[int]:
+        if not self.args.use_fault_tolerance:
+            return []
+        failed = ray.get(self._manager.replace_failed_engines.remote())
+        for index in failed:
+            self.recorder.message(f"engine {index} failed and was started again")
+        self.engine_restarts += len(failed)
+        return failed

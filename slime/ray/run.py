@@ -134,6 +134,7 @@ class Run:
             stop_signal=self.stop_signal,
         )
         self.actor = TrainGroup(args, placement, env=train_env, recorder=self.recorder)
+        self.rollout.push_weights = self.actor.push_weights
         loaded = self._checkpoints.loaded
         waiting = [self.rollout.start(), *self.actor.start(str(loaded) if loaded else None)]
         if loaded:

@@ -11,6 +11,7 @@ from slime.ray.placement_group import Placement
 from slime.ray.recorder import Recorder
 from slime.ray.rollout_group import RolloutGroup
 from slime.utils.arguments import Args
+from slime.utils.types import EngineInfo
 
 
 class TrainGroup:
@@ -85,7 +86,12 @@ class TrainGroup:
             if self.args.offload_train:
                 self._all("sleep")
             rollout.resume("kv_cache")
+            rollout.admit_engines()
         self.recorder.add(reports[0].metrics())
+
+    def push_weights(self, engines: list[EngineInfo]) -> None:
+        """The version all engines have, once more, for those that were started again."""
+        self._all("update_weights", engines, self.weight_version)
 
     def save(self, rollout_id: int, path: str) -> None:
         self._all("save", rollout_id, path)

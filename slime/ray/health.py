@@ -1,0 +1,32 @@
+"""Whether an engine still works: its process lives and its server answers in time."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+
+from slime.utils.sync_http import HttpError, get_json
+from slime.utils.types import EngineInfo
+
+
+def failed_engines(actors: list[Any], infos: list[EngineInfo], *, timeout: float) -> list[int]:
+    """Indices of the engines that are dead or hung."""
+    if not actors:
+        return []
+    with ThreadPoolExecutor(len(actors)) as pool:
+        healthy = list(
+            pool.map(lambda pair: _healthy(*pair, timeout), zip(actors, infos, strict=True))
+        )
+    return [index for index, ok in enumerate(healthy) if not ok]
+
+
+def _healthy(actor: Any, info: EngineInfo, timeout: float) -> bool:
+    try:
+        if not ray.get(actor.alive.remote(), timeout=timeout):
+            return False
+        get_json(f"{info.url}/health", timeout=timeout, retries=0)
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, HttpError):
+        return False
+    return True
