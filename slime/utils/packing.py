@@ -87,6 +87,8 @@ def unpack(values: torch.Tensor, train_batch: TrainBatch, *, cp_size: int = 1) -
 def join_slices(slices: Sequence[torch.Tensor], train_batch: TrainBatch) -> torch.Tensor:
     """The whole padded column from the slices that the context ranks 0..C-1 hold of it."""
     cp_size = len(slices)
+    if cp_size == 1:
+        return slices[0]
     padded = np.diff(train_batch.cu_seqlens.cpu().numpy()) * cp_size
     index = np.concatenate([zigzag_index(padded, rank, cp_size) for rank in range(cp_size)])
     whole = torch.empty_like(slices[0]).repeat(cp_size)
