@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from slime.utils.flags import rollout, run, train
+from slime.utils.flags.megatron import megatron_flags
 from slime.utils.flags.spec import Flag, flags_of
+from slime.utils.flags.tables import router_flags, sglang_flags
 
 GROUPS: tuple[type[Any], ...] = (
     run.Mode,
@@ -34,27 +34,18 @@ def own_flags() -> dict[str, Flag]:
 
 
 @cache
-def table_flags() -> dict[str, Flag]:
+def foreign_flags() -> dict[str, Flag]:
     """The flags of Megatron, SGLang and its router that are not slime's own."""
-    tables = [read_table(name) for name in ("megatron", "sglang", "router")]
-    return {f.name: f for table in tables for f in table if f.name not in own_flags()}
+    flags = [*megatron_flags(), *sglang_flags(), *router_flags()]
+    return {flag.name: flag for flag in flags if flag.name not in own_flags()}
 
 
 @cache
 def all_flags() -> dict[str, Flag]:
-    return {**own_flags(), **table_flags()}
+    return {**own_flags(), **foreign_flags()}
 
 
 @cache
 def options() -> dict[str, Flag]:
     """Every option string with its flag."""
     return {o: f for f in all_flags().values() for o in (*f.options, *f.off_options)}
-
-
-def read_table(name: str) -> list[Flag]:
-    path = Path(__file__).parent / f"{name}.json"
-    if not path.exists():
-        return []
-    rows = json.loads(path.read_text())["flags"]
-    tuples = ("options", "off_options", "choices", "versions")
-    return [Flag(**{k: tuple(v) if k in tuples else v for k, v in row.items()}) for row in rows]

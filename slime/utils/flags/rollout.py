@@ -1,5 +1,7 @@
 """Flags of generation, data, evaluation and reward."""
 
+# ruff: noqa: RUF009 -- flag() makes a dataclass field
+
 from __future__ import annotations
 
 from dataclasses import dataclass

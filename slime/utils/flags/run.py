@@ -1,5 +1,7 @@
 """Flags that say what is run, where, and how weights travel."""
 
+# ruff: noqa: RUF009 -- flag() makes a dataclass field
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -34,6 +34,7 @@ class Flag:
     secret: bool = False
     backend: Backend | None = None  # only this trainer honours it
     versions: tuple[str, ...] = ()  # of the package it was read from, where several were read
+    sets: tuple[str, ...] = ()  # fields of Megatron's configs, as "OptimizerConfig.lr"
 
     @property
     def option(self) -> str:

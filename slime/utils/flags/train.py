@@ -1,5 +1,7 @@
 """Flags of the model, its optimizer, its checkpoints and the algorithm."""
 
+# ruff: noqa: RUF009 -- flag() makes a dataclass field
+
 from __future__ import annotations
 
 from dataclasses import dataclass
