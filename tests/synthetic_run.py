@@ -13,12 +13,13 @@ import yaml
 from slime.utils.sample_log import SampleRow, append_samples
 
 CONFIG = {
-    "hf_checkpoint": ("runs/quickstart/warmup/hf", "command line"),
+    "hf_checkpoint": ("runs/quickstart/tiny-qwen3", "command line"),
     "prompt_data": (["data/addition.jsonl"], "command line"),
     "train_backend": ("fsdp", "command line"),
     "rollout_batch_size": (16, "command line"),
     "n_samples_per_prompt": (8, "command line"),
     "lr": (3e-4, "command line"),
+    "advantage_estimator": ("grpo", "command line"),
     "eval_interval": (5, "config"),
     "wandb_key": ("<redacted>", "command line"),
     "num_rollout": (60, "command line"),
@@ -44,7 +45,8 @@ def write_run(run_dir: Path, *, rollouts: int = 60, planned: int = 60, seed: int
     def log(rollout_id: int, kind: str, metrics: dict[str, float]) -> None:
         lines.append({"rollout_id": rollout_id, "kind": kind, "time": clock, **metrics})
 
-    log(0, "eval", _evaluation(skill(0), rng))
+    log(-1, "eval", _evaluation(skill(0), rng))
+    log(-1, "start", {"perf/start_time": 14.0, "perf/eval_time": 0.6, "perf/step_time": 14.7})
     for rollout_id in range(rollouts):
         level = skill(rollout_id)
         log(rollout_id, "rollout", _rollout(level, rng))
@@ -61,7 +63,7 @@ def write_run(run_dir: Path, *, rollouts: int = 60, planned: int = 60, seed: int
         if rollout_id % 20 == 19:
             perf["perf/save_time"] = rng.gauss(0.7, 0.1)
         perf["perf/step_time"] = sum(perf.values()) + 0.05
-        perf["perf/generate_tokens_per_s"] = 128 * 6.1 / perf["perf/generate_time"]
+        perf["perf/rollout_tokens_per_second"] = 128 * 6.1 / perf["perf/generate_time"]
         clock += perf["perf/step_time"]
         log(rollout_id, "perf", perf)
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -77,10 +79,11 @@ def _rollout(level: float, rng: random.Random) -> dict[str, float]:
     reward = sum(rng.random() < level for _ in range(128)) / 128
     length = 4.2 + 2.6 * (1 - level) + rng.gauss(0, 0.15)
     return {
-        "rollout/reward": reward,
-        "rollout/response_len": length,
-        "rollout/response_tokens": round(128 * length),
-        "rollout/truncated_ratio": max(0.0, rng.gauss(0.16 * (1 - level), 0.015)),
+        "rollout/reward_mean": reward,
+        "rollout/response_len_mean": length,
+        "rollout/tokens": round(128 * length),
+        "rollout/zero_std_groups": round(16 * (level**8 + (1 - level) ** 8)),
+        "rollout/truncated": max(0.0, rng.gauss(0.16 * (1 - level), 0.015)),
     }
 
 

@@ -120,7 +120,7 @@ def _bar(
 
 
 def _axes(across: Scale, up: Scale, chart: Chart) -> str:
-    parts = [_horizontal_lines(up, chart.width, 4)]
+    parts = [_horizontal_lines(up, chart.width, chart.height // 45)]
     whole = [x for x in across.ticks(max(3, chart.width // 90)) if x == int(x)]
     for x in whole:
         parts.append(
@@ -137,9 +137,13 @@ def _horizontal_lines(up: Scale, width: int, wanted: int, unit: str = "") -> str
         parts.append(
             f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<text class="tick" x="{_LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">'
-            f"{number(value)}{unit}</text>"
+            f"{_tick(value, up)}{unit}</text>"
         )
     return "".join(parts)
+
+
+def _tick(value: float, scale: Scale) -> str:
+    return f"{value:.0e}" if scale.log else number(value)
 
 
 def _line(line: Line, points: list[tuple[float, float]], across: Scale, up: Scale) -> str:

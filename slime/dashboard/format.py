@@ -27,6 +27,11 @@ def number(value: float | None) -> str:
     return f"{value:.1e}"
 
 
+def score(value: float) -> str:
+    """A reward, always with the same decimals so that two of them compare at a glance: 0.100, 12.3."""
+    return f"{value:.3f}" if abs(value) < 10 else number(value)
+
+
 def signed(value: float | None) -> str:
     """+0.71, -1.2: a number whose sign is what matters."""
     if value is None or not math.isfinite(value):
@@ -74,3 +79,11 @@ def layout(*, trainers: int, rollout: int, colocate: bool, backend: str, engine:
     """`2 trainer + 1 rollout (fsdp, slime engine)`, or `1 colocated (...)`."""
     where = f"{trainers} colocated" if colocate else f"{trainers} trainer + {rollout} rollout"
     return f"{where} ({backend}, {engine} engine)"
+
+
+def model_name(path: str | None) -> str:
+    """The telling end of a checkpoint's path: `Qwen3-4B`, `quickstart/hf`."""
+    parts = [part for part in (path or "").split("/") if part]
+    if not parts:
+        return "-"
+    return "/".join(parts[-2:]) if parts[-1] in ("hf", "model", "checkpoint") else parts[-1]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
-from slime.dashboard.format import layout
+from slime.dashboard.format import layout, model_name
 from slime.dashboard.panel import PanelDisplay
 from slime.dashboard.plain import PlainDisplay
 from slime.dashboard.run_state import RunState
@@ -26,20 +26,21 @@ logger = logging.getLogger(__name__)
 
 
 class LiveDisplay:
-    """Shows a run as it goes.
+    """Shows a run as it goes::
 
     display = LiveDisplay(args)
     with display.phase("generate"):
         ...
-    display.update({"rollout/reward": 0.4})
-    display.update(timer.take())     # perf/step_time completes the rollout
+    display.update({"rollout_id": 0, "rollout/reward": 0.4, **timer.take()})  # once per rollout
     display.close()
     """
 
     def __init__(self, args: Args, console: Console | None = None) -> None:
+        console = console or Console()
+        self._console = console
         self._state = RunState(
             run_name=Path(args.run_dir).name,
-            model=Path(args.hf_checkpoint or "model").name,
+            model=model_name(args.hf_checkpoint),
             layout=layout(
                 trainers=args.actor_num_nodes * args.actor_num_gpus_per_node,
                 rollout=args.rollout_num_gpus,
@@ -47,14 +48,13 @@ class LiveDisplay:
                 backend=args.train_backend,
                 engine=args.rollout_engine,
             ),
-            start_rollout_id=args.start_rollout_id or 0,
             num_rollout=args.num_rollout,
         )
-        console = console or Console()
         live = console.is_terminal and not console.is_dumb_terminal and not read_env().plain_output
-        drawing = PanelDisplay(self._state, console) if live else PlainDisplay(self._state)
-        self._drawing: _Drawing | None = drawing
-        self._contained(drawing.start)
+        self._drawing: _Drawing | None = (PanelDisplay if live else PlainDisplay)(
+            self._state, console
+        )
+        self._contained(self._drawing.start)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -65,34 +65,23 @@ class LiveDisplay:
             self._contained(self._state.leave)
 
     def update(self, metrics: Mapping[str, float]) -> None:
+        """The metrics of a rollout, with its `rollout_id`; or, before the first one, of the start."""
         self._contained(lambda: self._update(metrics))
-
-    def resumed_at(self, start_rollout_id: int) -> None:
-        """A checkpoint was loaded: rollouts before this one are done."""
-        self._state.start_rollout_id = start_rollout_id
 
     def message(self, text: str) -> None:
         """A line for the person watching; it stays above the live region."""
-        if self._drawing is None:
-            print(text, flush=True)
-        else:
-            self._contained(lambda: self._drawing and self._drawing.message(text))
+        drawing = self._drawing
+        self._contained(lambda: drawing.message(text) if drawing else print(text, flush=True))
 
     def close(self) -> None:
-        if self._drawing is not None:
-            self._contained(self._drawing.stop)
-        self._drawing = None
+        drawing, self._drawing = self._drawing, None
+        if drawing is not None:
+            self._contained(drawing.stop)
 
     def _update(self, metrics: Mapping[str, float]) -> None:
-        complete = self._state.update(metrics)
-        if self._drawing is None:
-            return
-        if complete:
-            self._drawing.rollout_done()
-            self._state.start_next()
-        elif not any(name.startswith("rollout/") for name in self._state.current):
-            self._drawing.evaluated(metrics)
-            self._state.start_next()
+        is_rollout = self._state.update(metrics)
+        if self._drawing is not None:
+            (self._drawing.show_rollout if is_rollout else self._drawing.show_start)()
 
     def _contained(self, action: Callable[[], object]) -> None:
         try:
@@ -107,7 +96,7 @@ class LiveDisplay:
 
 class _Drawing(Protocol):
     def start(self) -> None: ...
-    def evaluated(self, metrics: Mapping[str, float]) -> None: ...
-    def rollout_done(self) -> None: ...
+    def show_start(self) -> None: ...
+    def show_rollout(self) -> None: ...
     def message(self, text: str) -> None: ...
     def stop(self) -> None: ...

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,19 +12,19 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from slime.dashboard.format import duration, number, sparkline
+from slime.dashboard import names
+from slime.dashboard.format import duration, number, score, sparkline
 from slime.dashboard.run_state import RunState
 
+_LABEL_WIDTH = 17
 # label, metric; a row appears once its metric has come in
 _ROWS = (
-    ("train reward", "rollout/reward"),
-    ("response length", "rollout/response_len"),
-    ("tokens/s", "perf/generate_tokens_per_s"),
-    ("log-prob gap", "train/log_prob_gap_max"),
-    ("grad norm", "train/grad_norm"),
-    ("KL to reference", "train/kl_loss"),
-    ("entropy", "train/entropy"),
-    ("loss", "train/loss"),
+    ("response length", names.RESPONSE_LEN),
+    ("tokens/s", names.TOKENS_PER_SECOND),
+    ("log-prob gap", names.LOG_PROB_GAP),
+    ("grad norm", names.GRAD_NORM),
+    ("KL to reference", names.KL),
+    ("entropy", names.ENTROPY),
 )
 _PHASE_STYLES = {
     "generate": "cyan",
@@ -40,20 +38,17 @@ _PHASE_STYLES = {
 class PanelDisplay:
     def __init__(self, state: RunState, console: Console) -> None:
         self._state = state
-        self._console = console
         self._spinner = Spinner("dots", style="cyan")
-        self._live = Live(
-            console=console, get_renderable=self._render, refresh_per_second=5, transient=False
-        )
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
 
     def start(self) -> None:
         self._live.start()
 
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """The panel shows evaluations in its own row."""
+    def show_start(self) -> None:
+        """The panel draws itself from the state."""
 
-    def rollout_done(self) -> None:
-        """The panel shows the newest rollout by itself."""
+    def show_rollout(self) -> None:
+        """The panel draws itself from the state."""
 
     def message(self, text: str) -> None:
         self._live.console.print(text, markup=False, highlight=False)
@@ -64,25 +59,22 @@ class PanelDisplay:
     def _render(self) -> RenderableType:
         # Runs on rich's refresh thread, where an exception would end the redrawing without a word.
         try:
-            return render_panel(self._state, self._spinner, self._console.width)
+            return render_panel(self._state, self._spinner, self._live.console.width)
         except Exception as error:
             return Text(f"(display: {error})", style="dim")
 
 
 def render_panel(state: RunState, spinner: Spinner, width: int) -> RenderableType:
     parts: list[RenderableType] = [_progress(state, spinner, width)]
-    table = _metrics(state, width)
-    if table.row_count:
-        parts += [Rule(style="dim"), table]
+    if state.series:
+        parts += [Rule(style="dim"), _metrics(state, width)]
     if state.phase_seconds:
         parts += [Rule(style="dim"), _phases(state, width)]
-    title = Text.assemble(("slime ", "bold"), (state.run_name, "bold cyan"))
-    subtitle = Text(f"{state.model}  ·  {state.layout}", style="dim")
     return Panel(
         Group(*parts),
-        title=title,
+        title=Text.assemble(("slime ", "bold green"), (state.run_name, "bold")),
         title_align="left",
-        subtitle=subtitle,
+        subtitle=Text(f"{state.model} · {state.layout}", style="dim"),
         subtitle_align="right",
         border_style="dim",
         padding=(0, 1),
@@ -90,52 +82,58 @@ def render_panel(state: RunState, spinner: Spinner, width: int) -> RenderableTyp
 
 
 def _progress(state: RunState, spinner: Spinner, width: int) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
     done, total = state.rollouts_done, state.num_rollout
-    left = state.seconds_left
-    status = Text("waiting", style="dim")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(width=_LABEL_WIDTH)
+    cells: list[RenderableType] = [Text(f"rollout {done}/{total or '?'}", style="bold")]
+    if total:
+        cells.append(ProgressBar(total=total, completed=done, width=max(10, width // 3)))
+    if state.seconds_left is not None:
+        cells.append(Text(f"{duration(state.seconds_left)} left", style="dim"))
     if state.phase:
-        status = Text(f"{state.phase.replace('_', ' ')} ", style="bold")
-        status.append(duration(state.clock() - state.phase_started), style="dim")
-    spinner.update(text=status)
-    grid.add_row(
-        Text(f"rollout {done}/{total}"),
-        ProgressBar(total=max(total, 1), completed=done, width=max(10, width // 3)),
-        Text(f"{duration(left)} left" if left is not None else "", style="dim"),
-        spinner if state.phase else status,
-    )
+        elapsed = state.clock() - state.phase_started
+        phase = Text.assemble(state.phase.replace("_", " "), (f" {duration(elapsed)}", "dim"))
+        spinner.update(text=phase)
+        cells.append(spinner)
+    grid.add_row(*cells)
     return grid
 
 
 def _metrics(state: RunState, width: int) -> Table:
-    spark_width = max(8, min(40, width - 56))
+    """One line per metric: newest value, its course, where it came from."""
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(justify="right", style="bold", no_wrap=True)
+    table.add_column(style="dim", width=_LABEL_WIDTH, no_wrap=True, overflow="ellipsis")
+    table.add_column(justify="right", style="bold", no_wrap=True, min_width=7)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
-    rows = [(label, state.series[metric]) for label, metric in _ROWS if metric in state.series]
-    evals = [
-        (f"eval {name.split('/', 1)[1].rsplit('/', 1)[0]}", state.series[name])
-        for name in state.eval_names()
-    ]
-    for label, values in rows[:1] + evals + rows[1:]:
-        change = f"{number(values[0])} → {number(values[-1])}" if len(values) > 1 else ""
-        table.add_row(label, number(values[-1]), sparkline(values, spark_width), change)
+    rewards = [("train reward", names.REWARD)]
+    rewards += [(f"eval {name}", metric) for name, metric in state.evals().items()]
+    for label, metric in [*rewards, *_ROWS]:
+        values = state.series.get(metric)
+        if values:
+            write = score if (label, metric) in rewards else number
+            change = f"{write(values[0])} → {write(values[-1])}" if len(values) > 1 else ""
+            bars = sparkline(values, _bar_width(width))
+            table.add_row(label, write(values[-1]), bars, change)
     return table
 
 
 def _phases(state: RunState, width: int) -> Table:
-    """Seconds per phase over the run, as bars on one scale."""
+    """Seconds per phase and rollout, as bars on one scale."""
     table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", width=_LABEL_WIDTH, no_wrap=True)
+    table.add_column(justify="right", style="bold", no_wrap=True, min_width=7)
     total = sum(state.phase_seconds.values()) or 1.0
-    bar_width = max(8, min(40, width - 56))
-    rollouts = max(state.done, 1)
     for name, seconds in state.phase_seconds.items():
+        color = _PHASE_STYLES.get(name, "white")
         table.add_row(
-            Text(name.replace("_", " ").ljust(15), style="dim"),
-            Text(f"{duration(seconds / rollouts)}", style="bold"),
-            Bar(total, 0, seconds, width=bar_width, color=_PHASE_STYLES.get(name, "white")),
+            name.replace("_", " "),
+            duration(seconds / len(state.rollout_seconds)),
+            Bar(total, 0, seconds, width=_bar_width(width), color=color),
             Text(f"{100 * seconds / total:.0f}%", style="dim"),
         )
     return table
+
+
+def _bar_width(width: int) -> int:
+    return max(8, min(40, width - 56))

@@ -7,7 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from slime.dashboard import sections
-from slime.dashboard.format import duration, number, signed
+from slime.dashboard.format import duration, number, score, signed
 from slime.dashboard.run_data import RunData, read_run
 from slime.utils.jsonl import replace_file
 
@@ -30,7 +30,7 @@ def render_report(run: RunData) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=number, signed=signed, duration=duration)
+    environment.filters.update(number=number, score=score, signed=signed, duration=duration)
     return environment.get_template("report.html.jinja").render(
         name=run.run_dir.resolve().name,
         header=sections.header(run),

@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from slime.dashboard.run_state import STEP_TIME, phase_times
+from slime.dashboard.names import STEP_TIME, eval_rewards
+from slime.dashboard.run_state import phase_times
 from slime.utils.errors import UserError
 from slime.utils.jsonl import read_lines
 from slime.utils.run_folder import ENVIRONMENT_FILE, RESOLVED_FILE
@@ -36,15 +37,14 @@ class RunData:
     last_time: float | None
 
     def eval_datasets(self) -> list[str]:
-        names = [n for n in self.series if n.startswith("eval/") and n.endswith("/reward")]
-        return sorted(n.removeprefix("eval/").removesuffix("/reward") for n in names)
+        return list(eval_rewards(self.series))
 
     def eval_reward(self, dataset: str) -> list[Point]:
         return self.series[f"eval/{dataset}/reward"]
 
     def rollouts(self) -> int:
         """How many rollouts were trained on."""
-        return len({rollout_id for rollout_id, _ in self.series.get("rollout/reward", self.phases)})
+        return len({rollout_id for rollout_id, _ in self.phases})
 
     def seconds(self) -> float:
         """Time spent in rollouts, without pauses between a crash and a resume."""
@@ -67,7 +67,9 @@ def read_run(run_dir: str | Path) -> RunData:
     return RunData(
         run_dir=run_dir,
         series=_series(records),
-        phases=[(r["rollout_id"], phase_times(_numbers(r))) for r in records if STEP_TIME in r],
+        phases=[
+            (r["rollout_id"], phase_times(_numbers(r))) for r in records if r["kind"] == "perf"
+        ],
         samples=read_samples(run_dir),
         config={name: entry["value"] for name, entry in resolved.items()},
         origins={name: entry["origin"] for name, entry in resolved.items()},

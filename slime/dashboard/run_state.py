@@ -7,27 +7,27 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-STEP_TIME = "perf/step_time"
-PHASE_ORDER = ("generate", "train", "update_weights", "eval", "save")
+from slime.dashboard.names import STEP_TIME, eval_rewards
+
+PHASE_ORDER = ("start", "generate", "train", "update_weights", "eval", "save")
 
 
 @dataclass(kw_only=True)
 class RunState:
-    """Everything shown about a run; `update` and `enter`/`leave` are the only ways it changes."""
+    """Everything shown about a run; `enter`, `leave` and `update` are the only ways it changes."""
 
     run_name: str
     model: str
     layout: str
-    start_rollout_id: int
-    num_rollout: int
+    num_rollout: int | None  # None: not known yet
     clock: Callable[[], float] = time.monotonic
+    rollouts_done: int = 0  # of the whole run, with those before a resume
+    latest: dict[str, float] = field(default_factory=dict)  # the newest update
     series: dict[str, list[float]] = field(default_factory=dict)  # by metric, one value per update
-    current: dict[str, float] = field(default_factory=dict)  # metrics of the rollout under way
-    phase_seconds: dict[str, float] = field(default_factory=dict)  # over the whole run
-    rollout_seconds: list[float] = field(default_factory=list)
+    phase_seconds: dict[str, float] = field(default_factory=dict)  # over this process's rollouts
+    rollout_seconds: list[float] = field(default_factory=list)  # one per rollout of this process
     phase: str | None = None
     phase_started: float = 0.0
-    done: int = 0  # rollouts completed by this process
 
     def enter(self, phase: str) -> None:
         self.phase, self.phase_started = phase, self.clock()
@@ -36,39 +36,31 @@ class RunState:
         self.phase = None
 
     def update(self, metrics: Mapping[str, float]) -> bool:
-        """Take metrics in; True when they complete a rollout, which `perf/step_time` says."""
-        for name, value in metrics.items():
-            number = float(value)
-            if math.isfinite(number):
-                self.series.setdefault(name, []).append(number)
-                self.current[name] = number
-        if STEP_TIME not in metrics:
+        """Take metrics in; False when they are from before the first rollout (start, evaluation)."""
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self.latest = {name: n for name, n in numbers.items() if math.isfinite(n)}
+        for name, value in self.latest.items():
+            self.series.setdefault(name, []).append(value)
+        if "rollout_id" in self.latest:
+            self.rollouts_done = int(self.latest["rollout_id"]) + 1
+        if not any(name.startswith(("rollout/", "train/")) for name in metrics):
             return False
-        for name, seconds in phase_times(metrics).items():
+        for name, seconds in phase_times(self.latest).items():
             self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
-        self.rollout_seconds.append(float(metrics[STEP_TIME]))
-        self.done += 1
+        self.rollout_seconds.append(self.latest.get(STEP_TIME, 0.0))
         return True
-
-    def start_next(self) -> None:
-        self.current = {}
-
-    @property
-    def rollouts_done(self) -> int:
-        """Of the whole run, with those before a resume."""
-        return self.start_rollout_id + self.done
 
     @property
     def seconds_left(self) -> float | None:
-        """From the mean of the last ten rollouts; None before the first is complete."""
+        """From the mean of the last ten rollouts; None while nothing can be said."""
         recent = self.rollout_seconds[-10:]
-        if not recent:
+        if not recent or self.num_rollout is None:
             return None
         return sum(recent) / len(recent) * (self.num_rollout - self.rollouts_done)
 
-    def eval_names(self) -> list[str]:
-        """Reward metrics of the evaluation datasets, such as eval/gsm8k/reward."""
-        return sorted(n for n in self.series if n.startswith("eval/") and n.endswith("/reward"))
+    def evals(self) -> dict[str, str]:
+        """Metric by dataset: {"gsm8k": "eval/gsm8k/reward"}."""
+        return eval_rewards(self.series)
 
 
 def phase_times(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
+from slime.dashboard import names
 from slime.dashboard.charts import Chart, Line, line_chart, stacked_bars
-from slime.dashboard.format import count, duration, layout, number
+from slime.dashboard.format import count, duration, layout, model_name, number, score
 from slime.dashboard.run_data import RunData
 from slime.utils.sample_log import SampleRow, evenly
 
@@ -18,15 +20,16 @@ MAX_SAMPLES = 400
 
 # title, metric, logarithmic, what it means
 _SMALL_CHARTS = (
-    ("Response length", "rollout/response_len", False, "mean tokens per response"),
-    ("Train/inference gap", "train/log_prob_gap_max", True, "largest log-prob difference"),
-    ("Entropy", "train/entropy", False, "nats per response token"),
-    ("Gradient norm", "train/grad_norm", False, "before clipping"),
-    ("Loss", "train/loss", False, "mean over optimizer steps"),
-    ("KL to the reference", "train/kl_loss", False, "estimate over response tokens"),
-    ("Clipped tokens", "train/clip_fraction", False, "share of response tokens"),
-    ("Truncated responses", "rollout/truncated_ratio", False, "share at the length limit"),
-    ("Generation speed", "perf/generate_tokens_per_s", False, "tokens per second, all engines"),
+    ("Response length", names.RESPONSE_LEN, False, "mean tokens per response"),
+    ("Train/inference gap", names.LOG_PROB_GAP, True, "largest log-prob difference"),
+    ("Entropy", names.ENTROPY, False, "nats per response token"),
+    ("Loss", names.LOSS, False, "mean over optimizer steps"),
+    ("Gradient norm", names.GRAD_NORM, False, "before clipping"),
+    ("Generation speed", names.TOKENS_PER_SECOND, False, "tokens per second, all engines"),
+    ("Groups without signal", names.ZERO_STD_GROUPS, False, "groups whose rewards are all equal"),
+    ("Truncated responses", names.TRUNCATED, False, "share at the length limit"),
+    ("Clipped tokens", names.CLIP_FRACTION, False, "share of response tokens"),
+    ("KL to the reference", names.KL, False, "estimate over response tokens"),
 )
 
 
@@ -74,6 +77,7 @@ class Samples:
     rows: list[tuple[int, SampleRow]]
     rollout_ids: list[int]
     kinds: list[str]
+    labels: bool  # some row has one
     left_out: int
 
 
@@ -104,7 +108,7 @@ def header(run: RunData) -> Header:
 
 def reward_chart(run: RunData) -> Drawn | None:
     lines = []
-    if points := run.series.get("rollout/reward"):
+    if points := run.series.get(names.REWARD):
         lines.append(Line(name="train", points=points, color=0))
     for i, name in enumerate(run.eval_datasets()):
         points = run.eval_reward(name)
@@ -129,11 +133,11 @@ def small_charts(run: RunData) -> list[Drawn]:
 
 
 def phases(run: RunData) -> Phases | None:
-    names = list(dict.fromkeys(name for _, times in run.phases for name in times))
-    if not names:
+    every = list(dict.fromkeys(name for _, times in run.phases for name in times))
+    if not every:
         return None
-    colors = {name: place % 7 for place, name in enumerate(names)}
-    totals = {name: sum(times.get(name, 0.0) for _, times in run.phases) for name in names}
+    colors = {name: place % 7 for place, name in enumerate(every)}
+    totals = {name: sum(times.get(name, 0.0) for _, times in run.phases) for name in every}
     everything = sum(totals.values()) or 1.0
     rows = [
         PhaseRow(
@@ -143,17 +147,23 @@ def phases(run: RunData) -> Phases | None:
             mean=totals[name] / len(run.phases),
             share=totals[name] / everything,
         )
-        for name in names
+        for name in every
     ]
     return Phases(svg=stacked_bars(run.phases, colors, 760, 220), rows=rows)
 
 
 def samples(run: RunData) -> Samples:
-    rows = evenly(run.samples, MAX_SAMPLES)
+    """The newest first; of a long run some rollouts, evenly over it, each with all its samples."""
+    rollout_ids = sorted({rollout_id for rollout_id, _ in run.samples})
+    largest = max(Counter(rollout_id for rollout_id, _ in run.samples).values(), default=1)
+    shown = evenly(rollout_ids, max(2, MAX_SAMPLES // largest))
+    rows = [entry for entry in run.samples if entry[0] in set(shown)]
+    rows.sort(key=lambda entry: -entry[0])
     return Samples(
         rows=rows,
-        rollout_ids=sorted({rollout_id for rollout_id, _ in rows}),
+        rollout_ids=shown[::-1],
         kinds=sorted({row.kind for _, row in rows}),
+        labels=any(row.label is not None for _, row in rows),
         left_out=len(run.samples) - len(rows),
     )
 
@@ -161,7 +171,7 @@ def samples(run: RunData) -> Samples:
 def config(run: RunData) -> dict[str, list[ConfigRow]]:
     """Rows by what a reader looks for: what was set, what followed from it, what was left alone."""
     parts: dict[str, list[ConfigRow]] = {"set": [], "derived": [], "default": []}
-    for name in sorted(run.config):
+    for name in sorted(name for name, value in run.config.items() if value is not None):
         origin = run.origins[name]
         part = origin if origin in parts else "set"
         value = run.config[name]
@@ -194,42 +204,52 @@ def _sentence(run: RunData) -> str:
     done = run.rollouts()
     if done == 0 and not run.eval_datasets():
         return "This run has recorded no metrics yet. Build the report again once it has."
-    after = f"after {done} rollout{'s' if done != 1 else ''}" if done else "before training"
-    changes = []
-    for name in run.eval_datasets():
-        points = run.eval_reward(name)
-        first, last = number(points[0][1]), number(points[-1][1])
-        if len(points) == 1:
-            changes.append(f"{name}: {first}")
-        else:
-            verb = "rose" if points[-1][1] > points[0][1] else "went"
-            changes.append(f"{name} {verb} from {first} to {last}")
-    if changes:
-        return f"Mean reward on held-out prompts {after}: {'; '.join(changes)}."
-    if points := run.series.get("rollout/reward"):
-        return (
-            f"Training reward went from {number(points[0][1])} to {number(points[-1][1])} {after}; "
-            "no evaluation was run (--eval-interval, --eval-prompt-data)."
-        )
-    return f"{done} rollouts are recorded, without a reward."
+    if not run.eval_datasets():
+        return _sentence_without_eval(run)
+    if done == 0:
+        return "Mean reward on held-out prompts before training; no rollout is complete yet."
+    return f"Mean reward on held-out prompts, at first and after {_rollouts(run)}."
+
+
+def _sentence_without_eval(run: RunData) -> str:
+    points = run.series.get(names.REWARD)
+    if not points:
+        return f"{_rollouts(run).capitalize()} recorded, without a reward."
+    first, last = score(points[0][1]), score(points[-1][1])
+    return (
+        f"Training reward went from {first} to {last} in {_rollouts(run)}. No evaluation was run: "
+        "--eval-prompt-data and --eval-interval turn it on."
+    )
+
+
+def _rollouts(run: RunData) -> str:
+    """`60 rollouts of GRPO, 16 prompts x 8 samples each`, as far as the configuration tells."""
+    done, config = run.rollouts(), run.config
+    text = f"{done} rollout{'s' if done != 1 else ''}"
+    if config.get("loss_type") == "sft_loss":
+        return f"{text} of supervised training"
+    if config.get("advantage_estimator"):
+        text += f" of {config['advantage_estimator'].replace('_', ' ').upper()}"
+    prompts, samples = config.get("rollout_batch_size"), config.get("n_samples_per_prompt")
+    return f"{text}, {prompts} prompts x {samples} samples each" if prompts and samples else text
 
 
 def _tiles(run: RunData) -> list[tuple[str, str, str]]:
     tiles = [("Rollouts", str(run.rollouts()), f"of {run.config.get('num_rollout', '?')}")]
-    if tokens := run.total("rollout/response_tokens"):
+    if tokens := run.total(names.RESPONSE_TOKENS):
         tiles.append(("Response tokens", count(tokens), "generated for training"))
     if seconds := run.seconds():
         tiles.append(
             ("Time", duration(seconds), f"{duration(seconds / max(run.rollouts(), 1))} a rollout")
         )
-    if points := run.series.get("perf/generate_tokens_per_s"):
+    if points := run.series.get(names.TOKENS_PER_SECOND):
         mean = sum(value for _, value in points) / len(points)
         tiles.append(("Generation", f"{count(mean)}/s", "tokens, mean over rollouts"))
-    if points := run.series.get("train/log_prob_gap_max"):
+    if points := run.series.get(names.LOG_PROB_GAP):
         worst = max(value for _, value in points)
         tiles.append(("Largest log-prob gap", number(worst), "trainer against engine"))
     if run.config:
-        model = str(run.config.get("hf_checkpoint") or "-").rstrip("/").rsplit("/", 1)[-1]
+        model = model_name(run.config.get("hf_checkpoint"))
         tiles.append(("Model", model, _layout(run.config)))
     return tiles
 

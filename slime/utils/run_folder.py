@@ -29,6 +29,9 @@ ENVIRONMENT_FILE = "environment.json"
 _HEADER = "# slime run. Repeat it with: slime train --config THIS_FILE --run-dir NEW_FOLDER\n"
 
 
+_NOT_REPEATED = ("config", "run_dir", "dry_run")  # belong to one start, not to the run
+
+
 def open_run_folder(args: Args) -> Path:
     """Make the run's folder, or enter it again to resume, and record configuration and machine in it."""
     run_dir = Path(args.run_dir)
@@ -48,11 +51,12 @@ def write_config(args: Args, run_dir: Path) -> None:
     given = {
         name: value
         for name, value in values.items()
-        if origins[name] in ("command line", "config") and name not in secret
+        if origins[name] in ("command line", "config") and name not in {*secret, *_NOT_REPEATED}
     }
     lines = [_HEADER, yaml.safe_dump(given, sort_keys=True) if given else "{}\n"]
     for name in sorted(set(values) - set(given)):
-        lines.append(f"# {name}: {json.dumps(values[name])}  ({origins[name]})\n")
+        if values[name] is not None:
+            lines.append(f"# {name}: {json.dumps(values[name])}  ({origins[name]})\n")
     replace_file(run_dir / CONFIG_FILE, "".join(lines).encode())
     resolved = {name: {"value": values[name], "origin": origins[name]} for name in sorted(values)}
     replace_file(run_dir / RESOLVED_FILE, yaml.safe_dump(resolved).encode())

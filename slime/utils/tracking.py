@@ -73,6 +73,12 @@ def cut_back(run_dir: str | Path, start_rollout_id: int) -> int:
     return dropped
 
 
+def logged_rollouts(run_dir: str | Path, kind: str) -> set[int]:
+    """The rollouts for which metrics.jsonl holds a line of this kind."""
+    records = read_lines(Path(run_dir) / METRICS_FILE)
+    return {record["rollout_id"] for record in records if record["kind"] == kind}
+
+
 class _Sink(Protocol):
     def write(self, values: Mapping[str, float | None], rollout_id: int, kind: str) -> None: ...
 
@@ -99,7 +105,7 @@ class _TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise _missing_package("--use-tensorboard", "tensorboard", error) from None
-        folder = run_dir / "tensorboard" / (args.tb_project_name or "slime")
+        folder = Path(args.tb_project_name or run_dir / "tensorboard")
         folder = folder / (args.tb_experiment_name or run_dir.name)
         self._writer = SummaryWriter(str(folder), purge_step=next_rollout_id)
 
