@@ -1,0 +1,373 @@
+"""The training step, written once for every backend.
+
+    train(rollout_id, batch_ref)
+
+      fetch ──▶ ref_log_probs? ──▶ old_log_probs? ──▶ advantages ──▶ hooks
+                                                                       │
+        ┌────────────── for each optimizer step of the schedule ◀──────┘
+        ▼
+      pack rows ──▶ train_step: forward, loss, backward x M ──▶ clip ──▶ optimizer
+        │
+        └──▶ metrics, summed over micro-batches, steps and ranks ──▶ TrainReport
+
+The reference pass runs only when a KL is asked for. The pass for the old log-probs runs only when they
+differ from those of the training forward, which with one optimizer step per rollout they never do.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slime.algorithms.advantages import compute_advantages
+from slime.algorithms.correction import mismatch_metrics
+from slime.algorithms.policy_loss import policy_loss, sft_loss
+from slime.backends.hooks import TrainHooks
+from slime.utils.device import collective_backend, current_device, device_type
+from slime.utils.env import read_env
+from slime.utils.errors import UserError
+from slime.utils.metrics import add_up, prefixed, reduce_metrics
+from slime.utils.packing import pack, unpack
+from slime.utils.process_group import serve_store
+from slime.utils.timer import Timer
+from slime.utils.types import (
+    EngineInfo,
+    LossInputs,
+    LossOutput,
+    MetricSum,
+    ParallelInfo,
+    RolloutBatch,
+    TrainBatch,
+)
+
+if TYPE_CHECKING:
+    from slime.backends.weight_sync import SyncReport
+    from slime.utils.arguments import Args
+
+HFBucket = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(kw_only=True, frozen=True)
+class TrainReport:
+    """What one call of `train` tells the driver; equal on every rank but for the times."""
+
+    metrics: dict[str, float]
+
+
+@dataclass(kw_only=True)
+class StepResult:
+    """What one optimizer step left behind on this rank."""
+
+    metrics: dict[str, MetricSum] = field(default_factory=dict)
+    log_probs: dict[int, np.ndarray] = field(default_factory=dict)  # row -> [R], before the step
+
+    def add(self, metrics: dict[str, MetricSum]) -> None:
+        self.metrics = add_up([self.metrics, metrics])
+
+
+class TrainRayActor(ABC):
+    """One rank of the trainer; a plain class, which slime/ray makes an actor of.
+
+    A backend fills in `init, log_probs, train_step, save, load, hf_buckets, sleep, wake_up`.
+    """
+
+    def __init__(
+        self,
+        args: Args,
+        rank: int = 0,
+        world_size: int = 1,
+        master_addr: str | None = None,
+        master_port: int | None = None,
+    ) -> None:
+        self.args = args
+        self.rank = rank
+        self.world_size = world_size
+        self.parallel = ParallelInfo(
+            rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size
+        )
+        self.timer = Timer()
+        self._master = (master_addr, master_port) if master_addr is not None else None
+        self._store: dist.Store | None = None
+
+    # ---- start
+
+    def get_master_address(self) -> tuple[str, int]:
+        """On rank 0: the address the ranks meet at; it listens from now on, so nobody can take it."""
+        host = read_env().host_ip or "127.0.0.1"
+        self._store, init_method = serve_store(host, self.world_size)
+        return host, int(init_method.rsplit(":", 1)[1])
+
+    def set_master(self, address: str, port: int) -> None:
+        self._master = (address, port)
+
+    def parallel_info(self) -> ParallelInfo:
+        return self.parallel
+
+    @abstractmethod
+    def init(
+        self,
+        args: Args | None = None,
+        role: str = "actor",
+        with_ref: bool = False,
+        with_opd_teacher: bool = False,
+        checkpoint: str | None = None,
+    ) -> int:
+        """Join the process group, build and load the model; the rollout id to start with.
+
+        `checkpoint` is the folder of one checkpoint (`iter_0000019`) to resume from.
+        """
+        if role != "actor" or with_opd_teacher:
+            asked = f"role {role!r}" if role != "actor" else "an on-policy distillation teacher"
+            raise UserError(f"{type(self).__name__} does not train with {asked} yet")
+        if args is not None:
+            self.args = args
+        if device_type() == "cuda":
+            torch.cuda.set_device(self.rank % torch.cuda.device_count())
+        self._join()
+        torch.manual_seed(self.args.seed + self.rank)
+        self.needs_ref = with_ref
+        self.hooks = TrainHooks(self.args)
+        return 0
+
+    def _join(self) -> None:
+        if dist.is_initialized():
+            return
+        timeout = timedelta(minutes=self.args.distributed_timeout_minutes)
+        if self._store is None:
+            self._store = dist.HashStore()
+            if self.world_size > 1:
+                assert self._master is not None, "set_master comes before init"
+                self._store = dist.TCPStore(*self._master, self.world_size, is_master=False)
+        self._store.set_timeout(timeout)
+        backend = "cpu:gloo,cuda:nccl" if device_type() == "cuda" else collective_backend()
+        dist.init_process_group(
+            backend,
+            store=self._store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+            device_id=current_device() if device_type() == "cuda" else None,
+        )
+
+    # ---- the training step
+
+    def train(self, rollout_id: int, batch_ref: Any) -> TrainReport:
+        phase = self.timer.phase
+        batch = self.fetch(batch_ref)
+        if self.needs_ref:
+            with phase("train/ref_log_probs"):
+                batch.ref_log_probs = self.log_probs(batch, model="ref")
+        if self.needs_old(batch):
+            with phase("train/old_log_probs"):
+                batch.old_log_probs = self.log_probs(batch, model="actor")
+        self.advantages(rollout_id, batch)
+        with phase("train/steps"):
+            results = [
+                self.train_step(rollout_id, step_id, micro_batches)
+                for step_id, micro_batches in enumerate(self.steps(batch))
+            ]
+        return self.report(batch, results)
+
+    async_train = train
+
+    def fetch(self, batch_ref: Any) -> RolloutBatch:
+        """This rank's rows: the batch itself, a Ray reference, or one of either per DP rank."""
+        if isinstance(batch_ref, list):
+            mine = batch_ref[self.parallel.dp_rank]
+            return self.fetch(mine[0] if isinstance(mine, list) else mine)
+        if isinstance(batch_ref, RolloutBatch):
+            return batch_ref
+        import ray
+
+        return ray.get(batch_ref)
+
+    def needs_old(self, batch: RolloutBatch) -> bool:
+        """Whether the log-probs before the first step must be known ahead of its forward pass."""
+        args = self.args
+        if args.loss_type == "sft_loss":
+            return False
+        assert batch.schedule is not None
+        several_steps = len(batch.schedule.steps) > 1 and not args.use_rollout_logprobs
+        correction = args.use_tis and args.use_rollout_logprobs
+        return several_steps or correction or args.kl_coef != 0 or self.hooks.see_old_log_probs
+
+    def advantages(self, rollout_id: int, batch: RolloutBatch) -> None:
+        """Fill in `batch.advantages` and `batch.returns`, then let the user's hook see the batch."""
+        args = self.args
+        if self.hooks.advantages is not None:
+            self.hooks.advantages(args, batch)
+            batch.check()
+        elif args.loss_type != "sft_loss":
+            compute_advantages(
+                batch,
+                estimator=args.advantage_estimator,
+                kl_coef=args.kl_coef,
+                kl_type=args.kl_loss_type,
+                gamma=args.gamma,
+                lambd=args.lambd,
+                normalize=args.normalize_advantages,
+                dp_group=dist.group.WORLD if self.parallel.dp_size > 1 else None,
+            )
+        if self.hooks.postprocess is not None:
+            self.hooks.postprocess(args, rollout_id, batch)
+            batch.check()
+
+    def steps(self, batch: RolloutBatch) -> Iterator[list[TrainBatch]]:
+        """The packed micro-batches of each optimizer step."""
+        assert batch.schedule is not None
+        for step_id, step in enumerate(batch.schedule.steps):
+            yield [
+                self.pack(batch, rows, filler=(step_id, number) in batch.schedule.fillers)
+                for number, rows in enumerate(step)
+            ]
+
+    def pack(self, batch: RolloutBatch, rows: list[int], *, filler: bool = False) -> TrainBatch:
+        return pack(batch, rows, self.parallel, filler=filler)
+
+    def loss(
+        self,
+        batch: TrainBatch,
+        log_probs: torch.Tensor,  # [T]
+        entropy: torch.Tensor | None,  # [T]
+        result: StepResult,
+    ) -> torch.Tensor:
+        """This micro-batch's share of the step's loss; what it says goes into `result`."""
+        inputs = LossInputs(
+            log_probs=log_probs,
+            loss_mask=batch.loss_mask,
+            loss_weights=batch.loss_weights,
+            cu_seqlens=batch.cu_seqlens,
+            entropy=entropy,
+            advantages=batch.advantages,
+            returns=batch.returns,
+            values=batch.values,
+            old_log_probs=batch.old_log_probs,
+            ref_log_probs=batch.ref_log_probs,
+            rollout_log_probs=batch.rollout_log_probs,
+            teacher_log_probs=batch.teacher_log_probs,
+        )
+        trains = bool(batch.loss_mask.any())  # a filler repeats a row, but with nothing to train on
+        if trains and batch.old_log_probs is None and batch.rollout_log_probs is not None:
+            result.log_probs.update(zip(batch.rows, unpack(log_probs, batch), strict=True))
+        output = (
+            sft_loss(inputs) if self.args.loss_type == "sft_loss" else self._policy(inputs, batch)
+        )
+        result.add(output.metrics)
+        return output.loss
+
+    def custom_loss(
+        self, batch: TrainBatch, logits: torch.Tensor, result: StepResult
+    ) -> torch.Tensor:
+        """The same from `--custom-loss-function-path`, which works on logits [T, V]."""
+        assert self.hooks.loss is not None
+        weights = batch.loss_weights
+        loss, log = self.hooks.loss(self.args, batch, logits, lambda x: (x * weights).sum())
+        count = float(weights.sum())
+        values = {"loss": loss, **log}
+        result.add({k: MetricSum(total=float(v), count=count) for k, v in values.items()})
+        return loss
+
+    def _policy(self, inputs: LossInputs, batch: TrainBatch) -> LossOutput:
+        args = self.args
+        return policy_loss(
+            inputs,
+            estimator=args.advantage_estimator,
+            eps_clip=args.eps_clip,
+            eps_clip_high=args.eps_clip_high,
+            eps_clip_c=args.eps_clip_c,
+            kl_loss_coef=args.kl_loss_coef if args.use_kl_loss else 0.0,
+            kl_loss_type=args.kl_loss_type,
+            use_unbiased_kl=args.use_unbiased_kl,
+            entropy_coef=args.entropy_coef,
+            use_rollout_logprobs=args.use_rollout_logprobs,
+            correction=self.hooks.correction(batch),
+            reduce_pg=self.hooks.pg_reducer(batch),
+        )
+
+    def report(self, batch: RolloutBatch, results: list[StepResult]) -> TrainReport:
+        """Metrics of all steps and ranks as one; the times are this rank's."""
+        gap_sums, gap_maxima = self._mismatch(batch, results[0])
+        sums = add_up([*(result.metrics for result in results), gap_sums])
+        metrics = prefixed("train", reduce_metrics(sums, gap_maxima, gather=self._gather))
+        times = self.timer.take()
+        del times["perf/step_time"]
+        tokens = sum(self._gather(sum(batch.total_lens)))
+        return TrainReport(metrics={**metrics, **times, "perf/train_tokens": float(tokens)})
+
+    def _mismatch(
+        self, batch: RolloutBatch, first: StepResult
+    ) -> tuple[dict[str, MetricSum], dict[str, float]]:
+        """How far these log-probs are from the engine's; later steps are off by their own updates."""
+        if batch.rollout_log_probs is None or self.args.loss_type != "policy_loss":
+            return {}, {}
+        breakdown = self.args.get_mismatch_metrics
+        if batch.old_log_probs is not None:
+            return mismatch_metrics(batch, breakdown=breakdown)
+        rows = sorted(first.log_probs)
+        seen = batch.select(rows)
+        seen.old_log_probs = [first.log_probs[row] for row in rows]
+        return mismatch_metrics(seen, breakdown=breakdown)
+
+    def _gather(self, value: object) -> list[Any]:
+        everyone: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(everyone, value)
+        return everyone
+
+    # ---- weights
+
+    def update_weights(self, engines: list[EngineInfo], version: int) -> SyncReport:
+        """Send the current weights to the engines as `version` and check that they arrived."""
+        from slime.backends.weight_sync import push_weights
+
+        return push_weights(self.args, self.hf_buckets(), engines, version)
+
+    # ---- what a backend fills in
+
+    @abstractmethod
+    def log_probs(self, batch: RolloutBatch, model: Literal["actor", "ref"]) -> list[np.ndarray]:
+        """Log-probs of the response tokens of every row under "actor" or "ref": N x [R]."""
+
+    @abstractmethod
+    def train_step(
+        self, rollout_id: int, step_id: int, micro_batches: list[TrainBatch]
+    ) -> StepResult:
+        """One optimizer step. Calls `loss` once per micro-batch; their losses add up over ranks too."""
+
+    @abstractmethod
+    def save(self, rollout_id: int, path: str, force_sync: bool = False) -> None:
+        """Write this rank's share of a checkpoint into the folder `path`, which exists."""
+
+    @abstractmethod
+    def wait_save(self) -> None:
+        """Return once a save in the background has finished; raise what it raised."""
+
+    @abstractmethod
+    def load(self, path: str) -> int:
+        """Continue from a checkpoint folder; the rollout id it was saved after."""
+
+    @abstractmethod
+    def hf_buckets(self) -> Iterator[HFBucket]:
+        """(Hugging Face name, whole tensor) lists of at most --update-weight-buffer-size bytes each."""
+
+    @abstractmethod
+    def export_hf(self, path: str) -> None:
+        """Write the current weights as a Hugging Face folder."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Leave the GPU's memory to the engines."""
+
+    @abstractmethod
+    def wake_up(self) -> None:
+        """Undo `sleep`."""
+
+    def save_model(self, rollout_id: int, path: str, force_sync: bool = False) -> None:
+        self.save(rollout_id, path, force_sync)

@@ -1,0 +1,167 @@
+"""The FSDP2 trainer: any Hugging Face causal model, sharded over data-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from slime.backends.base import HFBucket, StepResult, TrainRayActor
+from slime.backends.fsdp_utils.checkpoint import Checkpointer, is_checkpoint
+from slime.backends.fsdp_utils.hf_export import export_hf, hf_buckets
+from slime.backends.fsdp_utils.loading import (
+    ShardedModel,
+    build_model,
+    finish_loading,
+    load_hf_weights,
+)
+from slime.backends.fsdp_utils.offload import Offloaded
+from slime.backends.fsdp_utils.optimizer import ShardedAdamW, trained_names
+from slime.utils.checkpoint import find_checkpoint
+from slime.utils.device import current_device, device_type
+from slime.utils.packing import unpack
+from slime.utils.types import MetricSum, RolloutBatch, TrainBatch
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+
+class FSDPTrainRayActor(TrainRayActor):
+    def init(
+        self,
+        args: Args | None = None,
+        role: str = "actor",
+        with_ref: bool = False,
+        with_opd_teacher: bool = False,
+        checkpoint: str | None = None,
+    ) -> int:
+        super().init(args, role, with_ref, with_opd_teacher)
+        args = self.args
+        self.mesh = init_device_mesh(device_type(), (self.world_size,), mesh_dim_names=("dp",))
+        self._checkpointer = Checkpointer()
+        self._asleep: Offloaded | None = None
+        start = args.ref_load or args.hf_checkpoint
+        self.model = build_model(args, self.mesh, trainable=True)
+        trained = trained_names(
+            list(self.model.params), args.only_train_params_name_list, args.freeze_params_name_list
+        )
+        for name, param in self.model.params.items():
+            param.requires_grad_(name in trained)
+        self._fill(self.model, checkpoint or start)
+        self.optimizer = ShardedAdamW(args, {n: self.model.params[n] for n in trained})
+        self.ref: ShardedModel | None = None
+        if with_ref:
+            self.ref = build_model(args, self.mesh, trainable=False)
+            self._fill(self.ref, start)
+        torch.manual_seed(args.seed + self.rank)
+        return 0 if checkpoint is None else self.load(checkpoint) + 1
+
+    def _fill(self, model: ShardedModel, path: str) -> None:
+        """Weights from one of our checkpoints, from a folder of them, or from a Hugging Face folder."""
+        newest = path if is_checkpoint(path) else find_checkpoint(path)
+        if newest is not None:
+            self._checkpointer.load_model(str(newest), model)
+        else:
+            load_hf_weights(model, path)
+        finish_loading(model)
+
+    # ---- training
+
+    def pack(self, batch: RolloutBatch, rows: list[int], *, filler: bool = False) -> TrainBatch:
+        """In order of length, which lets attention take neighbours in one call."""
+        rows = sorted(rows, key=lambda row: len(batch.tokens[row]))
+        return super().pack(batch, rows, filler=filler).to(current_device())
+
+    @torch.no_grad()
+    def log_probs(self, batch: RolloutBatch, model: Literal["actor", "ref"]) -> list[np.ndarray]:
+        sharded = self.model if model == "actor" else self.ref
+        assert sharded is not None and batch.schedule is not None
+        columns = [np.zeros(length, np.float32) for length in batch.response_lens]
+        for number, rows in enumerate(batch.schedule.log_prob_micro_batches):
+            filler = (-1, number) in batch.schedule.fillers
+            micro_batch = self.pack(batch, rows, filler=filler)
+            values, _ = sharded.module(micro_batch)
+            if not filler:
+                for row, column in zip(micro_batch.rows, unpack(values, micro_batch), strict=True):
+                    columns[row] = column
+        sharded.reshard()
+        return columns
+
+    def train_step(
+        self, rollout_id: int, step_id: int, micro_batches: list[TrainBatch]
+    ) -> StepResult:
+        result = StepResult()
+        for micro_batch in micro_batches:
+            loss = self._forward(micro_batch, result)
+            # FSDP averages gradients over ranks; the loss is defined as a sum over them.
+            (loss * self.parallel.dp_size).backward()
+        lr = self.optimizer.lr
+        grad_norm = self.optimizer.step()
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"rollout {rollout_id}, step {step_id}: the gradient is not finite "
+                f"(loss {result.metrics['loss'].mean}); the weights were left as they were"
+            )
+        result.add(
+            {"grad_norm": MetricSum(total=grad_norm, count=1), "lr": MetricSum(total=lr, count=1)}
+        )
+        return result
+
+    def _forward(self, batch: TrainBatch, result: StepResult) -> torch.Tensor:
+        if self.args.loss_type == "custom_loss":
+            logits, _ = self.model.module(batch, output="logits")
+            return self.custom_loss(batch, logits, result)
+        log_probs, entropy = self.model.module(batch, with_entropy=True)
+        return self.loss(batch, log_probs, entropy, result)
+
+    # ---- checkpoints and weights
+
+    def save(self, rollout_id: int, path: str, force_sync: bool = False) -> None:
+        self._checkpointer.save(
+            path,
+            rollout_id,
+            self.model,
+            self.optimizer,
+            with_optimizer=not self.args.no_save_optim,
+            in_background=self.args.async_save and not force_sync,
+        )
+
+    def wait_save(self) -> None:
+        self._checkpointer.wait()
+
+    def load(self, path: str) -> int:
+        facts = self._checkpointer.load_model(path, self.model)
+        self._checkpointer.load_optimizer(path, self.optimizer)
+        return facts.rollout_id
+
+    def hf_buckets(self) -> Iterator[HFBucket]:
+        size = self.args.update_weight_buffer_size
+        return hf_buckets(self.model, self.serving_dtype, size, keep=self.rank == 0)
+
+    def export_hf(self, path: str) -> None:
+        export_hf(self.model, path, self.args.hf_checkpoint, self.serving_dtype)
+
+    @property
+    def serving_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.args.precision == "bf16" else torch.float32
+
+    def sleep(self) -> None:
+        """Parameters and optimizer state go to host memory; nothing to do on a CPU, which shares it."""
+        if self._asleep is None:
+            self._asleep = Offloaded(self._resident())
+
+    def wake_up(self) -> None:
+        if self._asleep is not None:
+            self._asleep.restore()
+            self._asleep = None
+
+    def _resident(self) -> Iterator[torch.Tensor]:
+        models = [self.model] if self.ref is None else [self.model, self.ref]
+        for model in models:
+            for param in model.params.values():
+                yield param.to_local().detach()
+        yield from self.optimizer.storages()

@@ -1,0 +1,159 @@
+"""The trainer's part of a checkpoint folder.
+
+fsdp/             parameters and optimizer moments, by torch.distributed.checkpoint: one file per
+                  rank, loadable by any number of ranks
+trainer.json      optimizer steps done, and the shape of every parameter
+rng_<rank>.pt     random state of each rank
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from slime.backends.fsdp_utils.loading import ShardedModel, persistent_buffers
+from slime.backends.fsdp_utils.optimizer import ShardedAdamW
+from slime.utils.errors import UserError
+
+Tensors = dict[str, torch.Tensor | DTensor]
+
+_FOLDER, _FACTS = "fsdp", "trainer.json"
+
+
+@dataclass(kw_only=True, frozen=True)
+class CheckpointFacts:
+    """What is known of a checkpoint before its tensors are read."""
+
+    rollout_id: int
+    num_steps: int
+    has_optimizer: bool
+    model_type: str
+    shapes: dict[str, list[int]]
+
+
+class Checkpointer:
+    """Writes and reads checkpoints of one model; all ranks call every method together."""
+
+    def __init__(self) -> None:
+        # Its own group: a save in the background must not mix its messages with training's.
+        self._group = dist.new_group(backend="gloo")
+        self._pending: Future[object] | None = None
+
+    def save(
+        self,
+        path: str,
+        rollout_id: int,
+        model: ShardedModel,
+        optimizer: ShardedAdamW,
+        *,
+        with_optimizer: bool,
+        in_background: bool,
+    ) -> None:
+        self.wait()
+        folder = Path(path)
+        if dist.get_rank() == 0:
+            facts = _facts(model, rollout_id, optimizer.num_steps, with_optimizer)
+            (folder / _FACTS).write_text(json.dumps(asdict(facts)) + "\n")
+        torch.save(_rng_state(), folder / f"rng_{dist.get_rank()}.pt")
+        tensors = _model_tensors(model)
+        if with_optimizer:
+            tensors |= _optimizer_tensors(optimizer)
+        if in_background:
+            self._pending = dcp.async_save(
+                tensors, checkpoint_id=folder / _FOLDER, process_group=self._group
+            )
+        else:
+            dcp.save(tensors, checkpoint_id=folder / _FOLDER, process_group=self._group)
+
+    def wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def load_model(self, path: str, model: ShardedModel) -> CheckpointFacts:
+        """Fill in the parameters; what else the checkpoint says."""
+        facts = read_facts(path)
+        _refuse_other_architecture(facts, model, path)
+        self._read(path, _model_tensors(model))
+        return facts
+
+    def load_optimizer(self, path: str, optimizer: ShardedAdamW) -> None:
+        """Fill in moments, step count and random state; without saved moments Adam starts anew."""
+        facts = read_facts(path)
+        if facts.has_optimizer:
+            self._read(path, _optimizer_tensors(optimizer))
+        optimizer.set_num_steps(facts.num_steps)
+        _restore_rng(Path(path) / f"rng_{dist.get_rank()}.pt")
+
+    def _read(self, path: str, tensors: Tensors) -> None:
+        dcp.load(tensors, checkpoint_id=Path(path) / _FOLDER, process_group=self._group)
+
+
+def read_facts(path: str) -> CheckpointFacts:
+    file = Path(path) / _FACTS
+    if not file.exists():
+        raise UserError(f"{path} is not a checkpoint of the FSDP trainer: it has no {_FACTS}")
+    return CheckpointFacts(**json.loads(file.read_text()))
+
+
+def is_checkpoint(path: str) -> bool:
+    return (Path(path) / _FACTS).exists()
+
+
+def _facts(
+    model: ShardedModel, rollout_id: int, num_steps: int, with_optimizer: bool
+) -> CheckpointFacts:
+    return CheckpointFacts(
+        rollout_id=rollout_id,
+        num_steps=num_steps,
+        has_optimizer=with_optimizer,
+        model_type=model.module.hf.config.model_type,
+        shapes={name: list(param.shape) for name, param in model.params.items()},
+    )
+
+
+def _refuse_other_architecture(facts: CheckpointFacts, model: ShardedModel, path: str) -> None:
+    shapes = {name: list(param.shape) for name, param in model.params.items()}
+    if facts.shapes == shapes:
+        return
+    differing = sorted(
+        n for n in facts.shapes.keys() | shapes.keys() if facts.shapes.get(n) != shapes.get(n)
+    )
+    name = differing[0]
+    raise UserError(
+        f"{path} is a checkpoint of another architecture ({facts.model_type}) than --hf-checkpoint: "
+        f"{name} is {facts.shapes.get(name, 'absent')} there and {shapes.get(name, 'absent')} here"
+    )
+
+
+def _model_tensors(model: ShardedModel) -> Tensors:
+    named = {**model.params, **persistent_buffers(model.module.hf)}
+    return {f"model.{name}": tensor.detach() for name, tensor in named.items()}
+
+
+def _optimizer_tensors(optimizer: ShardedAdamW) -> Tensors:
+    return {f"optimizer.{name}": tensor for name, tensor in optimizer.state_tensors().items()}
+
+
+def _rng_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_rng(file: Path) -> None:
+    """A rank the saving run did not have keeps the state its own seed gave it."""
+    if not file.exists():
+        return
+    state = torch.load(file, weights_only=True)
+    torch.set_rng_state(state["cpu"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

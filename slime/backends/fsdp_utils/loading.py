@@ -1,0 +1,200 @@
+"""Build a model without weights, shard it over the ranks, then give each rank its part of them.
+
+Only rank 0 reads the checkpoint, through transformers, which knows how every family's files map to its
+module; the other ranks receive one tensor at a time and keep their shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from slime.backends.fsdp_utils.model import (
+    HeadOptions,
+    PackedCausalLM,
+    check_head,
+    choose_attention,
+    refuse_unpackable,
+)
+from slime.utils.device import current_device, device_type
+from slime.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model of which this rank holds one part of every parameter."""
+
+    module: PackedCausalLM
+    params: dict[str, DTensor]  # by the name in the Hugging Face module; a tied weight once
+
+    def reshard(self) -> None:
+        """Free gathered parameters: after a forward pass without a backward one they would go stale."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def build_model(args: Args, mesh: DeviceMesh, *, trainable: bool) -> ShardedModel:
+    """The model of `--hf-checkpoint`, sharded, its parameters not yet filled in.
+
+    A trained model has fp32 parameters and computes in the run's precision; a frozen one is held in
+    that precision.
+    """
+    compute_dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
+    hf = _skeleton(args, torch.float32 if trainable else compute_dtype)
+    refuse_unpackable(hf)
+    if trainable and args.gradient_checkpointing:
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
+    hf.train(trainable)
+    hf.requires_grad_(trainable)
+    _no_dropout(hf)
+    head = HeadOptions(temperature=args.rollout_temperature, chunk_size=args.log_probs_chunk_size)
+    module = PackedCausalLM(hf, head)
+    _shard(module, mesh, compute_dtype, offload=args.fsdp_cpu_offload)
+    _materialise(module, torch.device("cpu") if args.fsdp_cpu_offload else current_device())
+    return ShardedModel(module, {k: p for k, p in hf.named_parameters() if isinstance(p, DTensor)})
+
+
+def load_hf_weights(model: ShardedModel, path: str) -> None:
+    """Fill in the parameters from a Hugging Face folder; all ranks call this together."""
+    source: dict[str, torch.Tensor] = {}
+    targets = {**model.params, **persistent_buffers(model.module.hf)}
+    if dist.get_rank() == 0:
+        transformers_logging.disable_progress_bar()
+        hf = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        source = {**dict(hf.named_parameters()), **persistent_buffers(hf)}
+    described = [{name: (tensor.dtype, tensor.shape) for name, tensor in source.items()}]
+    dist.broadcast_object_list(described)
+    _refuse_other_architecture(described[0], targets, path)
+    for name, target in targets.items():
+        _fill(target, source.pop(name, None), described[0][name][0])
+
+
+def finish_loading(model: ShardedModel) -> None:
+    """Once parameters hold their values: one forward pass, which also settles FSDP's own storage."""
+    check_head(model.module, current_device())
+    model.reshard()
+
+
+def _skeleton(args: Args, dtype: torch.dtype) -> nn.Module:
+    """The Hugging Face model with its parameters on the meta device and real buffers."""
+    config = AutoConfig.from_pretrained(args.hf_checkpoint)
+    attention = choose_attention(args.attn_implementation)
+    with _parameters_on_meta():
+        try:
+            return AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, dtype=dtype
+            )
+        except ImportError as error:
+            raise UserError(f"--attn-implementation {attention}: {error}") from None
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters made inside take no memory. Buffers (such as rotary frequencies) are real: they are
+    computed by the constructor and in no checkpoint."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _shard(module: PackedCausalLM, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool) -> None:
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device_type() == "cuda")
+        if offload
+        else OffloadPolicy(),
+        # Alone there is nobody to gather from: keep what the forward pass made for the backward pass.
+        "reshard_after_forward": mesh.size() > 1,
+    }
+    for layer in _decoder_layers(module.hf):
+        fully_shard(layer, **options)
+    fully_shard(module, **options)
+
+
+def _decoder_layers(hf: nn.Module) -> list[nn.Module]:
+    names = set(hf._no_split_modules or ())
+    return [module for module in hf.modules() if type(module).__name__ in names]
+
+
+def _materialise(module: nn.Module, device: torch.device) -> None:
+    """Give parameters memory; buffers keep their values and go where the computation is."""
+    buffers = dict(module.named_buffers())
+    module.to_empty(device=device)
+    for name, value in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, value.to(current_device()))
+
+
+def _fill(target: torch.Tensor, full: torch.Tensor | None, dtype: torch.dtype) -> None:
+    """Send one whole tensor from rank 0 to all; each keeps its shard of it."""
+    device = current_device()
+    full = torch.empty(target.shape, dtype=dtype, device=device) if full is None else full.detach()
+    if dist.get_world_size() > 1:
+        full = full.to(device).contiguous()
+        dist.broadcast(full, src=0)
+    with torch.no_grad():
+        if isinstance(target, DTensor):
+            local = target.to_local()
+            rank, size = target.device_mesh.get_local_rank(), target.device_mesh.size()
+            rows = -(-target.shape[0] // size)  # FSDP cuts the first dimension as torch.chunk does
+            local.copy_(full[rank * rows : rank * rows + local.shape[0]])
+        else:
+            target.copy_(full)
+
+
+def persistent_buffers(hf: nn.Module) -> dict[str, torch.Tensor]:
+    names = hf.state_dict().keys()
+    return {name: buffer for name, buffer in hf.named_buffers() if name in names}
+
+
+def _refuse_other_architecture(
+    found: dict[str, tuple[torch.dtype, torch.Size]], wanted: dict[str, torch.Tensor], path: str
+) -> None:
+    for name, target in wanted.items():
+        shape = found[name][1] if name in found else None
+        if shape != target.shape:
+            has = "no such tensor" if shape is None else f"shape {tuple(shape)}"
+            raise UserError(
+                f"{path} is a checkpoint of another architecture than --hf-checkpoint: "
+                f"{name} should have shape {tuple(target.shape)}, it has {has}"
+            )
+
+
+def _no_dropout(hf: nn.Module) -> None:
+    """Log-probs must not depend on a draw, or the ratio of new to old would not start at 1."""
+    for module in hf.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0

@@ -1,0 +1,148 @@
+"""A Hugging Face causal model as the trainer uses it: packed samples in, log-probs out, sharded by FSDP2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slime.algorithms.log_probs import log_probs_from_hidden
+from slime.backends.fsdp_utils.attention import PACKED_ATTENTION, packed_layout
+from slime.utils.errors import ConfigError, UserError
+from slime.utils.types import TrainBatch
+
+# Implementations that keep packed samples apart: ours, those that take sequence lengths as keywords,
+# and those for which transformers derives a [T, T] mask from the positions.
+_TAKES_LENGTHS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+_DENSE_MASK = ("sdpa", "eager")
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions:
+    """How hidden states become log-probs."""
+
+    temperature: float
+    chunk_size: int
+
+
+class PackedCausalLM(nn.Module):
+    """Backbone and log-probs in one module: its forward is where FSDP gathers the head's weight."""
+
+    def __init__(self, hf: nn.Module, head: HeadOptions) -> None:
+        super().__init__()
+        self.hf = hf
+        self.head = head
+
+    def forward(
+        self,
+        batch: TrainBatch,
+        *,
+        output: Literal["log_probs", "logits", "hf_logits"] = "log_probs",
+        with_entropy: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(log-probs [T], entropy [T] or None), 0 where nothing is trained; or (logits [T, V], None).
+
+        Logits are in the model's dtype and divided by the temperature; `hf_logits` are what the model's
+        own forward makes of the same tokens.
+        """
+        if output == "hf_logits":
+            return self.hf(**self._inputs(batch)).logits.squeeze(0) / self.head.temperature, None
+        hidden = self.hf.base_model(**self._inputs(batch)).last_hidden_state.squeeze(0)  # [T, H]
+        lm_head = self.hf.get_output_embeddings()
+        if output == "logits":
+            logits = F.linear(hidden, lm_head.weight, lm_head.bias)
+            return logits / self.head.temperature, None
+        return log_probs_from_hidden(
+            hidden,
+            lm_head.weight,
+            batch.labels,
+            bias=lm_head.bias,
+            temperature=self.head.temperature,
+            chunk_size=self.head.chunk_size,
+            with_entropy=with_entropy,
+            mask=batch.loss_mask,
+        )
+
+    def _inputs(self, batch: TrainBatch) -> dict[str, Any]:
+        return {
+            "input_ids": batch.tokens.unsqueeze(0),
+            "position_ids": batch.position_ids.unsqueeze(0),
+            "use_cache": False,
+            **attention_keywords(self.hf.config._attn_implementation, batch),
+        }
+
+
+def attention_keywords(implementation: str, batch: TrainBatch) -> dict[str, Any]:
+    """What tells the attention function where samples begin and end."""
+    if implementation == PACKED_ATTENTION:
+        return {"packed": packed_layout(batch)}
+    if implementation in _TAKES_LENGTHS:
+        return {
+            "cu_seq_lens_q": batch.cu_seqlens,
+            "cu_seq_lens_k": batch.cu_seqlens,
+            "max_length_q": batch.max_seqlen,
+            "max_length_k": batch.max_seqlen,
+        }
+    return {}
+
+
+def choose_attention(requested: str | None) -> str:
+    """The attention implementation of `--attn-implementation`, refused where it would mix samples."""
+    known = (PACKED_ATTENTION, *_TAKES_LENGTHS, *_DENSE_MASK)
+    if requested is None:
+        return PACKED_ATTENTION
+    if requested not in known:
+        raise ConfigError(
+            f"--attn-implementation {requested} is not known to keep packed samples apart; "
+            f"one of {', '.join(known)}"
+        )
+    return requested
+
+
+def refuse_unpackable(hf: nn.Module) -> None:
+    """A model whose layers pass something from token to token outside attention would mix samples."""
+    layers = set(getattr(hf.config, "layer_types", None) or ()) - _KNOWN_LAYERS
+    reason = None
+    if layers:
+        reason = f"has layers of type {', '.join(sorted(layers))}"
+    elif hf._is_stateful:
+        reason = "carries a recurrent state"
+    elif not hf._supports_attention_backend:
+        reason = "does not take its attention function from transformers' attention interface"
+    if reason is not None:
+        raise UserError(
+            f"{type(hf).__name__} {reason}: the FSDP trainer cannot keep packed samples apart in it"
+        )
+
+
+@torch.no_grad()
+def check_head(model: PackedCausalLM, device: torch.device) -> None:
+    """Refuse a model that does more than one matrix product from hidden states to logits.
+
+    Some scale or cap their logits. Log-probs here come from hidden states and the head's weight, so
+    they would silently be those of another model. Every rank must call this: it is a forward pass.
+    """
+    tokens = torch.arange(4, device=device)
+    batch = TrainBatch(
+        tokens=tokens,
+        position_ids=tokens,
+        labels=tokens,
+        loss_mask=torch.ones(4, device=device),
+        loss_weights=torch.zeros(4, device=device),
+        cu_seqlens=torch.tensor([0, 4], dtype=torch.int32, device=device),
+        max_seqlen=4,
+        rows=[0],
+        prompt_lens=[1],
+        response_lens=[3],
+    )
+    ours, _ = model(batch, output="logits")
+    theirs, _ = model(batch, output="hf_logits")
+    if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2):
+        raise UserError(
+            f"{type(model.hf).__name__} changes its logits after the output layer (a scale or a cap), "
+            "which the FSDP trainer does not do; train it with another backend"
+        )

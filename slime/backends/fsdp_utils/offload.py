@@ -1,0 +1,40 @@
+"""Give the GPU memory of tensors away and take it back, without replacing the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+class Offloaded:
+    """Contents of tensors, kept in pinned host memory while their GPU storage is empty.
+
+    Only storages are emptied: parameters, FSDP's views of them and optimizer state keep pointing at
+    them. CPU tensors are left alone, as there is nothing to gain.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.is_cuda
+        }
+        self._kept = [
+            (s, torch.empty(s.nbytes(), dtype=torch.uint8, pin_memory=True).untyped_storage())
+            for s in storages.values()
+            if s.nbytes()
+        ]
+        for storage, copy in self._kept:
+            copy.copy_(storage, non_blocking=True)
+        if self._kept:
+            torch.cuda.synchronize()
+            for storage, _ in self._kept:
+                storage.resize_(0)
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        for storage, copy in self._kept:
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy, non_blocking=True)
+        if self._kept:
+            torch.cuda.synchronize()
+        self._kept = []

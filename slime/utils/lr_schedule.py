@@ -1,0 +1,52 @@
+"""The learning rate of each optimizer step: linear warm-up, then a decay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrSchedule:
+    """`lr(step)` for steps counted from 0.
+
+    Two steps of warm-up to 1.0, then linear to 0.2 over the steps up to 6::
+
+        step  0    1    2    3    4    5    6    7
+        lr    0.5  1.0  1.0  0.8  0.6  0.4  0.2  0.2
+
+    The warm-up starts above zero, so that no step is lost. An inverse square root decays as
+    lr * sqrt(warmup / step) and is cut off at min_lr, which it also takes from `decay_steps` on.
+    """
+
+    lr: float
+    min_lr: float = 0.0
+    style: str = "constant"
+    warmup_steps: int = 0
+    decay_steps: int = 0  # the step from which on the rate is min_lr; warm-up included
+
+    def __post_init__(self) -> None:
+        if self.style not in DECAY_STYLES:
+            raise ValueError(f"decay style {self.style!r} is none of {', '.join(DECAY_STYLES)}")
+        if self.style != "constant" and self.decay_steps < max(self.warmup_steps, 1):
+            raise ValueError(f"{self.decay_steps} decay steps, {self.warmup_steps} of warm-up")
+
+    def at(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.style == "constant":
+            return self.lr
+        if step >= self.decay_steps:
+            return self.min_lr
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self.lr * math.sqrt(max(self.warmup_steps, 1) / max(step, 1)))
+        progress = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
+        share = 1 - progress if self.style == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.min_lr + (self.lr - self.min_lr) * share
+
+
+def warmup_steps(iters: int, fraction: float | None, decay_steps: int | None) -> int:
+    """Steps of warm-up: `iters`, or a fraction of the decay where one is given."""
+    return iters if fraction is None else round(fraction * (decay_steps or 0))
