@@ -1,0 +1,94 @@
+"""The calls of one weight update to one engine, and the same call to several at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from slime.utils.sync_http import HttpError, get_json, post_json
+from slime.utils.types import EngineInfo
+
+_CONTROL_TIMEOUT_S = 120.0
+_BUCKET_TIMEOUT_S = 600.0
+_FLUSH_TIMEOUT_S = 30.0
+
+Result = TypeVar("Result")
+
+
+class EngineClient:
+    def __init__(self, info: EngineInfo, token: str | None) -> None:
+        self.info = info
+        self._token = token
+        self._session_open = False
+
+    @property
+    def url(self) -> str:
+        return self.info.url
+
+    def pause(self, mode: str) -> None:
+        self.post("/pause_generation", {"mode": mode})
+
+    def begin(self) -> None:
+        """Open an update session; servers that know none answer 404 and need none."""
+        try:
+            self.post("/begin_weight_update", {})
+        except HttpError as error:
+            if error.status != 404:
+                raise
+        else:
+            self._session_open = True
+
+    def end(self) -> None:
+        if self._session_open:
+            self._session_open = False
+            self.post("/end_weight_update", {})
+
+    def update(self, route: str, payload: dict[str, Any]) -> None:
+        """One of the /update_weights_from_* calls; also checks the `success` it answers."""
+        reply = self.post(route, payload, timeout=_BUCKET_TIMEOUT_S)
+        if not (isinstance(reply, dict) and reply.get("success") is True):
+            raise HttpError(f"POST {self.url}{route}: {reply}")
+
+    def flush(self) -> None:
+        """Forget cached keys and values; refused for a moment while requests are being put back."""
+        deadline = time.monotonic() + _FLUSH_TIMEOUT_S
+        while True:
+            try:
+                self.post("/flush_cache", {})
+                return
+            except HttpError as error:
+                if error.status != 400 or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.05)
+
+    def checksums(self) -> dict[str, int]:
+        """Checksum by Hugging Face name; the parts that several ranks of an engine hold add up."""
+        reply = self.post("/weights_checker", {"action": "checksum"}, timeout=_BUCKET_TIMEOUT_S)
+        total: dict[str, int] = {}
+        for rank in reply["ranks"]:
+            for name, value in rank["checksums"].items():
+                total[name] = (total.get(name, 0) + int(value, 16)) % 2**64
+        return total
+
+    def weight_version(self) -> str:
+        return str(get_json(f"{self.url}/model_info", timeout=_CONTROL_TIMEOUT_S)["weight_version"])
+
+    def resume(self) -> None:
+        self.post("/continue_generation", {})
+
+    def post(self, route: str, payload: dict[str, Any], timeout: float = _CONTROL_TIMEOUT_S) -> Any:
+        return post_json(self.url + route, payload, token=self._token, timeout=timeout)
+
+
+def on_all(engines: Sequence[EngineClient], call: Callable[[EngineClient], Result]) -> list[Result]:
+    """`call` on every engine at once; all have ended when this returns or raises the failures."""
+    if not engines:
+        return []
+    with ThreadPoolExecutor(len(engines)) as pool:
+        futures = [pool.submit(call, engine) for engine in engines]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if len(errors) > 1 and all(isinstance(error, HttpError) for error in errors):
+        raise HttpError("; ".join(str(error) for error in errors)) from errors[0]
+    return [future.result() for future in futures]

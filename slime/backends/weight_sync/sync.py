@@ -1,0 +1,238 @@
+"""One whole weight update, the same on every trainer rank and for every transport."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.weight_sync.disk import DiskTransport
+from slime.backends.weight_sync.distributed import DistributedTransport
+from slime.backends.weight_sync.engine_client import EngineClient, on_all
+from slime.backends.weight_sync.tensor import TensorTransport
+from slime.backends.weight_sync.types import Bucket, SyncReport, WeightSyncError, WeightTransport
+from slime.backends.weight_sync.verify import check_checksums, check_versions
+from slime.utils.checksum import tensor_checksums
+from slime.utils.device import collective_backend, current_device, device_id
+from slime.utils.env import read_env
+from slime.utils.errors import WeightMismatchError
+from slime.utils.ipc import remove_stale_segments
+from slime.utils.sync_http import HttpError
+from slime.utils.types import EngineInfo
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+logger = logging.getLogger(__name__)
+
+HFTensors = list[tuple[str, torch.Tensor]]
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "float": torch.float32,
+}
+
+
+def make_weight_sync(args: Args) -> WeightSync:
+    served = args.sglang_dtype if args.sglang_dtype not in (None, "auto") else args.precision
+    return WeightSync(
+        _make_transport(args),
+        token=read_env().engine_token,
+        dtype=_DTYPES[served],
+        verify=args.check_weight_update_equal,
+    )
+
+
+class WeightSync:
+    """Kept by each trainer rank for the whole run; all ranks call `update` together.
+
+    Any failure is raised on every rank. The engines then stay paused: some of them hold a mixture of
+    two versions, and must not generate with it.
+    """
+
+    def __init__(
+        self,
+        transport: WeightTransport,
+        *,
+        token: str | None,
+        dtype: torch.dtype | None = None,
+        verify: bool = True,
+        pause_mode: str = "retract",
+    ) -> None:
+        self.transport = transport
+        self._token, self._dtype, self._verify, self._pause_mode = token, dtype, verify, pause_mode
+        self._rank_devices: list[str] = []
+        remove_stale_segments()
+
+    def update(
+        self, buckets: Iterable[HFTensors], engines: list[EngineInfo], version: int
+    ) -> SyncReport:
+        """Send what `buckets` gives (a collective iterator: all ranks go through it) as `version`."""
+        started = time.perf_counter()
+        self._checksum_seconds = 0.0
+        clients = [EngineClient(info, self._token) for info in engines]
+        try:
+            sums, nbytes, num_buckets = self._transfer(buckets, clients, version)
+            with _on_all_ranks("finishing the update"):
+                if _rank() == 0:
+                    self._commit(clients, sums, version)
+        except BaseException:
+            self.transport.close()
+            self._abandon(clients)
+            raise
+        self.transport.close()
+        report = SyncReport(
+            version=version,
+            nbytes=nbytes,
+            num_tensors=len(sums),
+            num_buckets=num_buckets,
+            num_engines=len(engines),
+            seconds=time.perf_counter() - started,
+            checksum_seconds=self._checksum_seconds,
+        )
+        if _rank() == 0:
+            logger.info("%s", report)
+        return report
+
+    def _transfer(
+        self, buckets: Iterable[HFTensors], clients: list[EngineClient], version: int
+    ) -> tuple[dict[str, int], int, int]:
+        """Every bucket into every engine: checksums of what was sent, bytes, buckets."""
+        mine = self._engines_served(clients)
+        sums: dict[str, int] = {}
+        nbytes, index = 0, -1
+        with _on_all_ranks("preparing the engines"):
+            self._prepare(clients, mine, version)
+        for index, tensors in enumerate(buckets):
+            bucket = Bucket(index=index, tensors=[self._served(*item) for item in tensors])
+            with _on_all_ranks(f"bucket {index}"):
+                self._send(bucket, sums, to_engines=bool(mine))
+            nbytes += bucket.nbytes
+            del bucket, tensors  # before the next one is gathered
+        with _on_all_ranks(f"bucket {index}"):
+            if mine:
+                self.transport.finish()
+        return sums, nbytes, index + 1
+
+    def _prepare(self, clients: list[EngineClient], mine: list[EngineClient], version: int) -> None:
+        if _rank() == 0:
+            on_all(clients, lambda engine: engine.pause(self._pause_mode))
+            on_all(clients, EngineClient.begin)
+        if mine:
+            self.transport.open(mine, version)
+
+    def _send(self, bucket: Bucket, sums: dict[str, int], *, to_engines: bool) -> None:
+        if _rank() == 0:
+            self._add_sums(bucket, sums)
+        if to_engines:
+            self.transport.send(bucket)
+
+    def _commit(self, clients: list[EngineClient], sums: dict[str, int], version: int) -> None:
+        on_all(clients, EngineClient.end)
+        on_all(clients, EngineClient.flush)
+        check_versions(clients, version)
+        if self._verify:
+            with self._checksum_time():
+                check_checksums(clients, sums, version)
+        on_all(clients, EngineClient.resume)
+
+    def _abandon(self, clients: list[EngineClient]) -> None:
+        """Close the sessions, so that a later update can start over; generation stays paused."""
+        for engine in clients:
+            with contextlib.suppress(HttpError):  # it may be what failed
+                engine.end()
+
+    def _add_sums(self, bucket: Bucket, sums: dict[str, int]) -> None:
+        names = {name for name, _ in bucket.tensors}
+        if len(names) < len(bucket.tensors) or names & sums.keys():
+            raise WeightSyncError(f"bucket {bucket.index} holds a name that was sent before")
+        if not self._verify:
+            sums.update(dict.fromkeys(names, 0))
+            return
+        with self._checksum_time():
+            sums.update(tensor_checksums(bucket.tensors))
+
+    @contextlib.contextmanager
+    def _checksum_time(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._checksum_seconds += time.perf_counter() - started
+
+    def _served(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        tensor = tensor.detach()
+        if self._dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self._dtype)
+        return name, tensor
+
+    def _engines_served(self, clients: list[EngineClient]) -> list[EngineClient]:
+        if not self.transport.shares_device:
+            return clients if _rank() == 0 else []
+        if not self._rank_devices:
+            self._rank_devices = _gather(device_id())
+        return [
+            engine for engine in clients if serving_rank(engine.info, self._rank_devices) == _rank()
+        ]
+
+
+def serving_rank(engine: EngineInfo, rank_devices: list[str]) -> int:
+    """The first trainer rank on a device of the engine; on CPUs, where all share one, rank 0."""
+    for rank, device in enumerate(rank_devices):
+        if device in engine.device_ids:
+            return rank
+    raise WeightSyncError(
+        f"engine {engine.url} is on {', '.join(engine.device_ids)}, where no trainer rank is; sharing "
+        "memory needs --colocate, else use --update-weight-transport distributed"
+    )
+
+
+def _make_transport(args: Args) -> WeightTransport:
+    if args.update_weight_transport == "tensor":
+        return TensorTransport(current_device())
+    if args.update_weight_transport == "disk":
+        return DiskTransport(args.update_weight_disk_dir, args.hf_checkpoint)
+    host = read_env().host_ip or "127.0.0.1"
+    return DistributedTransport(host=host, backend=collective_backend())
+
+
+def _several_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _gather(value: str | None) -> list:
+    if not _several_ranks():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextlib.contextmanager
+def _on_all_ranks(stage: str) -> Iterator[None]:
+    """What fails on one rank is raised on all, so that none waits for another in a collective."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    texts = _gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if isinstance(failure, (WeightSyncError, WeightMismatchError)):
+        raise failure
+    if failure is not None:
+        raise WeightSyncError(f"weight update failed at {stage}: {failure}") from failure
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise WeightSyncError(f"weight update failed on trainer rank {rank}: {text}")

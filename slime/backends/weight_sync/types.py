@@ -1,0 +1,81 @@
+"""What the parts of the weight sync hand each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from slime.backends.weight_sync.engine_client import EngineClient
+
+
+class WeightSyncError(RuntimeError):
+    """An update that did not reach an engine; the text names the engine and the bucket."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Bucket:
+    """Whole tensors by Hugging Face name, in the dtype the engines hold.
+
+    `index` counts the buckets of one update from 0.
+    """
+
+    index: int
+    tensors: list[tuple[str, torch.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.tensors)
+
+
+class WeightTransport(Protocol):
+    """How buckets reach engines. Calls come as open, send..., finish, close; close also after errors."""
+
+    shares_device: bool  # whether each engine is served by a rank on its own device, else by rank 0
+
+    def open(self, engines: list[EngineClient], version: int) -> None:
+        """Get ready to send `version` to the engines this rank serves; there is at least one."""
+        ...
+
+    def send(self, bucket: Bucket) -> None:
+        """May return before the engines have the bucket; its tensors may change after the return."""
+        ...
+
+    def finish(self) -> None:
+        """Return once every engine has every bucket."""
+        ...
+
+    def close(self) -> None:
+        """Give back what one update needed; calling it twice does no harm."""
+        ...
+
+
+@dataclass(kw_only=True, frozen=True)
+class SyncReport:
+    """One update. 248 MB in 0.5 s, 0.1 s of it for checksums: metrics() has 0.496 GB/s and 20 %."""
+
+    version: int
+    nbytes: int
+    num_tensors: int
+    num_buckets: int
+    num_engines: int
+    seconds: float
+    checksum_seconds: float  # summing what was sent, and waiting for the engines to sum theirs
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "perf/update_weights_bytes": float(self.nbytes),
+            "perf/update_weights_seconds": self.seconds,
+            "perf/update_weights_checksum_seconds": self.checksum_seconds,
+            "perf/update_weights_gb_per_s": self.nbytes / max(self.seconds, 1e-9) / 1e9,
+            "rollout/weight_version": float(self.version),
+        }
+
+    def __str__(self) -> str:
+        share = 100 * self.checksum_seconds / max(self.seconds, 1e-9)
+        return (
+            f"weights {self.version}: {self.nbytes / 1e6:.1f} MB in {self.num_buckets} buckets to "
+            f"{self.num_engines} engines in {self.seconds:.3f} s "
+            f"({self.nbytes / max(self.seconds, 1e-9) / 1e9:.2f} GB/s, checksums {share:.0f} %)"
+        )
