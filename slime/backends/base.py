@@ -30,6 +30,7 @@ from slime.algorithms.advantages import compute_advantages
 from slime.algorithms.correction import mismatch_metrics
 from slime.algorithms.policy_loss import policy_loss, sft_loss
 from slime.backends.hooks import TrainHooks
+from slime.backends.weight_sync import SyncReport, WeightSync, make_weight_sync
 from slime.utils.device import collective_backend, current_device, device_type
 from slime.utils.env import read_env
 from slime.utils.errors import UserError
@@ -48,7 +49,6 @@ from slime.utils.types import (
 )
 
 if TYPE_CHECKING:
-    from slime.backends.weight_sync import SyncReport
     from slime.utils.arguments import Args
 
 HFBucket = list[tuple[str, torch.Tensor]]
@@ -95,6 +95,7 @@ class TrainRayActor(ABC):
         self.timer = Timer()
         self._master = (master_addr, master_port) if master_addr is not None else None
         self._store: dist.Store | None = None
+        self._weight_sync: WeightSync | None = None
 
     # ---- start
 
@@ -325,9 +326,9 @@ class TrainRayActor(ABC):
 
     def update_weights(self, engines: list[EngineInfo], version: int) -> SyncReport:
         """Send the current weights to the engines as `version` and check that they arrived."""
-        from slime.backends.weight_sync import push_weights
-
-        return push_weights(self.args, self.hf_buckets(), engines, version)
+        if self._weight_sync is None:
+            self._weight_sync = make_weight_sync(self.args)
+        return self._weight_sync.update(self.hf_buckets(), engines, version)
 
     # ---- what a backend fills in
 

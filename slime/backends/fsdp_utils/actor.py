@@ -139,8 +139,10 @@ class FSDPTrainRayActor(TrainRayActor):
         return facts.rollout_id
 
     def hf_buckets(self) -> Iterator[HFBucket]:
+        # Over shared memory every rank serves the engines on its own device, else rank 0 serves all.
+        keep = self.rank == 0 or self.args.update_weight_transport == "tensor"
         size = self.args.update_weight_buffer_size
-        return hf_buckets(self.model, self.serving_dtype, size, keep=self.rank == 0)
+        return hf_buckets(self.model, self.serving_dtype, size, keep=keep)
 
     def export_hf(self, path: str) -> None:
         export_hf(self.model, path, self.args.hf_checkpoint, self.serving_dtype)

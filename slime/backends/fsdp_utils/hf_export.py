@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +12,10 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from slime.backends.fsdp_utils.loading import ShardedModel, persistent_buffers
+from slime.backends.weight_sync.disk import copy_model_files
 from slime.utils.hf_views import hf_views, keeps_experts_fused
 
 _FILE_BYTES = 4 << 30
-_NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx"}
 
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -63,7 +62,7 @@ def export_hf(model: ShardedModel, path: str, source: str, dtype: torch.dtype) -
     writes = dist.get_rank() == 0
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
-        _copy_side_files(Path(source), folder)
+        copy_model_files(Path(source), folder)
     weight_map: dict[str, str] = {}
     total = 0
     for number, bucket in enumerate(hf_buckets(model, dtype, _FILE_BYTES, keep=writes)):
@@ -92,13 +91,6 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         name: tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
         for name, tensor in tensors.items()
     }
-
-
-def _copy_side_files(source: Path, folder: Path) -> None:
-    for file in source.iterdir():
-        weights = file.suffix in _NOT_COPIED or file.name.endswith(".index.json")
-        if file.is_file() and not weights:
-            shutil.copyfile(file, folder / file.name)
 
 
 def _write_index(
