@@ -72,12 +72,17 @@ class _ConsoleHandler(logging.StreamHandler):
 
 
 class _ConsoleFormatter(logging.Formatter):
-    """`message` for information of the driver's; level and role in front of everything else."""
+    """The message alone for information of the driver's; level and role in front of the rest.
+
+    The traceback of something less than an error is left to the file.
+    """
 
     def __init__(self, role: str) -> None:
-        super().__init__("%(message)s")
+        super().__init__()
         self._prefix = "" if role == "driver" else f"[{role}] "
 
     def format(self, record: logging.LogRecord) -> str:
-        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        return f"{self._prefix}{level}{super().format(record)}"
+        if record.levelno >= logging.ERROR:
+            return f"{self._prefix}{record.levelname.lower()}: {super().format(record)}"
+        level = "warning: " if record.levelno >= logging.WARNING else ""
+        return f"{self._prefix}{level}{record.getMessage()}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -51,6 +54,29 @@ def gpus() -> list[Gpu]:
         return []
     rows = [line.split(", ") for line in reply.stdout.splitlines() if line.count(", ") == 2]
     return [Gpu(name=name, memory_mib=int(mib), driver=driver) for name, mib, driver in rows]
+
+
+def torch_cuda_version() -> str | None:
+    """The CUDA version torch was built for, None for a CPU build; read from its files, not imported."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    version_file = Path(spec.origin).parent / "version.py"
+    found = re.search(r"^cuda.*=\s*'([\d.]+)'", version_file.read_text(), re.MULTILINE)
+    return found[1] if found else None
+
+
+def available_memory() -> int:
+    """Bytes this process may still take: the system's, or the container's if that is less."""
+    amounts = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+        amounts += [int(found[1]) * 1024] if found else []
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        amounts.append(int(limit.read_text()) - int(used.read_text()))
+    return min(amounts) if amounts else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def git_commit(folder: Path) -> str | None:

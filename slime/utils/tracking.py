@@ -16,6 +16,7 @@ import orjson
 from slime.utils.env import read_env
 from slime.utils.errors import ConfigError
 from slime.utils.jsonl import append_lines, drop_partial_line, keep_lines, read_lines
+from slime.utils.requirements import requirement_of
 from slime.utils.sample_log import SAMPLES_FILE
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def _wandb_settings(args: Args) -> dict[str, str]:
 def _missing_package(flag: str, package: str, error: ImportError) -> ConfigError:
     return ConfigError(
         f"{flag} needs the package {package}, which cannot be imported here ({error}). "
-        f"Type `pip install 'slime[{package}]'`, or leave the flag out."
+        f"Type `pip install '{requirement_of(package)}'`, or leave the flag out."
     )
 
 
