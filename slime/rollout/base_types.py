@@ -1,0 +1,245 @@
+"""What rollout functions return, and one Protocol per hook: the calls slime makes into user code.
+
+Parameters with a default may be missing from a hook. `tests/contracts` has a good, a minimal and a
+wrong implementation of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slime.utils.errors import UserError
+from slime.utils.types import Group, RolloutBatch, Sample
+
+if TYPE_CHECKING:
+    import torch
+
+    from slime.utils.arguments import Args
+
+
+@dataclass(kw_only=True)
+class RolloutFnTrainOutput:
+    """Scored groups to train on, in group order, and what to log about them."""
+
+    samples: list[Group]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class EvalResult:
+    """One evaluation dataset. Two prompts x two samples: rewards = [1, 0, 1, 1], truncated = [F, F, F, T]."""
+
+    rewards: list[float]
+    truncated: list[bool]
+    samples: list[Sample] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class RolloutFnEvalOutput:
+    data: dict[str, EvalResult]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, frozen=True)
+class DynamicFilterOutput:
+    keep: bool
+    reason: str | None = None  # counted as rollout/dropped_<reason>
+
+
+class DataSource(Protocol):
+    def __init__(self, args: Args) -> None: ...
+    def get_samples(self, num_samples: int) -> list[Group]: ...
+    def add_samples(self, samples: list[Group]) -> None: ...
+    def save(self, rollout_id: int) -> None: ...
+    def load(self, rollout_id: int | None = None) -> None: ...
+    def __len__(self) -> int: ...
+
+
+class RolloutFunction(Protocol):
+    def __call__(
+        self, args: Args, rollout_id: int, data_source: DataSource, *, evaluation: bool
+    ) -> RolloutFnTrainOutput | RolloutFnEvalOutput | list[Group] | dict[str, Any]: ...
+
+
+class GenerateFunction(Protocol):
+    async def __call__(
+        self, args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+    ) -> Sample | list[Sample]: ...
+
+
+class RewardFunction(Protocol):
+    async def __call__(self, args: Args, sample: Sample) -> float | dict[str, Any]: ...
+
+
+class GroupRewardFunction(Protocol):
+    async def __call__(
+        self, args: Args, samples: list[Sample]
+    ) -> list[float] | list[dict[str, Any]]: ...
+
+
+class DynamicSamplingFilter(Protocol):
+    def __call__(
+        self, args: Args, samples: list[Sample], **kwargs: Any
+    ) -> bool | DynamicFilterOutput: ...
+
+
+class BufferFilter(Protocol):
+    def __call__(
+        self, args: Args, rollout_id: int | None, buffer: list[Group], num_samples: int
+    ) -> list[Group]: ...
+
+
+class RolloutSampleFilter(Protocol):
+    def __call__(self, args: Args, groups: list[Group]) -> None: ...
+
+
+class AllSamplesProcess(Protocol):
+    def __call__(self, args: Args, all_groups: list[Group], data_source: DataSource) -> None: ...
+
+
+class RolloutDataPostprocess(Protocol):
+    def __call__(self, args: Args, rollout_id: int, rollout_data: RolloutBatch) -> None: ...
+
+
+class RewardPostProcess(Protocol):
+    def __call__(self, args: Args, samples: list[Sample]) -> tuple[list[float], list[float]]: ...
+
+
+class ConvertSamples(Protocol):
+    def __call__(self, args: Args, samples: list[Sample]) -> dict[str, Any]: ...
+
+
+class AdvantageFunction(Protocol):
+    def __call__(self, args: Args, rollout_data: RolloutBatch) -> None: ...
+
+
+class LossFunction(Protocol):
+    def __call__(
+        self,
+        args: Args,
+        batch: Any,
+        logits: torch.Tensor,
+        sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, dict[str, Any]]: ...
+
+
+class TisFunction(Protocol):
+    def __call__(
+        self,
+        *,
+        args: Args,
+        pg_loss: torch.Tensor,
+        train_log_probs: list[torch.Tensor],
+        rollout_log_probs: list[torch.Tensor],
+        loss_masks: list[torch.Tensor],
+        total_lengths: list[int],
+        response_lengths: list[int],
+    ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, Any]]: ...
+
+
+class PgLossReducer(Protocol):
+    def __call__(
+        self,
+        total_lengths: list[int],
+        response_lengths: list[int],
+        loss_masks: list[torch.Tensor],
+        calculate_per_token_loss: bool,
+    ) -> Callable[[torch.Tensor], torch.Tensor]: ...
+
+
+class RolloutLogFunction(Protocol):
+    def __call__(
+        self,
+        rollout_id: int,
+        args: Args,
+        samples: list[Sample],
+        extra_metrics: dict[str, float],
+        rollout_time: float,
+    ) -> bool | None: ...
+
+
+class EvalLogFunction(Protocol):
+    def __call__(
+        self,
+        rollout_id: int,
+        args: Args,
+        data: dict[str, EvalResult],
+        extra_metrics: dict[str, float],
+    ) -> bool | None: ...
+
+
+class ModelProvider(Protocol):
+    def __call__(
+        self, pre_process: bool, post_process: bool, vp_stage: int | None = None
+    ) -> Any: ...
+
+
+class MegatronInit(Protocol):
+    def __call__(self, args: Args) -> None: ...
+
+
+class BeforeLogProbHook(Protocol):
+    def __call__(self, args: Args, model: Any, store_prefix: str) -> None: ...
+
+
+class BeforeTrainStepHook(Protocol):
+    def __call__(
+        self,
+        args: Args,
+        rollout_id: int,
+        step_id: int,
+        model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+    ) -> None: ...
+
+
+def as_train_output(result: Any, path: str) -> RolloutFnTrainOutput:
+    """What a rollout function returned; a bare list of groups is wrapped."""
+    if isinstance(result, RolloutFnTrainOutput):
+        return result
+    if isinstance(result, list) and all(_is_group(group) for group in result):
+        return RolloutFnTrainOutput(samples=result)
+    raise UserError(
+        f"--rollout-function-path {path} returned {_describe(result)}; expected "
+        "RolloutFnTrainOutput(samples=[[Sample, ...], ...]) or the list of groups itself"
+    )
+
+
+def as_eval_output(result: Any, path: str) -> RolloutFnEvalOutput:
+    """What an evaluation function returned; a bare dictionary by dataset is wrapped."""
+    if isinstance(result, RolloutFnEvalOutput):
+        return result
+    if isinstance(result, Mapping):
+        return RolloutFnEvalOutput(data={name: _eval_result(v, path) for name, v in result.items()})
+    raise UserError(
+        f"--eval-function-path {path} returned {_describe(result)}; expected "
+        "RolloutFnEvalOutput(data={name: EvalResult(...)}) or the dictionary itself"
+    )
+
+
+def _eval_result(value: Any, path: str) -> EvalResult:
+    if isinstance(value, EvalResult):
+        return value
+    if isinstance(value, Mapping) and {"rewards", "truncated"} <= set(value):
+        return EvalResult(
+            rewards=list(value["rewards"]),
+            truncated=list(value["truncated"]),
+            samples=list(value.get("samples", [])),
+        )
+    raise UserError(
+        f"--eval-function-path {path} returned {_describe(value)} for a dataset; expected "
+        "EvalResult or a dictionary with rewards, truncated and samples"
+    )
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(sample, Sample) for sample in value)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, list) and value:
+        return f"a list of {type(value[0]).__name__}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,289 @@
+"""Where groups of samples come from: the prompt data, and a buffer of groups that came back.
+
+Every group handed out is in one of three places until it is trained on: in flight (handed out),
+finished (part of a rollout's result, kept until a later checkpoint covers it), or in the buffer.
+`state_dict(rollout_id)` holds whatever the training of rollouts up to `rollout_id` has not consumed.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+import orjson
+
+from slime.rollout.base_types import BufferFilter
+from slime.rollout.filter_hub.buffer_filters import pop_first
+from slime.rollout.rm_hub.types import needs_label
+from slime.rollout.samples import clone_group, clone_sample
+from slime.utils.data import DataFormat, PromptDataset, load_prompts
+from slime.utils.errors import ConfigError, UserError
+from slime.utils.load_function import load_function
+from slime.utils.tokenizer import load_tokenizer
+from slime.utils.types import Group, Sample
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+logger = logging.getLogger(__name__)
+
+_KEPT_ROLLOUTS = 8  # finished rollouts remembered for a checkpoint that lags behind generation
+
+
+@runtime_checkable
+class TracksRollouts(Protocol):
+    """What a data source adds to the required methods to follow its groups through a rollout."""
+
+    def begin(self, rollout_id: int) -> None: ...
+    def finish(self, rollout_id: int, group_indices: Iterable[int]) -> None: ...
+
+
+class RolloutDataSource:
+    """Prompts in epochs; `group_index` and `index` count up over the whole run."""
+
+    def __init__(self, args: Args) -> None:
+        self.args = args
+        self.datasets = _load_datasets(args)
+        self.epoch = 0
+        self.position = 0  # groups of this epoch handed out
+        self.next_group_index = 0
+        self.next_sample_index = 0
+        self._order = self._epoch_order()
+        self._rollout_id: int | None = None
+        self._in_flight: dict[int, Group] = {}
+        self._finished: dict[int, list[Group]] = {}
+
+    def __len__(self) -> int:
+        """Prompts per epoch."""
+        return len(self._order)
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """The next `num_samples` groups of `n_samples_per_prompt` siblings each."""
+        return self._hand_out([self._new_group() for _ in range(num_samples)])
+
+    def add_samples(self, samples: list[Group]) -> None:
+        if samples:
+            raise UserError(
+                "groups came back from the rollout, but --data-source-path RolloutDataSource has no "
+                "buffer for them; use slime.rollout.data_source.RolloutDataSourceWithBuffer"
+            )
+
+    def begin(self, rollout_id: int) -> None:
+        self._rollout_id = rollout_id
+
+    def finish(self, rollout_id: int, group_indices: Iterable[int]) -> None:
+        """These groups belong to the result of `rollout_id` (or were rejected by it)."""
+        done = [self._in_flight.pop(index, None) for index in group_indices]
+        self._finished[rollout_id] = [group for group in done if group is not None]
+        for old in [r for r in self._finished if r <= rollout_id - _KEPT_ROLLOUTS]:
+            del self._finished[old]
+
+    def state_dict(self, rollout_id: int | None = None) -> dict[str, Any]:
+        """JSON-able; `rollout_id` is the last rollout already trained on (None: all finished ones)."""
+        untrained = [
+            group
+            for finished_id, groups in self._finished.items()
+            if rollout_id is not None and finished_id > rollout_id
+            for group in groups
+        ]
+        in_flight = sorted([*untrained, *self._in_flight.values()], key=_group_index)
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "next_group_index": self.next_group_index,
+            "next_sample_index": self.next_sample_index,
+            "dataset_lens": [len(dataset) for dataset in self.datasets],
+            "in_flight": _encode_groups(in_flight),
+            "buffer": [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        lens = [len(dataset) for dataset in self.datasets]
+        if state["dataset_lens"] != lens:
+            logger.warning(
+                "the prompt data has %s rows, the checkpoint was written with %s: "
+                "the run continues at the same place in the new data", lens, state["dataset_lens"],
+            )  # fmt: skip
+        self.epoch = state["epoch"]
+        self.next_group_index = state["next_group_index"]
+        self.next_sample_index = state["next_sample_index"]
+        self._order = self._epoch_order()
+        self.position = min(state["position"], len(self._order))
+        self._in_flight.clear()
+        self._finished.clear()
+        self._restore_groups(_decode_groups(state["in_flight"]) + _decode_groups(state["buffer"]))
+
+    def save(self, rollout_id: int) -> None:
+        """Write the state under `--save`; whoever writes a checkpoint of its own uses `state_dict`."""
+        if self.args.save is None:
+            return
+        path = _state_path(self.args.save, rollout_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(orjson.dumps(self.state_dict(rollout_id)))
+        temporary.replace(path)
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Continue behind `rollout_id` from the state under `--load`; without one, start anew."""
+        if self.args.load is None or rollout_id is None or rollout_id < 0:
+            return
+        path = _state_path(self.args.load, rollout_id)
+        if not path.exists():
+            logger.warning("%s is not there: the data starts from its beginning", path)
+            return
+        self.load_state_dict(orjson.loads(path.read_bytes()))
+
+    def _restore_groups(self, groups: list[Group]) -> None:
+        self.add_samples(groups)
+
+    def _hand_out(self, groups: list[Group]) -> list[Group]:
+        for group in groups:
+            self._in_flight[_group_index(group)] = clone_group(group)
+        return groups
+
+    def _new_group(self) -> Group:
+        if self.position >= len(self._order):
+            self.epoch += 1
+            self.position = 0
+            self._order = self._epoch_order()
+        dataset, row = self._order[self.position]
+        self.position += 1
+        group = []
+        for _ in range(self.args.n_samples_per_prompt):
+            sample = self.datasets[dataset].make_sample(int(row))
+            sample.group_index = self.next_group_index
+            sample.index = sample.rollout_id = self.next_sample_index
+            self.next_sample_index += 1
+            group.append(sample)
+        self.next_group_index += 1
+        return group
+
+    def _epoch_order(self) -> np.ndarray:
+        """[rows, 2] (dataset, row) of this epoch, a function of seed and epoch alone."""
+        rng = np.random.default_rng([self.args.rollout_seed, self.epoch])
+        parts = []
+        for number, dataset in enumerate(self.datasets):
+            rows = _weighted_rows(len(dataset), dataset.weight, rng)
+            parts.append(np.stack([np.full(len(rows), number), rows], axis=1))
+        order = np.concatenate(parts)
+        return rng.permutation(order) if self.args.rollout_shuffle else order
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """The same with a buffer: groups that came back are handed out before new ones."""
+
+    def __init__(self, args: Args) -> None:
+        super().__init__(args)
+        self.buffer: list[Group] = []
+        self._buffer_filter = (
+            load_function(
+                args.buffer_filter_path, flag="--buffer-filter-path", protocol=BufferFilter
+            )
+            if args.buffer_filter_path
+            else pop_first
+        )
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        groups = self._take_buffered(num_samples)
+        fresh = [self._new_group() for _ in range(num_samples - len(groups))]
+        return self._hand_out([*groups, *fresh])
+
+    def add_samples(self, samples: list[Group]) -> None:
+        for group in samples:
+            self._in_flight.pop(_group_index(group), None)
+            self.buffer.append(group)
+
+    def state_dict(self, rollout_id: int | None = None) -> dict[str, Any]:
+        return {**super().state_dict(rollout_id), "buffer": _encode_groups(self.buffer)}
+
+    def _restore_groups(self, groups: list[Group]) -> None:
+        self.buffer = groups
+
+    def _take_buffered(self, num_samples: int) -> list[Group]:
+        if not self.buffer:
+            return []
+        groups = self._buffer_filter(self.args, self._rollout_id, self.buffer, num_samples)
+        if len(groups) > num_samples:
+            raise UserError(
+                f"--buffer-filter-path {self.args.buffer_filter_path} returned {len(groups)} groups "
+                f"when at most {num_samples} were asked for"
+            )
+        return groups
+
+
+def data_format_of(args: Args) -> DataFormat:
+    """How `--prompt-data` is read, from the flags."""
+    return DataFormat(
+        input_key=args.input_key,
+        label_key=args.label_key,
+        metadata_key=args.metadata_key,
+        tool_key=args.tool_key,
+        apply_chat_template=args.apply_chat_template,
+        chat_template_kwargs=args.apply_chat_template_kwargs,
+        max_prompt_len=args.rollout_max_prompt_len,
+        label_needed_by=_label_needed_by(args.rm_type, args.custom_rm_path, args.loss_type),
+    )
+
+
+def _label_needed_by(rm_type: str | None, custom_rm_path: str | None, loss_type: str) -> str | None:
+    if custom_rm_path is None and loss_type != "sft_loss" and needs_label(rm_type):
+        return f"--rm-type {rm_type}"
+    return None
+
+
+def _load_datasets(args: Args) -> list[PromptDataset]:
+    if not args.prompt_data:
+        raise ConfigError("--prompt-data is missing: give a .jsonl or .parquet file of prompts")
+    data_format = data_format_of(args)
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    return [load_prompts(text, data_format, tokenizer) for text in args.prompt_data]
+
+
+def _weighted_rows(count: int, weight: float, rng: np.random.Generator) -> np.ndarray:
+    """Rows of one epoch: weight 2.5 is every row twice and a random half of them once more."""
+    whole, part = int(weight), weight - int(weight)
+    extra = rng.permutation(count)[: round(part * count)] if part else np.empty(0, np.int64)
+    return np.concatenate([np.tile(np.arange(count), whole), np.sort(extra)])
+
+
+def _state_path(folder: str, rollout_id: int) -> Path:
+    return Path(folder) / "rollout" / f"data_source_{rollout_id}.json"
+
+
+def _group_index(group: Group) -> int:
+    index = group[0].group_index
+    if index is None:
+        raise UserError("a group came back without group_index; keep the field the data source set")
+    return index
+
+
+def _encode_groups(groups: list[Group]) -> list[list[dict[str, Any]]]:
+    return [[_encode(clone_sample(sample)) for sample in group] for group in groups]
+
+
+def _decode_groups(records: list[list[dict[str, Any]]]) -> list[Group]:
+    return [[_decode(record) for record in group] for group in records]
+
+
+def _encode(sample: Sample) -> dict[str, Any]:
+    record = sample.to_dict()
+    experts = sample.rollout_routed_experts
+    if experts is not None:
+        record["rollout_routed_experts"] = {
+            "dtype": str(experts.dtype),
+            "shape": list(experts.shape),
+            "data": base64.b64encode(np.ascontiguousarray(experts).tobytes()).decode(),
+        }
+    return record
+
+
+def _decode(record: dict[str, Any]) -> Sample:
+    experts = record["rollout_routed_experts"]
+    if experts is not None:
+        flat = np.frombuffer(base64.b64decode(experts["data"]), dtype=experts["dtype"])
+        record = {**record, "rollout_routed_experts": flat.reshape(experts["shape"])}
+    return clone_sample(Sample.from_dict(record))

@@ -1,0 +1,198 @@
+"""The engines a process generates with: load-balanced, bounded, with retries on other engines.
+
+pool.generate(payload) ─▶ wait for a free slot ─▶ least loaded engine ─▶ POST /generate
+                                                    │ unreachable: rest it, try another
+                                                    └ nobody answers until the deadline: error
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, deque
+from typing import Any
+
+import aiohttp
+
+from slime.utils.errors import UserError
+from slime.utils.http import HttpStatusError, is_temporary, post_once
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED_SESSIONS = 65536
+_SESSION_SLACK = 8  # requests a session's engine may be ahead of the least loaded one
+_REST_S = (0.2, 10.0)  # an engine that did not answer rests this long, doubling up to the second
+
+
+class EngineUnreachableError(UserError):
+    """No engine answered within the deadline."""
+
+
+class EngineRefusedError(Exception):
+    """An engine answered that it will not do this request; another attempt would not help."""
+
+
+class EnginePool:
+    """Use from one event loop; `set_urls` may be called from any thread."""
+
+    def __init__(
+        self,
+        urls: list[str],
+        token: str | None = None,
+        concurrency: int = 512,
+        *,
+        deadline_s: float = 300.0,
+        request_timeout_s: float = 7200.0,
+    ) -> None:
+        """`deadline_s`: how long a request is tried again while no engine answers."""
+        self.concurrency = concurrency
+        self.deadline_s = deadline_s
+        self.request_timeout_s = request_timeout_s
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._urls = list(urls)
+        self._in_flight: dict[str, int] = dict.fromkeys(urls, 0)
+        self._resting: dict[str, tuple[float, float]] = {}  # url -> (until, length of this rest)
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+
+    @property
+    def urls(self) -> list[str]:
+        return list(self._urls)
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        """Requests under way by engine."""
+        return {url: self._in_flight.get(url, 0) for url in self._urls}
+
+    def set_urls(self, urls: list[str]) -> None:
+        """Replace the engines; requests under way on a removed one fail over as they end."""
+        for url in urls:
+            self._in_flight.setdefault(url, 0)
+        self._resting = {url: rest for url, rest in self._resting.items() if url in self._urls}
+        for url in set(urls) - set(self._urls):
+            self._resting.pop(url, None)
+        self._urls = list(urls)
+
+    async def generate(
+        self, payload: dict[str, Any], session_id: str | None = None
+    ) -> dict[str, Any]:
+        """POST /generate on one engine. Requests of one `session_id` stay together for the prefix cache."""
+        started = time.monotonic()
+        while True:
+            url = await self._acquire(session_id, started)
+            try:
+                reply = await post_once(
+                    f"{url}/generate", payload, timeout_s=self.request_timeout_s
+                )
+            except (aiohttp.ClientError, asyncio.TimeoutError, OSError, HttpStatusError) as error:
+                if not is_temporary(error):
+                    raise EngineRefusedError(str(error)) from error
+                self._rest(url, error)
+                self._give_up_after_deadline(started, url, error)
+            else:
+                self._resting.pop(url, None)
+                return reply
+            finally:
+                self._release(url)
+
+    async def abort_all(self) -> None:
+        """Ask every engine to end all its requests; they answer with what they have so far."""
+        results = await asyncio.gather(
+            *(
+                post_once(
+                    f"{url}/abort_request", {"abort_all": True}, timeout_s=10, headers=self._headers
+                )
+                for url in self._urls
+            ),
+            return_exceptions=True,
+        )
+        for url, result in zip(self._urls, results, strict=False):
+            if isinstance(result, Exception):
+                logger.warning("abort on engine %s failed: %s", url, result)
+
+    async def _acquire(self, session_id: str | None, started: float) -> str:
+        while True:
+            url = self._choose(session_id)
+            if url is not None:
+                self._in_flight[url] += 1
+                return url
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                # A resting engine wakes nobody up when its rest ends, hence the bounded wait.
+                await asyncio.wait_for(
+                    waiter, timeout=0.25 if self._resting or not self._urls else 5
+                )
+            except asyncio.TimeoutError:
+                pass
+            finally:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+            if not self._urls and time.monotonic() - started > self.deadline_s:
+                raise EngineUnreachableError("there is no engine to generate with")
+
+    def _choose(self, session_id: str | None) -> str | None:
+        now = time.monotonic()
+        free = [
+            url
+            for url in self._urls
+            if self._in_flight[url] < self.concurrency
+            and self._resting.get(url, (0.0, 0.0))[0] <= now
+        ]
+        if not free:
+            return None
+        best = min(free, key=lambda url: self._in_flight[url])
+        if session_id is None:
+            return best
+        usual = self._sessions.get(session_id)
+        if usual in free and self._in_flight[usual] <= self._in_flight[best] + _SESSION_SLACK:
+            best = usual
+        self._sessions[session_id] = best
+        self._sessions.move_to_end(session_id)
+        if len(self._sessions) > _REMEMBERED_SESSIONS:
+            self._sessions.popitem(last=False)
+        return best
+
+    def _release(self, url: str) -> None:
+        self._in_flight[url] -= 1
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    def _rest(self, url: str, error: Exception) -> None:
+        """Leave the engine alone for a while; all of its requests failing at once count as one failure."""
+        until, length = self._resting.get(url, (0.0, 0.0))
+        now = time.monotonic()
+        if until > now:
+            return
+        length = min(max(2 * length, _REST_S[0]), _REST_S[1])
+        self._resting[url] = (now + length, length)
+        logger.warning("engine %s: %s; trying again in %.1f s", url, error or repr(error), length)
+
+    def _give_up_after_deadline(self, started: float, url: str, error: Exception) -> None:
+        if time.monotonic() - started > self.deadline_s:
+            raise EngineUnreachableError(
+                f"no engine answered for {self.deadline_s:.0f} s; the last one tried, {url}, failed "
+                f"with: {error or repr(error)}. Engines: {', '.join(self._urls)}. "
+                "Their logs are in the run folder under logs/"
+            ) from error
+
+
+_pool: EnginePool | None = None
+
+
+def install_pool(pool: EnginePool | None) -> None:
+    """Make `pool` the one this process generates with."""
+    global _pool
+    _pool = pool
+
+
+def current_pool() -> EnginePool:
+    if _pool is None:
+        raise RuntimeError(
+            "no engines are connected: install_pool(EnginePool(urls, ...)) comes first"
+        )
+    return _pool

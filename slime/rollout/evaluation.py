@@ -1,0 +1,125 @@
+"""Evaluation on the named datasets of `--eval-prompt-data` or `--eval-config`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from slime.rollout import progress as progress_report
+from slime.rollout.base_types import EvalResult, RolloutFnEvalOutput
+from slime.rollout.group_task import run_group
+from slime.rollout.metrics import eval_metrics
+from slime.rollout.progress import Progress
+from slime.rollout.rm_hub.types import needs_label
+from slime.rollout.sampling import eval_sampling_params
+from slime.rollout.turn import Run, current_run
+from slime.utils.data import DataFormat, PromptDataset, load_prompts
+from slime.utils.errors import UserError
+from slime.utils.tokenizer import load_tokenizer
+from slime.utils.types import Group, Sample, Status
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args, EvalDataset
+
+logger = logging.getLogger(__name__)
+
+_datasets: dict[str, PromptDataset] = {}
+
+
+async def evaluate(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
+    """Every dataset, all of them side by side."""
+    if not args.eval_datasets:
+        raise UserError("there is nothing to evaluate on: give --eval-prompt-data NAME PATH")
+    progress = progress_report.start(
+        Progress(rollout_id=rollout_id, evaluation=True, finished=False)
+    )
+    results = await asyncio.gather(
+        *(_evaluate_one(args, dataset, progress) for dataset in args.eval_datasets)
+    )
+    progress.finished = True
+    output = RolloutFnEvalOutput(data={})
+    for dataset, samples in zip(args.eval_datasets, results, strict=True):
+        reward_key = dataset.reward_key
+        output.data[dataset.name] = EvalResult(
+            rewards=[sample.get_reward_value(reward_key) for sample in samples],
+            truncated=[sample.status == Status.TRUNCATED for sample in samples],
+            samples=samples,
+        )
+    output.metrics = eval_metrics(args, output.data)
+    return output
+
+
+async def _evaluate_one(args: Args, dataset: EvalDataset, progress: Progress) -> list[Sample]:
+    seed_parts = (args.rollout_seed, "eval", dataset.name) if args.deterministic else ()
+    current_run.set(Run(seed_parts=seed_parts))
+    params = eval_sampling_params(
+        args,
+        temperature=dataset.temperature,
+        top_p=dataset.top_p,
+        top_k=dataset.top_k,
+        max_response_len=dataset.max_response_len,
+    )
+
+    def count(sample: Sample) -> None:
+        progress.generated_samples += 1
+        progress.response_tokens += sample.response_length
+
+    groups = _make_groups(args, dataset)
+    progress.target_groups += len(groups)
+    done = await asyncio.gather(
+        *(run_group(args, group, params, evaluation=True, on_sample=count) for group in groups)
+    )
+    samples = [sample for group in done for sample in group]
+    _stop_if_all_failed(samples, dataset.name)
+    return samples
+
+
+def _make_groups(args: Args, dataset: EvalDataset) -> list[Group]:
+    prompts = _load(args, dataset)
+    size = dataset.n_samples_per_prompt
+    groups = [[prompts.make_sample(row) for _ in range(size)] for row in range(len(prompts))]
+    for row, group in enumerate(groups):
+        for number, sample in enumerate(group):
+            sample.group_index = row
+            sample.index = sample.rollout_id = row * size + number
+            sample.session_id = f"eval-{dataset.name}-{row}"
+            sample.custom_rm_path = dataset.custom_rm_path
+            sample.generate_function_path = dataset.custom_generate_function_path
+            if dataset.rm_type is not None:
+                sample.metadata.setdefault("rm_type", dataset.rm_type)
+    return groups
+
+
+def _load(args: Args, dataset: EvalDataset) -> PromptDataset:
+    if dataset.name not in _datasets:
+        data_format = DataFormat(
+            input_key=dataset.input_key,
+            label_key=dataset.label_key,
+            metadata_key=dataset.metadata_key,
+            tool_key=dataset.tool_key,
+            apply_chat_template=dataset.apply_chat_template,
+            chat_template_kwargs=args.apply_chat_template_kwargs,
+            label_needed_by=_label_needed_by(dataset),
+            data_flag=f"--eval-prompt-data {dataset.name}",
+            input_flag="--eval-input-key",
+            label_flag="--eval-label-key",
+        )
+        tokenizer = load_tokenizer(args.hf_checkpoint)
+        _datasets[dataset.name] = load_prompts(dataset.path, data_format, tokenizer)
+    return _datasets[dataset.name]
+
+
+def _label_needed_by(dataset: EvalDataset) -> str | None:
+    if dataset.custom_rm_path is None and needs_label(dataset.rm_type):
+        return f"--rm-type {dataset.rm_type}"
+    return None
+
+
+def _stop_if_all_failed(samples: list[Sample], name: str) -> None:
+    if samples and all(sample.status == Status.FAILED for sample in samples):
+        metadata = samples[0].metadata
+        raise UserError(
+            f"every sample of the evaluation on {name} failed (the first one in "
+            f"{metadata['error_stage']}):\n{metadata['error_traceback']}"
+        )

@@ -1,0 +1,19 @@
+"""Which buffered groups come first (`--buffer-filter-path`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slime.utils.types import Group
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+
+def pop_first(
+    args: Args, rollout_id: int | None, buffer: list[Group], num_samples: int
+) -> list[Group]:
+    """The oldest groups, removed from the buffer."""
+    taken = buffer[:num_samples]
+    del buffer[:num_samples]
+    return taken

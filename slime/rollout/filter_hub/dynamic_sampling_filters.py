@@ -1,0 +1,29 @@
+"""Which groups are worth training on (`--dynamic-sampling-filter-path`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slime.rollout.base_types import DynamicFilterOutput
+from slime.utils.types import Sample, Status
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+
+def check_reward_nonzero_std(
+    args: Args, samples: list[Sample], **kwargs: Any
+) -> DynamicFilterOutput:
+    """Keep a group whose rewards differ: with equal rewards every advantage of GRPO is zero.
+
+    Failed samples have no reward of their own and are not looked at.
+    """
+    rewards = {
+        sample.get_reward_value(args.reward_key)
+        for sample in samples
+        if sample.status != Status.FAILED
+    }
+    if len(rewards) > 1:
+        return DynamicFilterOutput(keep=True)
+    common = f"{rewards.pop():g}" if rewards else "none"
+    return DynamicFilterOutput(keep=False, reason=f"zero_std_{common}")

@@ -1,0 +1,170 @@
+"""One group: generate every sibling, score it, and keep a hook's failure to its own sample."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from slime.rollout.base_types import GenerateFunction
+from slime.rollout.rm_hub import async_rm, group_rm
+from slime.rollout.samples import fill_empty_response, mark_failed
+from slime.rollout.sampling import SamplingParams
+from slime.rollout.turn import generate
+from slime.utils.errors import UserError
+from slime.utils.load_function import accepts, load_function
+from slime.utils.tokenizer import eos_token_id
+from slime.utils.types import Group, Sample, Status
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+logger = logging.getLogger(__name__)
+
+_GENERATED = (Status.COMPLETED, Status.TRUNCATED)
+
+
+async def run_group(
+    args: Args,
+    group: Group,
+    sampling_params: SamplingParams,
+    *,
+    evaluation: bool = False,
+    on_sample: Callable[[Sample], None] = lambda sample: None,
+) -> Group:
+    """The scored group: flat, longer than `group` where custom generation returned several samples.
+
+    Samples that are still ABORTED are not scored. A user's mistake in the settings (UserError) ends
+    the run; any other exception of a hook marks its sample FAILED.
+    """
+    score_alone = not args.group_rm
+    executions = await asyncio.gather(
+        *(
+            _run_sample(args, sample, sampling_params, evaluation, score_alone, on_sample)
+            for sample in group
+        )
+    )
+    samples = [sample for execution in executions for sample in execution]
+    if not score_alone:
+        await _score_group(args, samples)
+    for sample in samples:
+        if sample.status == Status.FAILED:
+            fill_empty_response(sample, eos_token_id(args.hf_checkpoint))
+    return samples
+
+
+async def _run_sample(
+    args: Args,
+    sample: Sample,
+    sampling_params: SamplingParams,
+    evaluation: bool,
+    score: bool,
+    on_sample: Callable[[Sample], None],
+) -> list[Sample]:
+    if sample.status in _GENERATED and sample.reward is not None:  # came back from the buffer whole
+        return [sample]
+    if sample.status not in _GENERATED:
+        _mask_older_tokens(args, sample)
+        generated = await _guard(
+            "generate", [sample], _generate(args, sample, dict(sampling_params), evaluation)
+        )
+    else:
+        generated = [sample]
+    samples = generated if generated is not None else [sample]
+    _number_siblings(samples, sample)
+    for one in samples:
+        if score and one.status in _GENERATED and one.reward is None:
+            await _guard("reward", [one], _score(args, one))
+        on_sample(one)
+    return samples
+
+
+def _number_siblings(samples: list[Sample], execution: Sample) -> None:
+    """Several samples of one execution share its rollout_id and have an index each."""
+    for number, one in enumerate(samples):
+        one.group_index = execution.group_index
+        one.rollout_id = execution.rollout_id
+        if number and execution.index is not None:
+            one.index = execution.index + (number << 40)  # beyond any index a data source counts to
+
+
+async def _generate(
+    args: Args, sample: Sample, sampling_params: SamplingParams, evaluation: bool
+) -> list[Sample]:
+    path = sample.generate_function_path or args.custom_generate_function_path
+    if path is None:
+        return [await generate(args, sample, sampling_params)]
+    flag = (
+        "sample.generate_function_path"
+        if sample.generate_function_path
+        else "--custom-generate-function-path"
+    )
+    fn = load_function(path, flag=flag, protocol=GenerateFunction, must_be_async=True)
+    extra = {"evaluation": evaluation} if accepts(fn, "evaluation") else {}
+    result = await fn(args, sample, sampling_params, **extra)
+    samples = result if isinstance(result, list) else [result]
+    _check_generated(samples, f"{flag} {path}")
+    return samples
+
+
+def _check_generated(samples: list[Sample], where: str) -> None:
+    if not samples or not all(isinstance(one, Sample) for one in samples):
+        raise TypeError(f"{where} returned {samples!r}; expected a Sample or a list of Samples")
+    for one in samples:
+        if one.status == Status.PENDING:
+            one.status = Status.COMPLETED
+        if one.status not in _GENERATED:
+            continue
+        if not 0 < one.response_length < len(one.tokens):
+            raise ValueError(
+                f"{where} returned a sample with response_length {one.response_length} and "
+                f"{len(one.tokens)} tokens; it needs a prompt and a response token at least"
+            )
+        for name in ("loss_mask", "rollout_log_probs"):
+            column = getattr(one, name)
+            if column is not None and len(column) != one.response_length:
+                raise ValueError(
+                    f"{where} returned {len(column)} entries of {name} for {one.response_length} "
+                    "response tokens; sample.append_response_tokens keeps them aligned"
+                )
+
+
+async def _score(args: Args, sample: Sample) -> None:
+    sample.reward = await async_rm(args, sample)
+
+
+async def _score_group(args: Args, samples: list[Sample]) -> None:
+    generated = [sample for sample in samples if sample.status in _GENERATED]
+    if len(generated) < len(samples) and any(s.status == Status.ABORTED for s in samples):
+        return  # the group will be scored once it is whole
+    if generated and any(sample.reward is None for sample in generated):
+        await _guard("reward", generated, _score_together(args, generated))
+
+
+async def _score_together(args: Args, samples: list[Sample]) -> None:
+    for sample, reward in zip(samples, await group_rm(args, samples), strict=True):
+        sample.reward = reward
+
+
+async def _guard(
+    stage: str, samples: list[Sample], call: Awaitable[list[Sample] | None]
+) -> list[Sample] | None:
+    """The boundary to user code: what it raises marks these samples, and the run goes on."""
+    try:
+        return await call
+    except UserError:
+        raise
+    except Exception as error:
+        for sample in samples:
+            mark_failed(sample, stage, error)
+        logger.warning(
+            "sample %s failed in %s: %s", samples[0].index, stage, samples[0].metadata["error"]
+        )
+        return None
+
+
+def _mask_older_tokens(args: Args, sample: Sample) -> None:
+    """Tokens of an earlier, unfinished attempt come from older weights."""
+    if args.mask_offpolicy_in_partial_rollout and sample.response_length:
+        sample.loss_mask = [0] * sample.response_length

@@ -1,0 +1,118 @@
+"""Numbers about a rollout or an evaluation, from the samples alone.
+
+Rewards are the raw ones, before normalisation by group. FAILED samples have no reward of their own:
+they count in `rollout/failed` and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from slime.rollout.base_types import EvalResult
+from slime.utils.types import Group, Sample, Status
+
+
+class MetricArgs(Protocol):
+    reward_key: str | None
+    log_passrate: bool
+
+
+def rollout_metrics(args: MetricArgs, groups: list[Group]) -> dict[str, float]:
+    samples = [sample for group in groups for sample in group]
+    scored = scored_samples(samples)
+    metrics = {
+        "rollout/samples": float(len(samples)),
+        "rollout/failed": float(len(samples) - len(scored)),
+        "rollout/tokens": float(sum(sample.response_length for sample in scored)),
+    }
+    if not scored:
+        return metrics
+    lens = np.array([sample.response_length for sample in scored])
+    by_group = [_rewards(scored_samples(group), args.reward_key) for group in groups]
+    metrics |= {
+        "rollout/reward_mean": float(np.mean(_rewards(scored, args.reward_key))),
+        "rollout/response_len_mean": float(lens.mean()),
+        "rollout/response_len_max": float(lens.max()),
+        "rollout/prompt_len_mean": float(np.mean([_prompt_len(sample) for sample in scored])),
+        "rollout/truncated": float(np.mean([s.status == Status.TRUNCATED for s in scored])),
+        "rollout/zero_std_groups": float(sum(len(set(rewards)) == 1 for rewards in by_group)),
+    }
+    if args.log_passrate:
+        metrics |= {f"rollout/{k}": v for k, v in pass_at_k_metrics(by_group).items()}
+    return metrics
+
+
+def dropped_metrics(dropped: Mapping[str, int]) -> dict[str, float]:
+    """Groups that the dynamic sampling filter rejected, by its reason."""
+    return {f"rollout/dropped_{reason}": float(count) for reason, count in dropped.items()}
+
+
+def eval_metrics(args: object, data: Mapping[str, EvalResult]) -> dict[str, float]:
+    """`eval/<name>/reward`, `/truncated`, and with the samples `/pass@k`, `/response_len`, `/failed`."""
+    metrics = {}
+    for name, result in data.items():
+        for key, value in _eval_metrics(result).items():
+            metrics[f"eval/{name}/{key}"] = value
+    return metrics
+
+
+def _eval_metrics(result: EvalResult) -> dict[str, float]:
+    samples = result.samples or [Sample(status=Status.COMPLETED) for _ in result.rewards]
+    rows = [
+        (reward, truncated, sample)
+        for reward, truncated, sample in zip(result.rewards, result.truncated, samples, strict=True)
+        if sample.status != Status.FAILED
+    ]
+    metrics = {"failed": float(len(result.rewards) - len(rows))} if result.samples else {}
+    if not rows:
+        return metrics
+    metrics["reward"] = float(np.mean([reward for reward, _, _ in rows]))
+    metrics["truncated"] = float(np.mean([truncated for _, truncated, _ in rows]))
+    if result.samples:
+        metrics["response_len"] = float(np.mean([sample.response_length for _, _, sample in rows]))
+        by_prompt: dict[int | None, list[float]] = defaultdict(list)
+        for reward, _, sample in rows:
+            by_prompt[sample.group_index].append(reward)
+        metrics |= pass_at_k_metrics(list(by_prompt.values()))
+    return metrics
+
+
+def pass_at_k_metrics(rewards: list[list[float]]) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4, ... up to the smallest number of samples of a prompt.
+
+    A response passes with a reward of 1 or more.
+    """
+    rewards = [group for group in rewards if group]
+    smallest = min((len(group) for group in rewards), default=0)
+    ks = [1 << power for power in range(smallest.bit_length()) if 1 << power <= smallest]
+    return {
+        f"pass@{k}": float(np.mean([pass_at_k(len(g), sum(r >= 1 for r in g), k) for g in rewards]))
+        for k in ks
+    }
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Chance that k of the samples, drawn without replacement, hold a correct one (unbiased pass@k).
+
+    1 - C(n-c, k) / C(n, k), as a product so that nothing overflows: n=4, c=1, k=2 gives 0.5.
+    """
+    if num_samples - num_correct < k:
+        return 1.0
+    wrong = np.arange(num_samples - num_correct + 1, num_samples + 1)
+    return float(1.0 - np.prod(1.0 - k / wrong))
+
+
+def scored_samples(samples: list[Sample]) -> list[Sample]:
+    return [sample for sample in samples if sample.status != Status.FAILED]
+
+
+def _rewards(samples: list[Sample], reward_key: str | None) -> list[float]:
+    return [sample.get_reward_value(reward_key) for sample in samples]
+
+
+def _prompt_len(sample: Sample) -> int:
+    return len(sample.tokens) - sample.response_length

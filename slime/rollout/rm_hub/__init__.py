@@ -1,0 +1,107 @@
+"""Rewards: `--rm-type`, the sample's own `metadata["rm_type"]`, or a custom function."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from dataclasses import replace
+from typing import Any, Protocol
+
+from slime.rollout.base_types import GroupRewardFunction, RewardFunction
+from slime.rollout.rm_hub import dapo, deepscaler, f1, math_boxed, random_rm, remote_rm
+from slime.rollout.rm_hub.boxed import last_boxed
+from slime.rollout.rm_hub.types import BOXED, check_rm_type
+from slime.utils.errors import ConfigError
+from slime.utils.http import in_thread
+from slime.utils.load_function import is_async, load_function
+from slime.utils.types import Sample
+
+CUSTOM_TIME_LIMIT_S = 600.0
+Reward = float | dict[str, Any]
+
+
+class RewardArgs(Protocol):
+    """All that scoring reads of the arguments, so that hooks can pass an object of their own."""
+
+    rm_type: str | None
+    custom_rm_path: str | None
+    rm_url: str | None
+    reward_key: str | None
+
+
+async def async_rm(args: RewardArgs, sample: Sample) -> Reward:
+    """The reward of one sample."""
+    path, flag = _custom_path(args, sample)
+    if path is not None:
+        fn = load_function(path, flag=flag, protocol=RewardFunction)
+        return check_reward(await _call(fn, args, sample), f"{flag} {path}")
+    rm_type = sample.metadata.get("rm_type") or args.rm_type
+    if not rm_type:
+        raise ConfigError("samples need a reward: set --rm-type or --custom-rm-path")
+    check_rm_type(rm_type)
+    return check_reward(await _grade(args, sample, rm_type), f"--rm-type {rm_type}")
+
+
+async def batched_async_rm(args: RewardArgs, samples: list[Sample]) -> list[Reward]:
+    """The rewards of several samples, scored side by side."""
+    return list(await asyncio.gather(*(async_rm(args, sample) for sample in samples)))
+
+
+async def group_rm(args: RewardArgs, samples: list[Sample]) -> list[Reward]:
+    """The rewards of a group from one call of the custom function (`--group-rm`)."""
+    path, flag = _custom_path(args, samples[0])
+    if path is None:
+        return await batched_async_rm(args, samples)
+    fn = load_function(path, flag=flag, protocol=GroupRewardFunction)
+    rewards = await _call(fn, args, samples)
+    if not isinstance(rewards, (list, tuple)) or len(rewards) != len(samples):
+        what = f"{len(rewards)} rewards" if isinstance(rewards, (list, tuple)) else repr(rewards)
+        raise TypeError(f"{flag} {path} returned {what} for a group of {len(samples)}")
+    return [check_reward(reward, f"{flag} {path}") for reward in rewards]
+
+
+def check_reward(reward: Any, where: str) -> Reward:
+    """A number (or what turns into one, such as a 0-d array), or a dictionary."""
+    if isinstance(reward, dict):
+        return reward
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        raise TypeError(f"{where} returned {reward!r}; expected a number or a dictionary") from None
+    if value != value:
+        raise ValueError(f"{where} returned NaN")
+    return value
+
+
+def _custom_path(args: RewardArgs, sample: Sample) -> tuple[str | None, str]:
+    """The path of the custom function for this sample, and what named it."""
+    if sample.custom_rm_path is not None:
+        return sample.custom_rm_path, "sample.custom_rm_path"
+    return args.custom_rm_path, "--custom-rm-path"
+
+
+async def _grade(args: RewardArgs, sample: Sample, rm_type: str) -> Reward:
+    base = rm_type.removeprefix(BOXED)
+    if base != rm_type:
+        sample = replace(sample, response=last_boxed(sample.response) or "")
+    if base == "math":
+        return await math_boxed.grade(sample.response, sample.label)
+    if base == "deepscaler":
+        return await deepscaler.grade(sample.response, sample.label)
+    if base == "dapo":
+        return dapo.grade(sample.response, sample.label)
+    if base == "f1":
+        return await in_thread(f1.grade, sample.response, sample.label)
+    if base == "random":
+        return random_rm.grade(sample)
+    return await remote_rm.grade(sample, args.rm_url)
+
+
+async def _call(fn: Any, args: RewardArgs, samples: Sample | list[Sample]) -> Any:
+    """Async functions run on the event loop, plain ones in a thread, where they hold up nobody."""
+    call = fn(args, samples) if is_async(fn) else in_thread(fn, args, samples)
+    try:
+        result = await asyncio.wait_for(call, CUSTOM_TIME_LIMIT_S)
+    except asyncio.TimeoutError:
+        raise TimeoutError(f"the reward took longer than {CUSTOM_TIME_LIMIT_S:.0f} s") from None
+    return await result if inspect.isawaitable(result) else result

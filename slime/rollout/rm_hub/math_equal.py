@@ -1,0 +1,132 @@
+"""Whether two answers are equal as mathematics: by their normal form, else by math-verify.
+
+math-verify runs in worker processes, which are killed and replaced when a comparison takes longer
+than its time limit; the event loop only ever waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import sys
+import weakref
+from collections import OrderedDict
+from pathlib import Path
+
+import orjson
+
+TIME_LIMIT_S = 5.0
+_START_LIMIT_S = 60.0
+_LONGEST_ANSWER = 1000  # characters; nobody writes a gradable answer that long
+_REMEMBERED = 4096
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
+_DROPPED = re.compile(
+    r"\\(?:left|right|displaystyle|,|!|;|:| |quad|%|\$)|\\(?:text|mathrm|mathbf|textbf|mbox)(?=\{)|[$\s%~]"
+)
+_UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}$")
+
+
+async def math_equal(answer: str, label: str) -> bool:
+    """Never raises on odd text, and takes no longer than the time limit once a worker is free."""
+    left, right = normal_form(answer), normal_form(label)
+    if not left or not right or len(answer) > _LONGEST_ANSWER or len(label) > _LONGEST_ANSWER:
+        return False
+    if left == right:
+        return True
+    if _NUMBER.fullmatch(left) and _NUMBER.fullmatch(right):
+        return float(left) == float(right)
+    return await _workers().equal(answer, label)
+
+
+def normal_form(text: str) -> str:
+    r"""`\dfrac{1}{2}\text{ cm}` and `\frac 12` alike: spacing, font, unit and size commands dropped."""
+    text = text.strip().rstrip(".").strip()
+    shorter = _UNITS.sub("", text)
+    text = shorter if shorter.strip() else text
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))|\{,\}", "", text)
+    text = re.sub(r"\^\{?\\circ\}?|\\degree", "", text)
+    text = _DROPPED.sub("", text)
+    return text.removeprefix("{").removesuffix("}") if re.fullmatch(r"\{[^{}]*\}", text) else text
+
+
+class MathWorkers:
+    """A few worker processes of one event loop, started when first needed."""
+
+    def __init__(self, count: int) -> None:
+        self._idle: asyncio.Queue[asyncio.subprocess.Process | None] = asyncio.Queue()
+        for _ in range(count):
+            self._idle.put_nowait(None)
+        self._known: OrderedDict[tuple[str, str], bool] = OrderedDict()
+
+    async def equal(self, answer: str, label: str) -> bool:
+        key = (answer, label)
+        if key not in self._known:
+            self._known[key] = await self._ask(answer, label)
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return self._known[key]
+
+    async def _ask(self, answer: str, label: str) -> bool:
+        worker = await self._idle.get()
+        try:
+            if worker is None or worker.returncode is not None:
+                worker = await _start()
+            reply = await asyncio.wait_for(_exchange(worker, label, answer), TIME_LIMIT_S)
+            if reply is None:
+                worker = _end(worker)
+            return bool(reply)
+        except asyncio.TimeoutError:
+            worker = _end(worker)
+            return False
+        except BaseException:  # cancelled half way: its reply would answer the next question
+            worker = _end(worker)
+            raise
+        finally:
+            self._idle.put_nowait(worker)
+
+
+async def _start() -> asyncio.subprocess.Process:
+    worker = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(Path(__file__).with_name("math_worker.py")),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        await asyncio.wait_for(_exchange(worker, "1", "1"), _START_LIMIT_S)  # imports are done
+    except BaseException:
+        _end(worker)
+        raise
+    return worker
+
+
+async def _exchange(worker: asyncio.subprocess.Process, label: str, answer: str) -> bool | None:
+    """The worker's reply; None if it died (out of memory, a crash in native code)."""
+    assert worker.stdin is not None and worker.stdout is not None
+    with contextlib.suppress(ConnectionError):
+        worker.stdin.write(orjson.dumps([label, answer]) + b"\n")
+        await worker.stdin.drain()
+    line = await worker.stdout.readline()
+    return orjson.loads(line) if line else None
+
+
+def _end(worker: asyncio.subprocess.Process | None) -> None:
+    if worker is not None:
+        with contextlib.suppress(ProcessLookupError):
+            worker.kill()
+
+
+_by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, MathWorkers] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _workers() -> MathWorkers:
+    loop = asyncio.get_running_loop()
+    if loop not in _by_loop:
+        _by_loop[loop] = MathWorkers(count=max(1, min(4, (os.cpu_count() or 2) // 2)))
+    return _by_loop[loop]

@@ -1,0 +1,11 @@
+"""`--rm-type random`: 0 or 1 from the sample's index (or its texts), the same in every run."""
+
+from __future__ import annotations
+
+from slime.rollout.sampling import hash32
+from slime.utils.types import Sample
+
+
+def grade(sample: Sample) -> float:
+    identity = (sample.index,) if sample.index is not None else (sample.prompt, sample.response)
+    return float(hash32("random_rm", *identity) & 1)

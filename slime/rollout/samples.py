@@ -1,0 +1,71 @@
+"""Small operations on Samples: copy, start over, mark as failed."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import fields, replace
+from typing import Any
+
+from slime.utils.types import Group, Sample, Status
+
+_FIELDS = [f.name for f in fields(Sample)]
+_TRACEBACK_LINES = 6
+
+
+def clone_sample(sample: Sample) -> Sample:
+    """A copy with lists and dictionaries of its own."""
+    copies: dict[str, Any] = {
+        name: value.copy()
+        for name in _FIELDS
+        if isinstance(value := getattr(sample, name), (list, dict))
+    }
+    return replace(sample, **copies)
+
+
+def clone_group(group: Group) -> Group:
+    return [clone_sample(sample) for sample in group]
+
+
+def prompt_tokens(sample: Sample) -> list[int]:
+    return sample.tokens[: len(sample.tokens) - sample.response_length]
+
+
+def reset_sample(sample: Sample) -> None:
+    """Drop the response, as if nothing had been generated."""
+    sample.tokens = prompt_tokens(sample)
+    sample.response = ""
+    sample.response_length = 0
+    sample.loss_mask = None
+    sample.rollout_log_probs = None
+    sample.rollout_routed_experts = None
+    sample.teacher_log_probs = None
+    sample.weight_versions = []
+    sample.status = Status.PENDING
+    sample.reward = None
+    sample.remove_sample = False
+
+
+def mark_failed(sample: Sample, stage: str, error: Exception) -> None:
+    """A hook raised: the sample stays in its place with reward 0 and no weight in the loss.
+
+    `metadata["error"]` has the exception and `metadata["error_stage"]` says whether generating or
+    scoring failed. Statistics over a group leave FAILED samples out.
+    """
+    sample.status = Status.FAILED
+    sample.reward = 0.0
+    sample.remove_sample = True
+    sample.metadata["error"] = f"{type(error).__name__}: {error}"
+    sample.metadata["error_stage"] = stage
+    sample.metadata["error_traceback"] = last_lines(error)
+
+
+def last_lines(error: BaseException) -> str:
+    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    return "\n".join(lines[-_TRACEBACK_LINES:])
+
+
+def fill_empty_response(sample: Sample, token: int) -> None:
+    """Give a sample without a response (its generation failed) one token that is not trained on."""
+    if sample.response_length == 0:
+        sample.tokens = sample.tokens or [token]
+        sample.append_response_tokens(tokens=[token], trainable=False)

@@ -1,0 +1,99 @@
+"""Supervised data as a rollout (`--rollout-function-path slime.rollout.sft_rollout.generate_rollout`).
+
+No engine: the response is in the data. A row is either a list of messages, whose assistant turns are
+trained on, or a prompt with the response in `--label-key`, which ends with the end-of-text token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slime.rollout.base_types import DataSource, RolloutFnTrainOutput
+from slime.rollout.data_source import TracksRollouts
+from slime.utils.errors import UserError
+from slime.utils.loss_mask import masked_conversation
+from slime.utils.tokenizer import eos_token_id, load_tokenizer
+from slime.utils.types import Sample, Status
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+
+def generate_rollout(
+    args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
+) -> RolloutFnTrainOutput:
+    if evaluation:
+        raise UserError(
+            "supervised data has nothing to evaluate by generation; set --eval-function-path "
+            "slime.rollout.sglang_rollout.generate_rollout, or leave --eval-interval out"
+        )
+    tracks = isinstance(data_source, TracksRollouts)
+    if tracks:
+        data_source.begin(rollout_id)
+    groups = data_source.get_samples(args.rollout_batch_size)
+    for group in groups:
+        for sample in group:
+            fill_response(args, sample)
+    if tracks:
+        data_source.finish(rollout_id, [group[0].group_index or 0 for group in groups])
+    samples = [sample for group in groups for sample in group]
+    trained = sum(sum(sample.loss_mask or ()) for sample in samples)
+    return RolloutFnTrainOutput(samples=groups, metrics={"rollout/trained_tokens": float(trained)})
+
+
+def fill_response(args: Args, sample: Sample) -> None:
+    """Turn the row into prompt and response tokens with a loss mask."""
+    if isinstance(sample.prompt, list):
+        _fill_conversation(args, sample)
+    else:
+        _fill_pair(args, sample)
+    limit = args.rollout_max_context_len
+    if limit is not None and len(sample.tokens) > limit:
+        _cut(sample, limit)
+    sample.reward = 0.0
+    if sample.status == Status.PENDING:
+        sample.status = Status.COMPLETED
+
+
+def _fill_pair(args: Args, sample: Sample) -> None:
+    if not isinstance(sample.label, str):
+        raise UserError(
+            f"sample {sample.index}: supervised rows need the response as text: name its key with "
+            "--label-key, or give --input-key a list of messages without --apply-chat-template"
+        )
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    response = tokenizer.encode(sample.label, add_special_tokens=False)
+    response.append(eos_token_id(args.hf_checkpoint))
+    sample.tokens = [*sample.tokens, *response]
+    sample.response = sample.label
+    sample.response_length = len(response)
+    sample.loss_mask = [1] * len(response)
+
+
+def _fill_conversation(args: Args, sample: Sample) -> None:
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    assert isinstance(sample.prompt, list)
+    tokens, mask = masked_conversation(
+        tokenizer,
+        sample.prompt,
+        kind=args.loss_mask_type,
+        tools=sample.metadata.get("tools"),
+        template_kwargs=args.apply_chat_template_kwargs,
+    )
+    start = mask.index(1)
+    sample.tokens = tokens
+    sample.response_length = len(tokens) - start
+    sample.loss_mask = mask[start:]
+    sample.response = str(tokenizer.decode(tokens[start:]))
+
+
+def _cut(sample: Sample, limit: int) -> None:
+    """Cut the end off; a row whose prompt alone is too long keeps one token that counts for nothing."""
+    prompt_len = len(sample.tokens) - sample.response_length
+    kept = max(limit - prompt_len, 1)
+    assert sample.loss_mask is not None
+    sample.tokens = sample.tokens[: prompt_len + kept]
+    sample.loss_mask = sample.loss_mask[:kept]
+    sample.response_length = kept
+    sample.status = Status.TRUNCATED
+    sample.remove_sample = limit <= prompt_len

@@ -1,0 +1,134 @@
+"""One background event loop per process, and JSON over HTTP on it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import aiohttp
+import orjson
+
+T = TypeVar("T")
+
+_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
+    weakref.WeakKeyDictionary()
+)
+_loop: asyncio.AbstractEventLoop | None = None
+_loop_lock = threading.Lock()
+# Not the loop's default executor: that one resolves host names, which must not wait for user code.
+_threads = ThreadPoolExecutor(max_workers=32, thread_name_prefix="slime-hook")
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on the background loop and wait for it; an interrupt cancels it."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, background_loop())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def background_loop() -> asyncio.AbstractEventLoop:
+    global _loop
+    with _loop_lock:
+        if _loop is None or _loop.is_closed():
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="slime-http", daemon=True).start()
+        return _loop
+
+
+async def in_thread(fn: Callable[..., T], *args: Any) -> T:
+    """Run a blocking function without holding up the event loop."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, partial(fn, *args))
+
+
+def session() -> aiohttp.ClientSession:
+    """The running loop's client session; connections are bounded by the callers, not here."""
+    loop = asyncio.get_running_loop()
+    existing = _sessions.get(loop)
+    if existing is None or existing.closed:
+        existing = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+        )
+        _sessions[loop] = existing
+    return existing
+
+
+class HttpStatusError(Exception):
+    """The server answered, and not with 200."""
+
+    def __init__(self, url: str, status: int, message: str) -> None:
+        super().__init__(f"{url} answered {status}: {message}")
+        self.status = status
+        self.message = message
+
+
+async def post_once(
+    url: str,
+    payload: Any,
+    *,
+    timeout_s: float | None = None,
+    headers: dict[str, str] | None = None,
+) -> Any:
+    """POST JSON, get JSON (None for an empty body); HttpStatusError unless the answer is 200."""
+    async with session().post(
+        url,
+        data=orjson.dumps(payload),
+        headers={"Content-Type": "application/json", **(headers or {})},
+        timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10),
+    ) as response:
+        body = await response.read()
+        if response.status != 200:
+            raise HttpStatusError(url, response.status, _error_text(body))
+        return orjson.loads(body) if body else None
+
+
+async def post(
+    url: str,
+    payload: Any,
+    *,
+    deadline_s: float = 300.0,
+    headers: dict[str, str] | None = None,
+) -> Any:
+    """POST JSON with growing waits between attempts (0.25 s to 15 s) until `deadline_s` has passed.
+
+    A refused request (4xx except 408 and 429) is not repeated.
+    """
+    end = time.monotonic() + deadline_s
+    wait_s = 0.25
+    while True:
+        left_s = end - time.monotonic()
+        try:
+            return await post_once(url, payload, timeout_s=max(left_s, 0.1), headers=headers)
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, HttpStatusError) as error:
+            if not is_temporary(error) or time.monotonic() + wait_s > end:
+                raise
+        await asyncio.sleep(wait_s)
+        wait_s = min(wait_s * 2, 15.0)
+
+
+def is_temporary(error: Exception) -> bool:
+    """Whether the same request may succeed later: no connection, timeouts, overload, server errors."""
+    if isinstance(error, HttpStatusError):
+        return error.status >= 500 or error.status in (408, 429)
+    return isinstance(error, (aiohttp.ClientError, asyncio.TimeoutError, OSError))
+
+
+def _error_text(body: bytes) -> str:
+    """The message inside the error shapes servers use, else the first of the text."""
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body[:500].decode(errors="replace")
+    error = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
+    if isinstance(error, dict) and "message" in error:
+        return str(error["message"])
+    return str(error)[:500]

@@ -1,0 +1,157 @@
+"""Import paths of user hooks -> callables, checked against the Protocol that describes the call."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import traceback
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from slime.utils.errors import ConfigError
+
+
+@cache
+def load_function(
+    path: str, *, flag: str, protocol: type, must_be_async: bool = False
+) -> Callable[..., Any]:
+    """The function at `package.module.name`; it must take the call `protocol.__call__` describes.
+
+    A parameter with a default in the Protocol is optional: hooks may leave it out, and callers ask
+    `accepts(fn, name)` before passing it.
+    """
+    fn = _import(path, flag)
+    expected = (
+        f"{'async ' if must_be_async else ''}def {path.rsplit('.', 1)[-1]}{_render(protocol)}"
+    )
+    if not callable(fn) or inspect.isclass(fn):
+        raise ConfigError(
+            f"{flag} {path} is a {type(fn).__name__}; expected a function\n  {expected}"
+        )
+    problem = _binding_problem(fn, protocol.__call__)
+    if problem is None and must_be_async and inspect.isfunction(fn) and not is_async(fn):
+        problem = "it is not an async function"
+    if problem is not None:
+        raise ConfigError(
+            f"{flag} {path} has the wrong signature: {problem}\n"
+            f"  expected: {expected}\n  found:    {_found(fn, path)}"
+        )
+    return fn
+
+
+@cache
+def load_class(path: str, *, flag: str, protocol: type) -> type:
+    """The class at `package.module.name`; it must have the methods of the Protocol."""
+    cls = _import(path, flag)
+    if not inspect.isclass(cls):
+        raise ConfigError(
+            f"{flag} {path} is a {type(cls).__name__}; expected a class with the methods "
+            f"{', '.join(_methods(protocol))}"
+        )
+    for name in _methods(protocol):
+        expected = f"def {name}{_render(protocol, name)}"
+        method = inspect.getattr_static(cls, name, None)
+        if method is None or method is inspect.getattr_static(object, name, None):
+            raise ConfigError(f"{flag} {path} has no method {name}; expected\n  {expected}")
+        problem = _binding_problem(getattr(cls, name), getattr(protocol, name), bound=False)
+        if problem is not None:
+            raise ConfigError(
+                f"{flag} {path}: method {name} has the wrong signature: {problem}\n"
+                f"  expected: {expected}"
+            )
+    return cls
+
+
+def accepts(fn: Callable[..., Any], name: str) -> bool:
+    """Whether `fn` can be given the keyword `name`."""
+    parameters = inspect.signature(fn).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def is_async(fn: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
+        getattr(fn, "__call__", None)  # noqa: B004  (an instance with an async __call__)
+    )
+
+
+def _import(path: str, flag: str) -> Any:
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise ConfigError(f"{flag} {path}: expected an import path such as package.module.{path}")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{flag} {path}: there is no module {error.name!r} "
+                f"(current folder {os.getcwd()}; add the folder that holds it to PYTHONPATH)"
+            ) from None
+        raise ConfigError(_import_failed(flag, path, module_name, error)) from error
+    except Exception as error:
+        raise ConfigError(_import_failed(flag, path, module_name, error)) from error
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f"; did you mean {module_name}.{near[0]}?" if near else ""
+        raise ConfigError(f"{flag} {path}: module {module_name} has no {name!r}{hint}")
+    return getattr(module, name)
+
+
+def _import_failed(flag: str, path: str, module_name: str, error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else module_name
+    return (
+        f"{flag} {path}: importing {module_name} failed at {where}: {type(error).__name__}: {error}"
+    )
+
+
+def _binding_problem(
+    fn: Callable[..., Any], call: Callable[..., Any], bound: bool = True
+) -> str | None:
+    """Why `fn` cannot take the call, or None. `call` is a Protocol's method, with `self` first."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # builtins without a signature: nothing to check
+        return None
+    positional, keywords = [] if bound else [None], {}
+    for parameter in list(inspect.signature(call).parameters.values())[1:]:
+        if parameter.default is not parameter.empty:
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            keywords[parameter.name] = None
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            keywords[f"any_{parameter.name}"] = None
+        else:
+            positional.append(None)
+    try:
+        signature.bind(*positional, **keywords)
+    except TypeError as error:
+        return str(error).replace("'any_kwargs'", "**kwargs")
+    return None
+
+
+def _render(protocol: type, name: str = "__call__") -> str:
+    """The parameters of a Protocol's method without annotations: `(args, sample, *, evaluation=False)`."""
+    signature = inspect.signature(getattr(protocol, name))
+    parameters = [
+        p.replace(annotation=p.empty)
+        for p in list(signature.parameters.values())[name == "__call__" :]
+    ]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
+
+
+def _found(fn: Callable[..., Any], path: str) -> str:
+    return f"{'async ' if is_async(fn) else ''}def {path.rsplit('.', 1)[-1]}{inspect.signature(fn)}"
+
+
+def _methods(protocol: type) -> list[str]:
+    """Public methods a Protocol declares, in order, with `__init__` and `__len__` where it has them."""
+    return [
+        name
+        for name, value in vars(protocol).items()
+        if inspect.isfunction(value)
+        and (not name.startswith("_") or name in ("__init__", "__len__"))
+        and getattr(value, "__qualname__", "").startswith(protocol.__name__)
+    ]
