@@ -18,12 +18,16 @@ import yaml
 
 from slime.utils.errors import ConfigError
 from slime.utils.eval_config import EvalDataset
-from slime.utils.flags import checks, rollout, run, train
+from slime.utils.flags import rollout, run, train
+from slime.utils.flags.checks import check_all
 from slime.utils.flags.derive import derive
 from slime.utils.flags.draft import Draft, Origin
+from slime.utils.flags.file_checks import check_files
 from slime.utils.flags.later import refuse_later
+from slime.utils.flags.model_checks import check_model
 from slime.utils.flags.parser import read_command_line
 from slime.utils.flags.registry import all_flags, own_flags
+from slime.utils.flags.value_checks import check_values
 from slime.utils.flags.values import convert, nearest
 
 REDACTED = "***"
@@ -115,9 +119,11 @@ def parse_args(argv: list[str] | None = None) -> Args:
     }
     given = {**configured, **typed}
     draft = Draft(given, origins, offline=bool(given.get("dry_run")))
-    checks.check_values(draft)
+    check_values(draft)
     derive(draft)
-    checks.check_all(draft)
+    check_all(draft)
+    check_files(draft)
+    check_model(draft)
     refuse_later(draft)
     return Args(draft.values, draft.origins, tuple(draft.warnings))
 

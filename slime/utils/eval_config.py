@@ -38,16 +38,10 @@ class EvalDataset:
     temperature: float
     top_p: float
     top_k: int
-    max_response_len: int | None
+    max_response_len: int
     input_key: str
     label_key: str | None
-    metadata_key: str
-    tool_key: str
-    apply_chat_template: bool
-    rm_type: str | None  # with custom_rm_path: that one scores
-    reward_key: str | None
-    custom_rm_path: str | None
-    custom_generate_function_path: str | None
+    rm_type: str | None = None  # None: --rm-type
 
 
 def pair_datasets(values: list[str], defaults: dict[str, Any]) -> list[EvalDataset]:

@@ -3,127 +3,141 @@
 from __future__ import annotations
 
 from slime.utils.errors import ConfigError
-from slime.utils.flags.derive import split_slice
 from slime.utils.flags.draft import Draft
 from slime.utils.flags.embedded import embedded_support
+from slime.utils.flags.gpus import count_gpus
 from slime.utils.flags.registry import all_flags, own_flags
 from slime.utils.flags.spec import option_of
+from slime.utils.flags.values import nearest
 
-_AT_LEAST_ONE = (
-    "actor_num_nodes",
-    "actor_num_gpus_per_node",
-    "rollout_num_gpus_per_engine",
-    "num_gpus_per_node",
-    "distributed_timeout_minutes",
-    "update_weight_buffer_size",
-    "update_weights_interval",
-    "log_probs_chunk_size",
-    "rollout_max_response_len",
-    "rollout_max_prompt_len",
-    "sglang_server_concurrency",
-    "num_rollout",
-    "num_epoch",
-    "rollout_batch_size",
-    "n_samples_per_prompt",
-    "global_batch_size",
-    "num_steps_per_rollout",
-    "micro_batch_size",
-    "max_tokens_per_gpu",
-    "log_probs_max_tokens_per_gpu",
-    "eval_interval",
-    "n_samples_per_eval_prompt",
-    "eval_max_response_len",
-    "save_interval",
-    "save_total_limit",
-    "overlong_buffer_len",
-)
-_AT_LEAST_ZERO = (
-    "rollout_num_gpus",
-    "start_rollout_id",
-    "lr",
-    "min_lr",
-    "lr_warmup_iters",
-    "weight_decay",
-    "clip_grad",
-    "adam_eps",
-    "kl_coef",
-    "kl_loss_coef",
-    "eps_clip",
-    "eps_clip_high",
-    "tis_clip_low",
-    "eval_temperature",
-    "rollout_health_check_first_wait",
-)
+RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "remote_rm", "random", "code")
 
+# flag of the other trainer -> what to use instead
+_INSTEAD = {
+    "recompute_granularity": "use --gradient-checkpointing",
+    "optimizer_cpu_offload": "use --fsdp-cpu-offload",
+    "gradient_checkpointing": (
+        "use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ),
+    "fsdp_cpu_offload": "use --optimizer-cpu-offload",
+    "attn_implementation": "use --attention-backend",
+}
 
-def check_values(draft: Draft) -> None:
-    """Rules about single values and about what must be given; they run before values are derived."""
-    for names, least in ((_AT_LEAST_ONE, 1), (_AT_LEAST_ZERO, 0)):
-        for name in names:
-            if draft[name] is not None and draft[name] < least:
-                raise ConfigError(f"{option_of(name)} must be at least {least}, not {draft[name]}")
-    if draft["rollout_temperature"] <= 0:
-        raise ConfigError(
-            f"--rollout-temperature must be above 0, not {draft['rollout_temperature']}: training needs "
-            "samples, not the likeliest token; --eval-temperature 0 makes evaluations greedy"
-        )
-    if draft["hf_checkpoint"] is None:
-        raise ConfigError("--hf-checkpoint is missing: give the folder of the model")
-    if draft["rollout_batch_size"] is None:
-        raise ConfigError("--rollout-batch-size is missing: give the number of prompts per rollout")
-    if draft["bf16"] and draft["fp32"]:
-        raise ConfigError("--bf16 and --fp32 exclude each other: leave one out")
-    _check_run_length(draft)
-
-
-def _check_run_length(draft: Draft) -> None:
-    rollouts, epochs = draft["num_rollout"], draft["num_epoch"]
-    if rollouts is None and epochs is None:
-        raise ConfigError("how long to train is missing: give --num-rollout or --num-epoch")
-    if rollouts is not None and epochs is not None:
-        raise ConfigError("--num-rollout and --num-epoch exclude each other: leave one out")
+# these do nothing without the other
+_INERT_WITHOUT = {
+    "wandb_mode": "use_wandb",
+    "wandb_dir": "use_wandb",
+    "wandb_key": "use_wandb",
+    "wandb_host": "use_wandb",
+    "wandb_team": "use_wandb",
+    "wandb_group": "use_wandb",
+    "wandb_project": "use_wandb",
+    "wandb_run_id": "use_wandb",
+    "tb_project_name": "use_tensorboard",
+    "tb_experiment_name": "use_tensorboard",
+    "max_tokens_per_gpu": "use_dynamic_batch_size",
+    "log_probs_max_tokens_per_gpu": "use_dynamic_batch_size",
+    "tis_clip": "use_tis",
+    "tis_clip_low": "use_tis",
+    "tis_level": "use_tis",
+    "tis_mode": "use_tis",
+    "custom_tis_function_path": "use_tis",
+    "overlong_penalty_factor": "overlong_buffer_len",
+    "apply_chat_template_kwargs": "apply_chat_template",
+    "rollout_health_check_interval": "use_fault_tolerance",
+    "rollout_health_check_timeout": "use_fault_tolerance",
+    "rollout_health_check_first_wait": "use_fault_tolerance",
+}
 
 
 def check_all(draft: Draft) -> None:
-    """Rules that need the derived values too."""
+    """Rules about combinations; every value is derived by now."""
     check_backend(draft)
     check_engine(draft)
+    check_cluster(draft)
     check_algorithm(draft)
+    check_optimizer(draft)
+    check_reward(draft)
     check_batches(draft)
     check_lengths(draft)
-    check_files(draft)
+    check_modes(draft)
+    warn_inert(draft)
 
 
 def check_backend(draft: Draft) -> None:
     """A flag that only the other trainer honours, set explicitly, is refused."""
     backend = draft["train_backend"]
-    for name in draft.origins:
-        flag = all_flags().get(name)
-        if flag is None or not draft.given(name):
-            continue
+    for name in draft.given_names():
+        flag = all_flags()[name]
         owner = "megatron" if flag.family == "megatron" else flag.backend
         if owner is not None and owner != backend:
             raise ConfigError(
-                f"{flag.option} belongs to --train-backend {owner}, but this run uses {backend}: "
-                "leave it out"
+                f"{flag.option} belongs to --train-backend {owner}, this run uses {backend}: "
+                f"{_INSTEAD.get(name, 'leave it out')}"
             )
+    if backend == "fsdp" and draft["optimizer"] != "adam":
+        raise ConfigError(f"--optimizer {draft['optimizer']}: --train-backend fsdp has adam only")
+    if backend == "fsdp" and draft["lr_decay_style"] == "WSD":
+        raise ConfigError(
+            "--lr-decay-style WSD belongs to --train-backend megatron: use constant, linear, cosine or "
+            "inverse-square-root"
+        )
 
 
 def check_engine(draft: Draft) -> None:
     if draft["rollout_engine"] != "slime":
         return
-    for name in draft.origins:
-        if name.startswith("sglang_") and draft.given(name) and name not in own_flags():
-            support = embedded_support(name.removeprefix("sglang_"))
-            if support == "refused" and draft[name] != all_flags()[name].default:
-                raise ConfigError(
-                    f"{option_of(name)} is not supported by the embedded engine: leave it out, or use "
-                    "--rollout-engine sglang"
-                )
+    for name in draft.given_names():
+        flag = all_flags()[name]
+        if flag.family == "router":
+            raise ConfigError(
+                f"{flag.option}: the embedded engine is reached without a router: leave it out"
+            )
+        if flag.family != "sglang" or draft[name] == flag.default:
+            continue
+        if embedded_support(name.removeprefix("sglang_")) == "refused":
+            raise ConfigError(
+                f"{flag.option} is not supported by the embedded engine: leave it out, or use "
+                "--rollout-engine sglang"
+            )
     if draft["rollout_num_gpus_per_engine"] > 1:
         raise ConfigError(
             f"--rollout-num-gpus-per-engine {draft['rollout_num_gpus_per_engine']}: the embedded engine "
             "has no tensor parallelism: use 1, or --rollout-engine sglang"
+        )
+
+
+def check_cluster(draft: Draft) -> None:
+    per_engine, rollout = draft["rollout_num_gpus_per_engine"], draft["rollout_num_gpus"]
+    if rollout % per_engine:
+        raise ConfigError(
+            f"{rollout} rollout GPUs cannot be split into engines of --rollout-num-gpus-per-engine "
+            f"{per_engine}: choose a number that divides them"
+        )
+    if rollout == 0 and draft.given("rollout_num_gpus") and not draft["debug_train_only"]:
+        raise ConfigError("--rollout-num-gpus 0 leaves no engine: give at least 1, or --colocate")
+    if draft["actor_num_gpus_per_node"] > draft["num_gpus_per_node"] and draft.given(
+        "num_gpus_per_node"
+    ):
+        raise ConfigError(
+            f"--actor-num-gpus-per-node {draft['actor_num_gpus_per_node']} is more than "
+            f"--num-gpus-per-node {draft['num_gpus_per_node']}"
+        )
+    if draft["distributed_backend"] == "nccl" and not count_gpus():
+        draft.lacking("--distributed-backend nccl needs GPUs: use gloo, or leave it out")
+    _check_transport(draft)
+
+
+def _check_transport(draft: Draft) -> None:
+    transport, gpus = draft["update_weight_transport"], count_gpus()
+    if transport == "tensor" and not draft["colocate"] and (gpus or draft["actor_num_nodes"] > 1):
+        raise ConfigError(
+            "--update-weight-transport tensor shares memory, which needs --colocate: use distributed"
+        )
+    if transport == "distributed" and draft["colocate"] and gpus:
+        raise ConfigError(
+            "--update-weight-transport distributed cannot run between processes on one GPU: use tensor "
+            "with --colocate"
         )
 
 
@@ -133,8 +147,44 @@ def check_algorithm(draft: Draft) -> None:
             "--kl-coef (KL in the rewards) and --kl-loss-coef (KL in the loss) exclude each other: set "
             "one of them to 0"
         )
+    if draft["kl_loss_coef"] and not draft["use_kl_loss"]:
+        raise ConfigError("--kl-loss-coef has no effect alone: add --use-kl-loss, or set it to 0")
     if draft["eps_clip_c"] is not None and draft["eps_clip_c"] <= 1:
         raise ConfigError(f"--eps-clip-c must be above 1, not {draft['eps_clip_c']}")
+    if draft["tis_clip"] < draft["tis_clip_low"]:
+        raise ConfigError(
+            f"--tis-clip {draft['tis_clip']} is below --tis-clip-low {draft['tis_clip_low']}"
+        )
+    if (draft["loss_type"] == "custom_loss") != bool(draft["custom_loss_function_path"]):
+        raise ConfigError(
+            "--loss-type custom_loss and --custom-loss-function-path belong together: give both or none"
+        )
+
+
+def check_optimizer(draft: Draft) -> None:
+    if draft["min_lr"] > draft["lr"]:
+        raise ConfigError(f"--min-lr {draft['min_lr']} is above --lr {draft['lr']}")
+    fraction, iters = draft["lr_warmup_fraction"], draft["lr_warmup_iters"]
+    if fraction is not None and iters:
+        raise ConfigError(
+            "--lr-warmup-fraction and --lr-warmup-iters exclude each other: leave one out"
+        )
+    decay = draft["lr_decay_iters"]
+    if draft["lr_decay_style"] != "constant" and decay is not None and iters > decay:
+        raise ConfigError(
+            f"--lr-warmup-iters {iters} is more than the {decay} steps of the schedule: lower it, or "
+            "set --lr-decay-iters"
+        )
+
+
+def check_reward(draft: Draft) -> None:
+    rm_type = draft["rm_type"]
+    if rm_type is not None and rm_type.removeprefix("boxed_") not in RM_TYPES:
+        near = nearest(rm_type.removeprefix("boxed_"), RM_TYPES)
+        hint = f"; did you mean {near}?" if near else ""
+        raise ConfigError(f"--rm-type: {rm_type!r} is not one of {', '.join(RM_TYPES)}{hint}")
+    if rm_type == "remote_rm" and not draft["rm_url"]:
+        raise ConfigError("--rm-type remote_rm needs --rm-url with the address to post to")
 
 
 def check_batches(draft: Draft) -> None:
@@ -143,7 +193,7 @@ def check_batches(draft: Draft) -> None:
     if prompts * siblings != batch * steps:
         raise ConfigError(
             f"--rollout-batch-size {prompts} x --n-samples-per-prompt {siblings} = {prompts * siblings} "
-            f"samples do not make --num-steps-per-rollout {steps} x --global-batch-size {batch} = "
+            f"samples, but --global-batch-size {batch} x --num-steps-per-rollout {steps} = "
             f"{batch * steps}: choose numbers with equal products"
         )
     if draft["use_dynamic_batch_size"] and draft["max_tokens_per_gpu"] is None:
@@ -159,15 +209,51 @@ def check_batches(draft: Draft) -> None:
 
 def check_lengths(draft: Draft) -> None:
     context, prompt = draft["rollout_max_context_len"], draft["rollout_max_prompt_len"]
+    name = "--rollout-max-context-len"
+    if context is None:
+        context, name = draft["sglang_context_length"], "--sglang-context-length"
     if context is not None and context <= (prompt or 1):
         raise ConfigError(
-            f"--rollout-max-context-len {context} leaves no response token behind a prompt of "
-            f"{prompt or 1}: raise it, or lower --rollout-max-prompt-len"
+            f"{name} {context} leaves no response token behind a prompt of {prompt or 1}: raise it"
+            + (", or lower --rollout-max-prompt-len" if prompt else "")
+        )
+    if draft["rollout_max_response_len"] is None or draft["rollout_max_response_len"] < 1:
+        raise ConfigError("--rollout-max-response-len is missing: give the longest response")
+    buffer = draft["overlong_buffer_len"]
+    if buffer is not None and buffer > draft["rollout_max_response_len"]:
+        raise ConfigError(
+            f"--overlong-buffer-len {buffer} is more than --rollout-max-response-len "
+            f"{draft['rollout_max_response_len']}"
         )
 
 
-def check_files(draft: Draft) -> None:
-    draft.need_file(draft["hf_checkpoint"], "--hf-checkpoint")
-    for spec in draft["prompt_data"] or []:
-        if not spec.startswith("reasoning-gym:"):
-            draft.need_file(split_slice(spec)[0], "--prompt-data")
+def check_modes(draft: Draft) -> None:
+    if draft["debug_train_only"] and draft["debug_rollout_only"]:
+        raise ConfigError(
+            "--debug-rollout-only and --debug-train-only exclude each other: leave one out"
+        )
+    if draft["debug_train_only"] and draft["load_debug_rollout_data"] is None:
+        raise ConfigError("--debug-train-only needs --load-debug-rollout-data to train on")
+    if draft["save_interval"] is not None and draft["save"] is None:
+        raise ConfigError("--save-interval needs --save with the folder for checkpoints")
+    if draft["ckpt_step"] is not None and draft["load"] is None:
+        raise ConfigError("--ckpt-step needs --load with the folder of the checkpoints")
+    if draft["eval_interval"] and not draft["eval_datasets"] and not _custom_eval(draft):
+        raise ConfigError("--eval-interval needs data: give --eval-prompt-data NAME PATH")
+    names = [dataset.name for dataset in draft["eval_datasets"]]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--eval-prompt-data: two datasets are named {name}: rename one")
+
+
+def warn_inert(draft: Draft) -> None:
+    """A flag that does nothing because another is not set is at least said."""
+    for name, other in _INERT_WITHOUT.items():
+        if draft.given(name) and not draft[other]:
+            draft.warn(f"{option_of(name)} has no effect without {option_of(other)}")
+    if draft["eval_datasets"] and not draft["eval_interval"]:
+        draft.warn("--eval-prompt-data has no effect without --eval-interval")
+
+
+def _custom_eval(draft: Draft) -> bool:
+    return draft["eval_function_path"] != own_flags()["rollout_function_path"].default

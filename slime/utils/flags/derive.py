@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 
 from slime.utils.errors import ConfigError
 from slime.utils.eval_config import EvalDataset, pair_datasets, read_eval_config
 from slime.utils.flags.draft import Draft
-from slime.utils.flags.gpus import count_gpus, is_installed
+from slime.utils.flags.gpus import count_gpus
 from slime.utils.flags.hf_config import read_hf_config
+from slime.utils.flags.prompt_files import count_prompts
+from slime.utils.flags.registry import own_flags
 
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 
@@ -27,7 +28,25 @@ def derive(draft: Draft) -> None:
     draft.derive_if_unset("over_sampling_batch_size", draft["rollout_batch_size"])
     draft.derive_if_unset("log_probs_max_tokens_per_gpu", draft["max_tokens_per_gpu"])
     draft.derive("deterministic", bool(draft["sglang_enable_deterministic_inference"]))
-    draft.derive_if_unset("use_distributed_optimizer", draft["train_backend"] == "megatron")
+    if draft["sglang_speculative_algorithm"]:
+        draft.derive_if_unset("sglang_speculative_num_draft_tokens", 4)
+    if draft["train_backend"] == "megatron":
+        _derive_megatron(draft)
+
+
+def _derive_megatron(draft: Draft) -> None:
+    for name in _PARALLEL_SIZES:
+        draft.derive_if_unset(name, 1)
+    draft.derive_if_unset("expert_tensor_parallel_size", draft["tensor_model_parallel_size"])
+    draft.derive_if_unset("use_distributed_optimizer", True)
+
+
+_PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
 
 
 def _derive_mode(draft: Draft) -> None:
@@ -123,38 +142,26 @@ def _derive_batches(draft: Draft) -> None:
         draft.derive("global_batch_size", max(samples // steps, 1))
     if draft["num_steps_per_rollout"] is None:
         draft.derive("num_steps_per_rollout", max(samples // draft["global_batch_size"], 1))
-    if draft["num_rollout"] is None and draft["num_epoch"] is not None:
-        prompts = sum(count_prompts(spec, draft) for spec in draft["prompt_data"] or [])
-        draft.derive("num_rollout", draft["num_epoch"] * (prompts // draft["rollout_batch_size"]))
-    if draft["num_rollout"] is not None:
-        steps = draft["num_rollout"] * draft["num_steps_per_rollout"]
-        draft.derive_if_unset("lr_decay_iters", max(steps, 1))
+    if draft["num_rollout"] is None:
+        draft.derive("num_rollout", _rollouts_of_epochs(draft))
+    steps = draft["num_rollout"] * draft["num_steps_per_rollout"]
+    draft.derive_if_unset("lr_decay_iters", max(steps, 1))
 
 
-def count_prompts(spec: str, draft: Draft) -> int:
-    """Rows of a `path` or `path@[a:b]`, before any filter by length."""
-    path, start, stop = split_slice(spec)
-    if not draft.need_file(path, "--prompt-data"):
-        return 0
-    if path.endswith(".parquet"):
-        if not is_installed("pyarrow"):
-            draft.lacking("--num-epoch with parquet data needs pyarrow: pip install pyarrow")
-            return 0
-        import pyarrow.parquet
-
-        rows = pyarrow.parquet.ParquetFile(path).metadata.num_rows
-    else:
-        with open(path, "rb") as file:
-            rows = sum(1 for line in file if line.strip())
-    return len(range(rows)[start:stop])
-
-
-def split_slice(spec: str) -> tuple[str, int | None, int | None]:
-    """'data.jsonl@[0:100]' -> ('data.jsonl', 0, 100)."""
-    match = re.fullmatch(r"(.+)@\[(-?\d*):(-?\d*)\]", spec)
-    if match is None:
-        return spec, None, None
-    return match[1], int(match[2]) if match[2] else None, int(match[3]) if match[3] else None
+def _rollouts_of_epochs(draft: Draft) -> int:
+    if draft["data_source_path"] != own_flags()["data_source_path"].default:
+        raise ConfigError(
+            "--num-epoch needs the built-in data source, whose prompts can be counted: give "
+            "--num-rollout"
+        )
+    prompts = sum(count_prompts(spec, draft) for spec in draft["prompt_data"] or [])
+    batch = draft["rollout_batch_size"]
+    if prompts < batch and not draft.offline:
+        raise ConfigError(
+            f"--num-epoch: the data holds {prompts} prompts, fewer than --rollout-batch-size {batch}: "
+            "lower it, or give --num-rollout"
+        )
+    return draft["num_epoch"] * (prompts // batch)
 
 
 def _derive_eval(draft: Draft) -> None:
@@ -170,7 +177,6 @@ def _eval_datasets(draft: Draft) -> list[EvalDataset]:
     defaults = {
         "n_samples_per_prompt": draft["n_samples_per_eval_prompt"],
         **{name: draft[f"eval_{name}"] for name in _EVAL_FLAGS},
-        **{name: draft[name] for name in _SHARED_FLAGS},
     }
     datasets = pair_datasets(draft["eval_prompt_data"] or [], defaults)
     path = draft["eval_config"]
@@ -179,20 +185,4 @@ def _eval_datasets(draft: Draft) -> list[EvalDataset]:
     return datasets
 
 
-_EVAL_FLAGS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_response_len",
-    "input_key",
-    "label_key",
-    "reward_key",
-)
-_SHARED_FLAGS = (
-    "metadata_key",
-    "tool_key",
-    "apply_chat_template",
-    "rm_type",
-    "custom_rm_path",
-    "custom_generate_function_path",
-)
+_EVAL_FLAGS = ("temperature", "top_p", "top_k", "max_response_len", "input_key", "label_key")

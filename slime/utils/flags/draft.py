@@ -31,6 +31,9 @@ class Draft:
     def given(self, name: str) -> bool:
         return name in self.origins and self.origins[name] != "derived"
 
+    def given_names(self) -> list[str]:
+        return [name for name in self.origins if self.given(name)]
+
     def default(self, name: str) -> Any:
         return self._defaults.get(name)
 
@@ -53,7 +56,7 @@ class Draft:
         self.warn(message)
 
     def need_file(self, path: str, option: str, hint: str = "") -> bool:
-        if Path(path).exists():
+        if Path(path).expanduser().exists():
             return True
         self.lacking(f"{option}: {path} is not there{hint}")
         return False

@@ -54,8 +54,8 @@ def refuse_later(draft: Draft) -> None:
                 f"{option_of(name)} {value} is not available in this version: {advice}"
             )
     for spec in draft["prompt_data"] or []:
-        if spec.startswith("reasoning-gym:") or ":weight=" in spec or len(draft["prompt_data"]) > 1:
+        if spec.startswith("reasoning-gym:"):
             raise ConfigError(
-                f"--prompt-data {spec}: several files, weights and reasoning-gym are not available in "
-                "this version: give one jsonl or parquet file"
+                f"--prompt-data {spec}: reasoning-gym is not available in this version: give a jsonl or "
+                "parquet file"
             )

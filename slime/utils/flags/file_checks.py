@@ -1,0 +1,65 @@
+"""Files and packages a run needs; for a dry run, which may describe another machine, only warnings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from slime.utils.errors import ConfigError
+from slime.utils.flags.derive import SFT_ROLLOUT
+from slime.utils.flags.draft import Draft
+from slime.utils.flags.gpus import is_installed
+from slime.utils.flags.prompt_files import data_path
+from slime.utils.flags.registry import own_flags
+
+
+def check_files(draft: Draft) -> None:
+    _check_model(draft)
+    if draft["ref_load"] is not None:
+        draft.need_file(draft["ref_load"], "--ref-load")
+    _check_prompts(draft)
+    for dataset in draft["eval_datasets"]:
+        draft.need_file(data_path(dataset.path), f"--eval-prompt-data {dataset.name}")
+    pattern = draft["load_debug_rollout_data"]
+    if pattern is not None:
+        path = pattern if "{" not in pattern else str(Path(pattern.split("{")[0] + "x").parent)
+        draft.need_file(path, "--load-debug-rollout-data")
+    _check_packages(draft)
+
+
+def _check_model(draft: Draft) -> None:
+    folder = draft["hf_checkpoint"]
+    hint = ""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", folder):
+        hint = f": if it is a model of the Hugging Face Hub, run `hf download {folder} --local-dir {folder}`"
+    if not draft.need_file(folder, "--hf-checkpoint", hint):
+        return
+    if not (Path(folder) / "config.json").is_file():
+        draft.lacking(
+            f"--hf-checkpoint: {folder} holds no config.json: give the folder of a Hugging Face model"
+        )
+
+
+def _check_prompts(draft: Draft) -> None:
+    specs = draft["prompt_data"] or []
+    flags = own_flags()
+    built_in = draft["data_source_path"] == flags["data_source_path"].default and draft[
+        "rollout_function_path"
+    ] in (flags["rollout_function_path"].default, SFT_ROLLOUT)
+    if not specs and built_in and not draft["debug_train_only"]:
+        raise ConfigError("--prompt-data is missing: give a jsonl or parquet file with prompts")
+    for spec in specs:
+        if not spec.startswith("reasoning-gym:"):
+            draft.need_file(data_path(spec), "--prompt-data")
+
+
+def _check_packages(draft: Draft) -> None:
+    for name, package in (("use_wandb", "wandb"), ("use_tensorboard", "tensorboard")):
+        if draft[name] and not is_installed(package):
+            draft.lacking(
+                f"--{name.replace('_', '-')} needs the package {package}: pip install {package}"
+            )
+    paths = [*(draft["prompt_data"] or []), *(d.path for d in draft["eval_datasets"])]
+    parquet = [path for path in paths if data_path(path).endswith(".parquet")]
+    if parquet and not is_installed("pyarrow"):
+        draft.lacking(f"{parquet[0]} needs the package pyarrow: pip install pyarrow")
