@@ -17,6 +17,7 @@ from slime.ray.recorder import Recorder
 from slime.ray.rollout_group import RolloutGroup
 from slime.ray.stop_signal import StopSignal, Terminated
 from slime.ray.train_group import TrainGroup
+from slime.rollout.base_types import RolloutFunction
 from slime.rollout.hooks import check_hooks
 from slime.utils.arguments import Args
 from slime.utils.load_function import load_function
@@ -111,7 +112,9 @@ class Run:
 
     def _start(self) -> None:
         args = self.args
-        generate = load_function(args.rollout_function_path, flag="--rollout-function-path")
+        generate = load_function(
+            args.rollout_function_path, flag="--rollout-function-path", protocol=RolloutFunction
+        )
         engines = getattr(generate, "needs_engines", True) and not args.debug_train_only
         layout = plan_layout(args, with_trainer=not args.debug_rollout_only, with_engines=engines)
         self._owns_ray = connect(args, layout.num_bundles)

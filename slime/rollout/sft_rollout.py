@@ -41,6 +41,10 @@ def generate_rollout(
     return RolloutFnTrainOutput(samples=groups, metrics={"rollout/trained_tokens": float(trained)})
 
 
+# A run whose rollout function says so starts no engine.
+generate_rollout.needs_engines = False  # type: ignore[attr-defined]
+
+
 def fill_response(args: Args, sample: Sample) -> None:
     """Turn the row into prompt and response tokens with a loss mask."""
     if isinstance(sample.prompt, list):
