@@ -1,0 +1,126 @@
+"""Options of the embedded engine: SGLang's names, parsed into one frozen record. No torch here."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+
+from slime.utils.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """What one engine process is started with; unset sizes are filled in when the model is known."""
+
+    model_path: str
+    tokenizer_path: str | None = None  # default: model_path
+    skip_tokenizer_init: bool = False  # token ids only, no text in or out
+    trust_remote_code: bool = False
+    load_format: str = "auto"  # "dummy": random weights from the config alone
+    dtype: str = "auto"
+    device: str | None = None
+    served_model_name: str | None = None
+    weight_version: str = "default"
+    context_length: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 30000
+    port_file: str | None = None
+    max_running_requests: int | None = None
+    max_total_tokens: int | None = None
+    mem_fraction_static: float | None = None
+    chunked_prefill_size: int | None = None
+    page_size: int = 16
+    disable_radix_cache: bool = False
+    enable_deterministic_inference: bool = False
+    random_seed: int | None = None
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        for name in ("context_length", "max_running_requests", "max_total_tokens", "page_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{_flag(name)} must be at least 1, not {value}")
+        if self.chunked_prefill_size is not None and self.chunked_prefill_size < 1:
+            raise ConfigError(
+                f"--chunked-prefill-size must be at least 1, not {self.chunked_prefill_size}; "
+                "leave it out for the default"
+            )
+        if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
+            raise ConfigError(
+                f"--max-total-tokens {self.max_total_tokens} holds not even one page of "
+                f"{self.page_size} tokens; raise it or lower --page-size"
+            )
+        fraction = self.mem_fraction_static
+        if fraction is not None and not 0 < fraction < 1:
+            raise ConfigError(f"--mem-fraction-static must be between 0 and 1, not {fraction}")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be between 0 and 65535, not {self.port}")
+
+
+def parse_engine_args(argv: list[str] | None = None) -> EngineArgs:
+    """EngineArgs from a command line; ConfigError for a wrong one."""
+    parser = _Parser(prog="slime engine", description=__doc__, allow_abbrev=False)
+    for group, options in _OPTIONS.items():
+        section = parser.add_argument_group(group)
+        for name, settings in options.items():
+            section.add_argument(_flag(name), **settings)
+    defaults = {f.name: f.default for f in fields(EngineArgs)}
+    given = {
+        name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
+    }
+    harmless = set(given) - set(defaults)
+    return EngineArgs(**{name: value for name, value in given.items() if name not in harmless})
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ConfigError(f"slime engine: {message}; `slime engine --help` lists the options")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+_SWITCH = {"action": "store_true", "default": None}
+_DTYPES = ["auto", "half", "float16", "bfloat16", "float", "float32"]
+
+_OPTIONS: dict[str, dict[str, dict]] = {
+    "model": {
+        "model_path": {"required": True, "help": "folder of a Hugging Face causal language model"},
+        "tokenizer_path": {"help": "folder of the tokenizer; default: the model's"},
+        "skip_tokenizer_init": {**_SWITCH, "help": "take and give token ids only"},
+        "trust_remote_code": {**_SWITCH, "help": "run Python code found in the model folder"},
+        "load_format": {"choices": ["auto", "dummy"], "help": "dummy: random weights"},
+        "dtype": {
+            "choices": _DTYPES,
+            "help": "auto: the checkpoint's; float32 becomes bfloat16 on CUDA",
+        },
+        "device": {"choices": ["cpu", "cuda"], "help": "default: cuda where there is one"},
+        "context_length": {"type": int, "help": "default: the model's"},
+        "served_model_name": {"help": "name shown by /v1/models; default: the path"},
+        "weight_version": {"help": "version of the weights in model_path"},
+    },
+    "server": {
+        "host": {"help": "address to listen at; default 127.0.0.1"},
+        "port": {"type": int, "help": "0: any free port"},
+        "port_file": {"help": 'file to write {"port": ..., "pid": ...} to once it listens'},
+        "log_level": {"choices": ["debug", "info", "warning", "error"]},
+        "skip_server_warmup": {
+            **_SWITCH,
+            "help": "accepted for SGLang's sake; there is no warm-up",
+        },
+    },
+    "scheduling and memory": {
+        "max_running_requests": {"type": int, "help": "requests generated at the same time"},
+        "max_total_tokens": {"type": int, "help": "tokens in the KV cache"},
+        "mem_fraction_static": {"type": float, "help": "share of a GPU for weights and KV cache"},
+        "chunked_prefill_size": {"type": int, "help": "most prompt tokens in one forward"},
+        "page_size": {"type": int, "help": "tokens in a page of the KV cache"},
+        "disable_radix_cache": {**_SWITCH, "help": "do not reuse the KV cache of common prefixes"},
+        "enable_deterministic_inference": {
+            **_SWITCH,
+            "help": "a request's output does not depend on what else is running, bit for bit",
+        },
+        "random_seed": {"type": int, "help": "seed of requests that bring none"},
+    },
+}

@@ -1,0 +1,237 @@
+"""Turns scheduled work into the tensors of a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slime.engine.attention import AttentionGroup, AttentionPlan
+from slime.engine.kv_cache import KVCache
+from slime.engine.scheduler import Work
+
+_PADDING_LIMIT = (
+    0.7  # rows join a group if they need at least this share of its longest row's pages
+)
+
+
+@dataclass(kw_only=True, eq=False)
+class ForwardBatch:
+    """The input of one forward of T rows and what its output rows mean.
+
+    Works "tokens 0..3 of a, last one sampled" and "token 9 of b, sampled"::
+
+        input_ids = [b9, a0, a1, a2]    positions = [9, 0, 1, 2]
+        sample_works = [work b, work a]  sample_rows = [0, 3]
+    """
+
+    input_ids: torch.Tensor  # [1, T]
+    positions: torch.Tensor  # [1, T]
+    plan: AttentionPlan
+    sample_works: list[Work]
+    sample_rows: np.ndarray
+    score_rows: np.ndarray  # rows whose output gives the log-prob of the prompt token after them
+    score_works: list[Work]  # the work each of them belongs to; in order of position for each
+
+
+def make_batch(works: list[Work], page_table: np.ndarray, cache: KVCache) -> ForwardBatch:
+    """All works in one forward: decoding rows first, longest first, then pieces of prompts."""
+    page_size = cache.page_size
+    works = sorted(works, key=lambda w: (w.count > 1, -(w.start + w.count)))
+    ids, positions, request_rows = _flatten(works)
+    pages = page_table[request_rows, positions // page_size]
+    groups: list[AttentionGroup] = []
+    row = 0
+    for members in _group(works, page_size):
+        groups.append(_make_group(members, row, page_table, cache))
+        row += sum(work.count for work in members)
+    plan = AttentionPlan(
+        cache=cache, slots=_tensor(pages * page_size + positions % page_size, cache), groups=groups
+    )
+    ends = np.cumsum([work.count for work in works]) - 1
+    samples = [i for i, work in enumerate(works) if work.samples]
+    score_works, score_rows = _score_rows(works, ends)
+    return ForwardBatch(
+        input_ids=_tensor(ids, cache).unsqueeze(0),
+        positions=_tensor(positions, cache).unsqueeze(0),
+        plan=plan,
+        sample_works=[works[i] for i in samples],
+        sample_rows=ends[samples],
+        score_rows=score_rows,
+        score_works=score_works,
+    )
+
+
+def make_fixed_batches(
+    works: list[Work], page_table: np.ndarray, cache: KVCache, num_rows: int
+) -> Iterator[ForwardBatch]:
+    """The same work in forwards of exactly `num_rows` rows, every token a row of its own.
+
+    The shape of a row's attention follows from its position alone and every other operation has the
+    same shape in all forwards, so a row's result does not depend on the rows beside it. Rows left over
+    are padding: they stand at position 0 of page 0.
+    """
+    queue = [
+        (work, position)
+        for work in works
+        for position in range(work.start, work.start + work.count)
+    ]
+    for first in range(0, len(queue), num_rows):
+        # Longest context first: rows of one group then lie together.
+        chunk = sorted(
+            queue[first : first + num_rows], key=lambda item: -_bucket(item[1], cache.page_size)
+        )
+        yield _make_fixed_batch(chunk, page_table, cache, num_rows)
+
+
+def _make_fixed_batch(
+    chunk: list[tuple[Work, int]], page_table: np.ndarray, cache: KVCache, num_rows: int
+) -> ForwardBatch:
+    page_size = cache.page_size
+    ids, positions, request_rows = (np.zeros(num_rows, np.int64) for _ in range(3))
+    for row, (work, position) in enumerate(chunk):
+        ids[row] = work.request.token_ids[position]
+        positions[row] = position
+        request_rows[row] = work.request.row
+    real = np.arange(num_rows) < len(chunk)
+    pages = page_table[request_rows, positions // page_size] * real
+    groups: list[AttentionGroup] = []
+    buckets = np.array([_bucket(int(position), page_size) for position in positions])
+    for bucket in sorted(set(buckets.tolist()), reverse=True):
+        rows = np.flatnonzero(buckets == bucket)
+        start, end = int(rows[0]), int(rows[-1]) + 1
+        table = page_table[request_rows[rows], :bucket] * real[rows, None]
+        groups.append(
+            AttentionGroup(
+                rows=slice(start, end),
+                pages=_tensor(table.reshape(-1), cache),
+                positions=_tensor(positions[rows, None], cache),
+                kv_len=bucket * page_size,
+            )
+        )
+    samples = [
+        i
+        for i, (work, p) in enumerate(chunk)
+        if work.samples and p == len(work.request.token_ids) - 1
+    ]
+    scores = [i for i, (work, position) in enumerate(chunk) if _wants_score(work, position)]
+    scores.sort(key=lambda i: chunk[i][1])
+    return ForwardBatch(
+        input_ids=_tensor(ids, cache).unsqueeze(0),
+        positions=_tensor(positions, cache).unsqueeze(0),
+        plan=AttentionPlan(
+            cache=cache,
+            slots=_tensor(pages * page_size + positions % page_size, cache),
+            groups=groups,
+        ),
+        sample_works=[chunk[i][0] for i in samples],
+        sample_rows=np.array(samples, np.int64),
+        score_rows=np.array(scores, np.int64),
+        score_works=[chunk[i][0] for i in scores],
+    )
+
+
+def _flatten(works: list[Work]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids, positions and page table rows of all tokens, end to end."""
+    ids: list[int] = []
+    for work in works:
+        if work.count == 1:
+            ids.append(work.request.token_ids[work.start])
+        else:
+            ids.extend(work.request.token_ids[work.start : work.start + work.count])
+    counts = np.array([work.count for work in works])
+    starts = np.array([work.start for work in works])
+    firsts = np.cumsum(counts) - counts
+    positions = np.arange(len(ids)) - np.repeat(firsts - starts, counts)
+    request_rows = np.repeat(np.array([work.request.row for work in works]), counts)
+    return np.array(ids, np.int64), positions, request_rows
+
+
+def _group(works: list[Work], page_size: int) -> Iterator[list[Work]]:
+    """Runs of works that fill a rectangle well enough; the works come sorted, longest first."""
+    group: list[Work] = []
+    for work in works:
+        if group and not _belongs(work, group[0], page_size):
+            yield group
+            group = []
+        group.append(work)
+    if group:
+        yield group
+
+
+def _belongs(work: Work, longest: Work, page_size: int) -> bool:
+    if (work.count > 1) != (longest.count > 1):
+        return False
+    if work.count > 1 and not _PADDING_LIMIT <= work.count / longest.count <= 1 / _PADDING_LIMIT:
+        return False
+    pages = -(-(work.start + work.count) // page_size)
+    most = -(-(longest.start + longest.count) // page_size)
+    return pages >= most * _PADDING_LIMIT or most <= 4
+
+
+def _make_group(
+    works: list[Work], first_row: int, page_table: np.ndarray, cache: KVCache
+) -> AttentionGroup:
+    counts = np.array([work.count for work in works])
+    starts = np.array([work.start for work in works])
+    num_pages = -(-int((starts + counts).max()) // cache.page_size)
+    q_len = int(counts.max())
+    table = page_table[[work.request.row for work in works], :num_pages]
+    offsets = np.arange(q_len)
+    real = offsets < counts[:, None]  # [B, Q]
+    positions = (starts[:, None] + offsets) * real
+    total = int(counts.sum())
+    rows: slice | torch.Tensor = slice(first_row, first_row + total)
+    valid = None
+    if total < real.size:
+        row_of = (first_row + np.cumsum(counts) - counts)[:, None] + np.minimum(
+            offsets, counts[:, None] - 1
+        )
+        rows = _tensor(row_of.reshape(-1), cache)
+        valid = _tensor(np.flatnonzero(real.reshape(-1)), cache)
+    return AttentionGroup(
+        rows=rows,
+        pages=_tensor(table.reshape(-1), cache),
+        positions=_tensor(positions, cache),
+        kv_len=num_pages * cache.page_size,
+        valid=valid,
+    )
+
+
+def _score_rows(works: list[Work], ends: np.ndarray) -> tuple[list[Work], np.ndarray]:
+    owners: list[Work] = []
+    rows: list[int] = []
+    for work, end in zip(works, ends.tolist(), strict=True):
+        if work.request.logprob_start_len < 0 or work.request.num_output:
+            continue
+        first = end - work.count + 1 - work.start
+        for position in range(work.start, work.start + work.count):
+            if _wants_score(work, position):
+                owners.append(work)
+                rows.append(first + position)
+    return owners, np.array(rows, np.int64)
+
+
+def _wants_score(work: Work, position: int) -> bool:
+    request = work.request
+    return (
+        request.num_output == 0
+        and 0 <= request.logprob_start_len <= position < request.prompt_len - 1
+    )
+
+
+def _bucket(position: int, page_size: int) -> int:
+    """Pages a row at this position looks at: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    pages = position // page_size + 1
+    size = 1
+    while size < pages:
+        if size >= 2 and size * 3 // 2 >= pages:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+def _tensor(array: np.ndarray, cache: KVCache) -> torch.Tensor:
+    return torch.from_numpy(array).to(cache.device)

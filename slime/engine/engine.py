@@ -1,0 +1,261 @@
+"""The engine: a thread that steps over requests, and the calls other threads make on it.
+
+    HTTP threads ──submit / call──▶ commands ──▶ loop: run commands, then step() ──▶ on_update(requests)
+
+All state belongs to the loop thread; others only leave commands. It sleeps on a condition variable
+while there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from slime.engine.arguments import EngineArgs
+from slime.engine.kv_cache import KVCache
+from slime.engine.memory import MemoryReleaser, choose_sizes
+from slime.engine.model_runner import ModelRunner, StepOutput, eos_token_ids
+from slime.engine.page_pool import PagePool
+from slime.engine.request import FinishReason, Request
+from slime.engine.sampling_params import RequestError
+from slime.engine.scheduler import Scheduler
+from slime.engine.text import TextCodec, load_codec
+from slime.engine.weights import WeightStore
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+UpdateListener = Callable[[list[Request]], None]
+
+
+class Engine:
+    """`on_update` is called in the loop thread with requests that finished or, streaming, grew;
+    `on_failure` when the loop ends by an error, after which the engine is of no more use."""
+
+    def __init__(
+        self, args: EngineArgs, on_update: UpdateListener, on_failure: Callable[[], None]
+    ) -> None:
+        self.args = args
+        self.runner = ModelRunner(args)
+        self.codec: TextCodec = load_codec(args)
+        self.eos_ids = eos_token_ids(self.runner.model, self.codec.eos_token_id)
+        self.sizes = choose_sizes(args, self.runner)
+        pool = PagePool(self.sizes.num_pages, args.page_size)
+        self.scheduler = Scheduler(
+            pool,
+            max_running=self.sizes.max_running,
+            max_pages_per_request=self.sizes.max_pages_per_request,
+            chunk_size=self.sizes.chunk_size,
+            use_prefix_cache=not args.disable_radix_cache,
+        )
+        self.runner.cache = KVCache(
+            self.runner.layers,
+            self.sizes.num_pages,
+            args.page_size,
+            self.runner.dtype,
+            self.runner.device,
+        )
+        self.weights = WeightStore(self.runner.model)
+        self._releaser = MemoryReleaser(self.runner)
+        self.weight_version = args.weight_version
+        self.model_path = args.model_path
+        self.pause_mode: str | None = None
+        self.released: set[str] = set()  # parts of the memory given back
+        self.failure: BaseException | None = None
+        self.num_steps = 0
+        self._on_update = on_update
+        self._on_failure = on_failure
+        self._random = random.Random(args.random_seed)
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._exclusive: deque[Callable[[], None]] = deque()
+        self._held: deque[Request] = deque()  # came while an exclusive call waits for the others
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+
+    # called from other threads
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        def stop() -> None:
+            self._stopping = True
+
+        self._leave_command(stop)
+        self._thread.join()
+
+    def new_seed(self) -> int:
+        return self._random.getrandbits(63)
+
+    def submit(self, requests: list[Request]) -> None:
+        self._leave_command(lambda: self._accept(requests))
+
+    def call(self, function: Callable[[], T], *, exclusive: bool = False) -> Future[T]:
+        """Run `function` in the loop thread between two steps.
+
+        Exclusive: once no request is in flight; those that come meanwhile are held back. While
+        generation is paused it runs at once.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._leave_command((lambda: self._exclusive.append(run)) if exclusive else run)
+        return future
+
+    def _leave_command(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    # called in the loop thread
+
+    def step(self) -> None:
+        """Schedule, run, postprocess."""
+        works = self.scheduler.schedule()
+        if not works:
+            raise RuntimeError("nothing could be scheduled")
+        output = self.runner.run(works, self.scheduler.page_table)
+        self.scheduler.complete(works)
+        self._postprocess(output)
+        self.num_steps += 1
+
+    def abort(self, matches: Callable[[Request], bool]) -> int:
+        """End matching requests with what they have; returns how many."""
+        live = [*self.scheduler.running, *self.scheduler.waiting, *self._held]
+        victims = [request for request in live if matches(request)]
+        for request in victims:
+            request.finish = FinishReason(kind="abort", message="Aborted")
+            if request in self._held:
+                self._held.remove(request)
+            else:
+                self.scheduler.finish(request)
+        if victims:
+            self._on_update(victims)
+        return len(victims)
+
+    def pause(self, mode: str) -> None:
+        if mode == "abort":
+            self.abort(lambda request: True)
+        elif mode == "retract":
+            self.scheduler.retract_all()
+        self.pause_mode = mode
+
+    def resume(self) -> None:
+        self.pause_mode = None
+
+    def flush_cache(self) -> bool:
+        """Forget all prefixes; False if requests are in the way."""
+        if self.scheduler.running or (self.scheduler.waiting and self.pause_mode is None):
+            return False
+        self.scheduler.flush()
+        return True
+
+    def weights_changed(self) -> None:
+        """Cached prefixes were computed with other weights; running requests keep their own."""
+        self.scheduler.flush()
+
+    def release_memory(self, tags: list[str]) -> None:
+        """Give back what the tags name; requests wait until all of it is back."""
+        if self.scheduler.running or (self.scheduler.waiting and self.pause_mode is None):
+            raise RequestError(
+                "memory can be released only while no request is running; flush_cache first"
+            )
+        self.scheduler.flush()
+        for tag in tags:
+            if tag not in self.released:
+                self._releaser.release(tag)
+                self.released.add(tag)
+
+    def resume_memory(self, tags: list[str]) -> None:
+        for tag in tags:
+            if tag in self.released:
+                self._releaser.resume(tag)
+                self.released.discard(tag)
+
+    def require_memory(self, tag: str) -> None:
+        if tag in self.released:
+            raise RequestError(
+                f"{tag} are released; call resume_memory_occupation with tags=[{tag!r}] first"
+            )
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.scheduler.running) + len(self.scheduler.waiting) + len(self._held)
+
+    def _loop(self) -> None:
+        try:
+            while not self._stopping:
+                self._wait_for_work()
+                while self._commands:
+                    self._commands.popleft()()
+                self._run_exclusive()
+                if self._can_step():
+                    self.step()
+        except BaseException as error:
+            logger.exception("the engine stopped")
+            self.failure = error
+            self._fail_all(error)
+            self._on_failure()
+
+    def _wait_for_work(self) -> None:
+        with self._wake:
+            self._wake.wait_for(lambda: self._commands or self._can_step())
+
+    def _can_step(self) -> bool:
+        return self.pause_mode is None and not self.released and self.scheduler.has_requests
+
+    def _run_exclusive(self) -> None:
+        while self._exclusive and (self.pause_mode is not None or not self.scheduler.has_requests):
+            self._exclusive.popleft()()
+        if not self._exclusive:
+            while self._held:
+                self.scheduler.add(self._held.popleft())
+
+    def _accept(self, requests: list[Request]) -> None:
+        waiting_room = self._held if self._exclusive and self.pause_mode is None else None
+        for request in requests:
+            if waiting_room is not None:
+                waiting_room.append(request)
+            else:
+                self.scheduler.add(request)
+
+    def _postprocess(self, output: StepOutput) -> None:
+        for request, log_prob in output.scored:
+            request.input_log_probs.append(log_prob)
+        updated: list[Request] = []
+        version = self.weight_version
+        for work, token, log_prob in zip(
+            output.works, output.draw.tokens, output.draw.log_probs, strict=True
+        ):
+            request = work.request
+            if request.params.max_new_tokens == 0:
+                request.finish = FinishReason(kind="length")
+            else:
+                request.append(token, log_prob, version)
+                if request.params.stop and (
+                    request.finish is None or request.finish.kind == "length"
+                ):
+                    request.finish = self.codec.find_stop(request) or request.finish
+            if request.finish is not None:
+                self.scheduler.finish(request)
+                updated.append(request)
+            elif request.stream:
+                updated.append(request)
+        if updated:
+            self._on_update(updated)
+
+    def _fail_all(self, error: BaseException) -> None:
+        message = f"the engine stopped: {error!r}"
+        for request in [*self.scheduler.running, *self.scheduler.waiting, *self._held]:
+            request.finish = FinishReason(kind="abort", message=message, status_code=500)
+            self._on_update([request])

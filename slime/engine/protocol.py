@@ -1,0 +1,261 @@
+"""SGLang's /generate: from a JSON body to requests, and from finished requests to a JSON reply."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from slime.engine.request import FinishReason, Request
+from slime.engine.sampling_params import RequestError, SamplingParams, parse_sampling_params
+from slime.engine.text import TextCodec
+
+# Top-level keys of SGLang's that ask for something this engine does not do. Keys it does not know
+# either are ignored, as SGLang ignores them.
+_UNSUPPORTED = (
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "top_logprobs_num",
+    "token_ids_logprob",
+    "return_sampling_mask",
+    "return_flat_raw_top_logprobs",
+    "return_flat_raw_output_top_logprobs",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_indexer_topk",
+    "return_entropy",
+    "lora_path",
+    "session_params",
+    "custom_logit_processor",
+    "cache_salt",
+    "extra_key",
+    "bootstrap_host",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the engine can hold: a request's tokens must fit into both."""
+
+    context_len: int
+    cache_tokens: int
+    vocab_size: int
+
+
+@dataclass(kw_only=True)
+class Generation:
+    """The requests of one /generate call, in the order of the reply."""
+
+    requests: list[Request]
+    is_batch: bool
+    stream: bool
+    with_token_text: bool  # return_text_in_logprobs
+
+
+def parse_generate(
+    body: Any, *, codec: TextCodec, limits: Limits, eos_ids: frozenset[int], new_seed: Any
+) -> Generation:
+    """RequestError says what is wrong with the body."""
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    _refuse_unsupported(body)
+    prompts, is_batch = _prompts(body, codec)
+    count = len(prompts)
+    rids = _rids(body.get("rid"), count, is_batch)
+    all_params = _spread(body.get("sampling_params") or {}, count, "sampling_params", dict)
+    log_prob_flags = _spread(body.get("return_logprob") or False, count, "return_logprob", bool)
+    start_lens = _spread(_or(body.get("logprob_start_len"), -1), count, "logprob_start_len", int)
+    stream = bool(body.get("stream"))
+    requests: list[Request] = []
+    for i, ids in enumerate(prompts):
+        params = _fit(parse_sampling_params(all_params[i]), all_params[i], len(ids), limits)
+        _check_ids(ids, params, limits)
+        if not -1 <= start_lens[i] <= len(ids):
+            raise RequestError(
+                f"logprob_start_len {start_lens[i]} is outside of the {len(ids)} prompt tokens."
+            )
+        for copy in range(params.n):
+            seed = new_seed() if params.sampling_seed is None else params.sampling_seed + copy
+            request = Request(
+                rid=rids[i] if params.n == 1 else f"{rids[i]}_{copy}",
+                token_ids=list(ids),
+                prompt_len=len(ids),
+                params=params,
+                seed=seed % 2**64,
+                eos_ids=frozenset() if params.ignore_eos else eos_ids,
+                return_logprob=log_prob_flags[i],
+                logprob_start_len=start_lens[i] if log_prob_flags[i] else -1,
+                stream=stream,
+            )
+            codec.check(request)
+            requests.append(request)
+    return Generation(
+        requests=requests,
+        is_batch=is_batch or len(requests) > 1,
+        stream=stream,
+        with_token_text=bool(body.get("return_text_in_logprobs")),
+    )
+
+
+def make_reply(
+    request: Request, *, codec: TextCodec, weight_version: str, with_token_text: bool
+) -> dict[str, Any]:
+    """The reply to one request, as it stands."""
+
+    def entry(log_prob: float | None, token: int) -> list[Any]:
+        return [log_prob, token, codec.decode_token(token) if with_token_text else None]
+
+    output_ids = request.output_ids
+    meta: dict[str, Any] = {
+        "id": request.rid,
+        "finish_reason": _finish_reason(request.finish, len(output_ids)),
+        "prompt_tokens": request.prompt_len,
+        "completion_tokens": len(output_ids),
+        "cached_tokens": request.num_cached,
+        "cached_tokens_details": None,
+        "reasoning_tokens": 0,
+        "num_retractions": request.num_retractions,
+        "weight_version": weight_version,
+        "dp_rank": None,
+        "e2e_latency": time.perf_counter() - request.arrival,
+        "response_sent_to_client_ts": time.time(),
+    }
+    if request.finish is not None:
+        meta["weight_versions"] = [dataclasses.asdict(span) for span in request.version_spans]
+    if request.return_logprob:
+        meta["input_token_logprobs"] = []
+        if request.logprob_start_len >= 0:
+            scored = request.token_ids[request.logprob_start_len : request.prompt_len]
+            # The first has no log-prob: nothing that was asked for stands before it.
+            meta["input_token_logprobs"] = [
+                entry(value, token)
+                for value, token in zip([None, *request.input_log_probs], scored, strict=False)
+            ]
+        meta["output_token_logprobs"] = [
+            entry(value, token)
+            for value, token in zip(request.output_log_probs, output_ids, strict=True)
+        ]
+        meta["output_token_logprobs_length"] = len(output_ids)
+    reply: dict[str, Any] = {"output_ids": output_ids, "meta_info": meta}
+    return {"text": codec.decode(request), **reply} if codec.available else reply
+
+
+def _finish_reason(finish: FinishReason | None, length: int) -> dict[str, Any] | None:
+    if finish is None:
+        return None
+    if finish.kind == "stop":
+        return {"type": "stop", "matched": finish.matched}
+    if finish.kind == "length":
+        return {"type": "length", "length": length}
+    return {
+        "type": "abort",
+        "message": finish.message,
+        "status_code": finish.status_code,
+        "err_type": None,
+    }
+
+
+def _refuse_unsupported(body: dict[str, Any]) -> None:
+    for key in _UNSUPPORTED:
+        value = body.get(key)
+        if value not in (None, False, 0, "", []):
+            raise RequestError(f"`{key}` is not supported by this engine")
+
+
+def _prompts(body: dict[str, Any], codec: TextCodec) -> tuple[list[list[int]], bool]:
+    text, ids = body.get("text"), body.get("input_ids")
+    if (text is None) == (ids is None):
+        raise RequestError("exactly one of `text` and `input_ids` must be given")
+    if text is not None:
+        if isinstance(text, str):
+            return [codec.encode(text)], False
+        if isinstance(text, list) and text and all(isinstance(t, str) for t in text):
+            return [codec.encode(t) for t in text], True
+        raise RequestError("`text` must be a string or a non-empty list of strings")
+    if _is_id_list(ids):
+        return [ids], False
+    if isinstance(ids, list) and ids and all(_is_id_list(row) for row in ids):
+        return ids, True
+    raise RequestError("`input_ids` must be a non-empty list of token ids, or a list of such lists")
+
+
+def _is_id_list(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _rids(given: Any, count: int, is_batch: bool) -> list[str]:
+    if given is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if isinstance(given, str):
+        return [f"{given}_{i}" for i in range(count)] if is_batch else [given]
+    if (
+        isinstance(given, list)
+        and len(given) == count
+        and all(isinstance(rid, str) for rid in given)
+    ):
+        if len(set(given)) < count:
+            raise RequestError("`rid` has duplicates")
+        return given
+    raise RequestError(f"`rid` must be a string or a list of {count} strings")
+
+
+def _spread(given: Any, count: int, name: str, kind: type) -> list[Any]:
+    """One value for all prompts, or a list with one each."""
+    values = given if isinstance(given, list) else [given] * count
+    if len(values) != count or not all(isinstance(value, kind) for value in values):
+        raise RequestError(f"`{name}` must be one {kind.__name__} or a list of {count} of them")
+    return values
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _fit(
+    params: SamplingParams, given: dict[str, Any], num_prompt: int, limits: Limits
+) -> SamplingParams:
+    """The parameters, if the request can ever run; the default length shrinks to what fits."""
+    context = limits.context_len
+    if num_prompt >= context:
+        raise RequestError(
+            f"The input ({num_prompt} tokens) is longer than the model's context length ({context} tokens)."
+        )
+    room = min(context, limits.cache_tokens) - num_prompt
+    if given.get("max_new_tokens") is None:
+        params = dataclasses.replace(
+            params, max_new_tokens=max(0, min(params.max_new_tokens, room))
+        )
+    wanted = params.max_new_tokens
+    if num_prompt + wanted > context:
+        raise RequestError(
+            f"Requested token count exceeds the model's maximum context length of {context} tokens. You "
+            f"requested a total of {num_prompt + wanted} tokens: {num_prompt} tokens from the input messages "
+            f"and {wanted} tokens for the completion. Please reduce the number of tokens in the input "
+            "messages or the completion to fit within the limit."
+        )
+    if max(wanted, 1) > room:
+        raise RequestError(
+            f"The request needs {num_prompt + max(wanted, 1)} tokens of KV cache and there are "
+            f"{limits.cache_tokens}; start the engine with a larger --max-total-tokens."
+        )
+    return params
+
+
+def _check_ids(ids: list[int], params: SamplingParams, limits: Limits) -> None:
+    if not ids:
+        raise RequestError("the prompt has no tokens")
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= limits.vocab_size:
+        raise RequestError(
+            f"The input_ids contain {low if low < 0 else high}, outside of the vocabulary of {limits.vocab_size}."
+        )
+    for name, tokens in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias),
+    ):
+        if any(not 0 <= token < limits.vocab_size for token in tokens):
+            raise RequestError(f"{name} has ids outside of the vocabulary of {limits.vocab_size}.")

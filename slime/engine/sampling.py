@@ -1,0 +1,126 @@
+"""Draws the next token of every row, each with its own settings and its own random stream.
+
+A draw depends on the request's seed and the position of the token alone: one uniform number per token
+from a counter-based hash, looked up in the cumulative distribution of the row. So a request gives the
+same tokens whatever else is in the batch, and goes on unchanged after being interrupted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slime.engine.request import Request
+
+
+@dataclass(kw_only=True, eq=False)
+class Draw:
+    """tokens and their log-probs in the distribution that temperature alone gives, one per row."""
+
+    tokens: list[int]
+    log_probs: list[float]
+
+
+def sample(logits: torch.Tensor, requests: list[Request]) -> Draw:
+    """One token per row of `logits` [R, V], for the requests of the rows.
+
+    Log-probs are those of softmax(logits / temperature) in fp32, before penalties, biases and the
+    filters top_k, top_p and min_p: what a trainer computes from the same logits.
+    """
+    params = [request.params for request in requests]
+    logits = logits.float()
+    scales = [p.scale for p in params]
+    scale = None
+    if any(s != 1.0 for s in scales):
+        scale = torch.tensor(scales, device=logits.device).unsqueeze(1)
+    log_probs = torch.log_softmax(logits if scale is None else logits / scale, dim=-1)
+    if any(
+        p.penalized or r.num_output < p.min_new_tokens
+        for p, r in zip(params, requests, strict=True)
+    ):
+        logits = _shape(logits, requests)
+    tokens = _choose(logits if scale is None else logits / scale, requests)
+    chosen = log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return Draw(tokens=tokens.tolist(), log_probs=chosen.tolist())
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Numbers in [0, 1) from 64-bit seeds and positions (splitmix64's finalizer, twice)."""
+    with np.errstate(over="ignore"):
+        state = _mix(seeds.astype(np.uint64) + _GOLDEN)
+        state = _mix(state + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _choose(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+    """Token ids [R]: the most probable for greedy rows, a draw for the others."""
+    greedy = [request.params.greedy for request in requests]
+    if all(greedy):
+        return logits.argmax(dim=-1)
+    probs = logits.softmax(dim=-1)
+    filtered = [i for i, request in enumerate(requests) if request.params.filtered]
+    if filtered:
+        probs[filtered] = _filter(probs[filtered], [requests[i] for i in filtered])
+    seeds = np.array([request.seed for request in requests], np.uint64)
+    positions = np.array([len(request.token_ids) for request in requests], np.uint64)
+    draws = torch.from_numpy(uniforms(seeds, positions)).to(probs.device).unsqueeze(1)
+    total = probs.cumsum(dim=-1, dtype=torch.float64)
+    # The first token whose cumulative weight exceeds the target; it has a weight of its own.
+    tokens = torch.searchsorted(total, draws * total[:, -1:], right=True).squeeze(1)
+    tokens = tokens.clamp_(max=probs.shape[1] - 1)
+    if any(greedy):
+        tokens = torch.where(
+            torch.tensor(greedy, device=probs.device), logits.argmax(dim=-1), tokens
+        )
+    return tokens
+
+
+def _filter(probs: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+    """Zero what top_k, top_p and min_p leave out; the rest is not renormalised."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, device=probs.device, dtype=torch.float64).unsqueeze(1)
+
+    vocab = probs.shape[1]
+    sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocab, device=probs.device)
+    before = sorted_probs.cumsum(dim=-1, dtype=torch.float64) - sorted_probs
+    top_k = column([p.params.top_k if p.params.top_k > 0 else vocab for p in requests])
+    top_p = column([p.params.top_p for p in requests])
+    min_p = column([p.params.min_p for p in requests])
+    drop = (rank >= top_k) | (before > top_p) | (sorted_probs < sorted_probs[:, :1] * min_p)
+    return torch.zeros_like(probs).scatter_(1, order, sorted_probs.masked_fill(drop, 0.0))
+
+
+def _shape(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+    """Logits with penalties, biases and end tokens forbidden before min_new_tokens."""
+    logits = logits.clone()
+    for row, request in enumerate(requests):
+        params = request.params
+        if params.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted(set(request.token_ids)), device=logits.device)
+            values = logits[row, seen]
+            penalty = params.repetition_penalty
+            logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
+        if params.frequency_penalty or params.presence_penalty:
+            output = torch.tensor(request.output_ids, dtype=torch.int64, device=logits.device)
+            counts = torch.bincount(output, minlength=logits.shape[1])
+            logits[row] -= (
+                counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
+            )
+        for token, bias in params.logit_bias.items():
+            logits[row, token] += bias
+        if request.num_output < params.min_new_tokens:
+            logits[row, sorted(request.eos_ids | params.stop_token_ids)] = float("-inf")
+    return logits

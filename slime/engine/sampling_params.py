@@ -1,0 +1,177 @@
+"""How one request samples its tokens: SGLang's `sampling_params`, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+# Known to SGLang, not done here: refused by name, never ignored.
+_UNSUPPORTED = {
+    "stop_regex": None,
+    "beam_width": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "custom_params": None,
+}
+_HARMLESS = {"stream_interval"}
+MAX_TOP_K = 1 << 30
+
+
+class RequestError(ValueError):
+    """A request that cannot be carried out; becomes HTTP 400 with this text.
+
+    `plain`: the body is {"error": text} and not {"error": {"message": text}}, as SGLang has it for
+    mistakes inside sampling_params.
+    """
+
+    def __init__(self, message: str, *, plain: bool = False) -> None:
+        super().__init__(message)
+        self.plain = plain
+
+
+@dataclass(kw_only=True, frozen=True)
+class SamplingParams:
+    """temperature 0 is greedy decoding; top_k -1 is the whole vocabulary."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    sampling_seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def scale(self) -> float:
+        """What logits are divided by; greedy requests report the log-probs of temperature 1."""
+        return 1.0 if self.temperature == 0.0 else self.temperature
+
+    @property
+    def filtered(self) -> bool:
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def penalized(self) -> bool:
+        return (
+            self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or self.repetition_penalty != 1.0
+            or bool(self.logit_bias)
+        )
+
+
+def parse_sampling_params(given: dict[str, Any]) -> SamplingParams:
+    """A request's dictionary as SamplingParams; RequestError names the first wrong key."""
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in _UNSUPPORTED:
+            if value is not None:
+                raise RequestError(
+                    f"sampling parameter `{key}` is not supported by this engine", plain=True
+                )
+        elif key in _READERS:
+            if value is not None:
+                values[key] = _READERS[key](key, value)
+        elif key not in _HARMLESS:
+            expected = ", ".join(f"`{name}`" for name in sorted(_READERS))
+            raise RequestError(f"unknown field `{key}`, expected one of {expected}", plain=True)
+    params = SamplingParams(**values)
+    _check(params)
+    return params
+
+
+def _check(p: SamplingParams) -> None:
+    _require(p.temperature >= 0.0, f"temperature must be non-negative, got {p.temperature}.")
+    _require(0.0 < p.top_p <= 1.0, f"top_p must be in (0, 1], got {p.top_p}.")
+    _require(0.0 <= p.min_p <= 1.0, f"min_p must be in [0, 1], got {p.min_p}.")
+    _require(
+        p.top_k == -1 or p.top_k >= 1, f"top_k must be -1 (disable) or at least 1, got {p.top_k}."
+    )
+    _require(
+        -2.0 <= p.frequency_penalty <= 2.0,
+        f"frequency_penalty must be in [-2, 2], got {p.frequency_penalty}.",
+    )
+    _require(
+        -2.0 <= p.presence_penalty <= 2.0,
+        f"presence_penalty must be in [-2, 2], got {p.presence_penalty}.",
+    )
+    _require(
+        0.0 < p.repetition_penalty <= 2.0,
+        f"repetition_penalty must be in (0, 2], got {p.repetition_penalty}.",
+    )
+    _require(p.max_new_tokens >= 0, f"max_new_tokens must be at least 0, got {p.max_new_tokens}.")
+    _require(
+        0 <= p.min_new_tokens <= p.max_new_tokens,
+        f"min_new_tokens must be in [0, max_new_tokens({p.max_new_tokens})], got {p.min_new_tokens}.",
+    )
+    _require(p.n >= 1, f"n must be at least 1, got {p.n}.")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise RequestError(message)
+
+
+def _wrong(key: str, value: object, wanted: str) -> RequestError:
+    return RequestError(f"sampling parameter `{key}` must be {wanted}, got {value!r}", plain=True)
+
+
+def _integer(key: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise _wrong(key, value, "an integer")
+    return int(value)
+
+
+def _number(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise _wrong(key, value, "a number")
+    return float(value)
+
+
+def _boolean(key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(key, value, "true or false")
+    return value
+
+
+def _strings(key: str, value: object) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
+        raise _wrong(key, value, "a non-empty string or a list of them")
+    return tuple(items)
+
+
+def _integers(key: str, value: object) -> frozenset[int]:
+    items = value if isinstance(value, list) else [value]
+    return frozenset(_integer(key, item) for item in items)
+
+
+def _bias(key: str, value: object) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise _wrong(key, value, "a map from token id to bias")
+    try:
+        return {int(token): _number(key, bias) for token, bias in value.items()}
+    except ValueError as error:
+        raise _wrong(key, value, "a map from token id to bias") from error
+
+
+_KINDS = {"int": _integer, "int | None": _integer, "float": _number, "bool": _boolean}
+_SPECIAL = {"stop": _strings, "stop_token_ids": _integers, "logit_bias": _bias}
+_READERS = {f.name: _SPECIAL.get(f.name) or _KINDS[str(f.type)] for f in fields(SamplingParams)}

@@ -1,0 +1,102 @@
+"""`python -m slime.engine.server --model-path DIR`: one engine behind SGLang's HTTP protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from aiohttp import web
+
+from slime.engine.app import EngineApp
+from slime.engine.arguments import EngineArgs, parse_engine_args
+from slime.engine.engine import Engine
+from slime.engine.hub import ReplyHub
+from slime.utils.env import read_env
+from slime.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        args = parse_engine_args(argv)
+        logging.basicConfig(
+            level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+        )
+        return asyncio.run(serve(args))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+
+
+async def serve(args: EngineArgs) -> int:
+    """Until SIGTERM or SIGINT; 1 if the engine itself failed."""
+    listener = _listen(args)  # first: a taken port should not cost loading the model
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    hub = ReplyHub(loop)
+
+    def fail() -> None:
+        loop.call_soon_threadsafe(stopped.set)
+
+    engine = Engine(args, hub.on_update, fail)
+    hub.engine = engine
+    engine.start()
+    runner = web.AppRunner(
+        EngineApp(engine, hub, _token()).make(), handler_cancellation=True, access_log=None
+    )
+    await runner.setup()
+    await web.SockSite(runner, listener).start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    _announce(args, listener)
+    await stopped.wait()
+    engine.call(lambda: engine.abort(lambda request: True))
+    await runner.cleanup()
+    engine.stop()
+    return 0 if engine.failure is None else 1
+
+
+def _listen(args: EngineArgs) -> socket.socket:
+    try:
+        return socket.create_server((args.host, args.port), backlog=1024)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen at {args.host}:{args.port} ({error.strerror or error}); "
+            "choose another --port, or 0 for any free one"
+        ) from error
+
+
+def _token() -> str:
+    """SLIME_ENGINE_TOKEN, or one made up: control routes are never open."""
+    token = read_env().engine_token
+    if token:
+        return token
+    token = secrets.token_urlsafe(24)
+    print(
+        "SLIME_ENGINE_TOKEN is not set. Control routes need this header:\n"
+        f"  Authorization: Bearer {token}",
+        file=sys.stderr,
+    )
+    return token
+
+
+def _announce(args: EngineArgs, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    if args.port_file:
+        path = Path(args.port_file)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({"port": port, "pid": os.getpid()}))
+        temporary.replace(path)
+    logger.info("engine ready at http://%s:%d", args.host, port)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

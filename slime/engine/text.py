@@ -1,0 +1,97 @@
+"""Text in and out: the tokenizer, and the search for stop strings."""
+
+from __future__ import annotations
+
+import threading
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from slime.engine.arguments import EngineArgs
+from slime.engine.request import FinishReason, Request
+from slime.engine.sampling_params import RequestError
+from slime.utils.errors import UserError
+
+
+class TextCodec:
+    """The tokenizer behind a lock (HTTP and engine thread share it), or none: then ids only."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+
+    @property
+    def available(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return getattr(self._tokenizer, "eos_token_id", None)
+
+    def encode(self, text: str) -> list[int]:
+        with self._lock:
+            return self._require("`text`").encode(text)
+
+    def decode(self, request: Request) -> str:
+        """The output as text, cut at the stop string that ended it."""
+        text = self._decode(request, request.output_ids)
+        finish = request.finish
+        if (
+            finish is not None
+            and isinstance(finish.matched, str)
+            and not request.params.no_stop_trim
+        ):
+            found = text.find(finish.matched)
+            text = text[:found] if found >= 0 else text
+        return text
+
+    def decode_token(self, token: int) -> str:
+        with self._lock:
+            text = self._require("return_text_in_logprobs").decode([token])
+        assert isinstance(text, str)
+        return text
+
+    def find_stop(self, request: Request) -> FinishReason | None:
+        """The first stop string in the end of the output, if any."""
+        # A token stands for at least one byte, so a match cannot begin before this many tokens.
+        window = max(len(stop.encode()) for stop in request.params.stop) + 1
+        tail = self._decode(
+            request, request.token_ids[max(request.prompt_len, len(request.token_ids) - window) :]
+        )
+        for stop in request.params.stop:
+            if stop in tail:
+                return FinishReason(kind="stop", matched=stop)
+        return None
+
+    def check(self, request: Request) -> None:
+        if request.params.stop:
+            self._require("`stop`")
+
+    def _decode(self, request: Request, ids: list[int]) -> str:
+        params = request.params
+        with self._lock:
+            text = self._require("text output").decode(
+                ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+        assert isinstance(text, str)
+        return text
+
+    def _require(self, what: str) -> PreTrainedTokenizerBase:
+        if self._tokenizer is None:
+            raise RequestError(f"{what} needs a tokenizer, and this engine was started without one")
+        return self._tokenizer
+
+
+def load_codec(args: EngineArgs) -> TextCodec:
+    if args.skip_tokenizer_init:
+        return TextCodec(None)
+    path = args.tokenizer_path or args.model_path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"no tokenizer in {path} ({str(error).splitlines()[0]}); give its folder with "
+            "--tokenizer-path, or --skip-tokenizer-init to work with token ids only"
+        ) from error
+    return TextCodec(tokenizer)

@@ -1,0 +1,238 @@
+"""Weight updates in place: from disk, from shared memory or CUDA IPC, over a process group."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from transformers import PreTrainedModel
+
+from slime.engine.sampling_params import RequestError
+from slime.utils.checksum import format_checksum, tensor_checksum
+from slime.utils.hf_views import hf_views, keeps_experts_fused
+from slime.utils.ipc import import_buffer
+from slime.utils.process_group import destroy_side_group, init_side_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorMeta:
+    """One tensor of a bucket: its bytes start at `offset`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class WeightStore:
+    """The live parameters under their checkpoint names; writing to them changes the model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._fused = keeps_experts_fused(model.config.model_type)
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self.session_open = False
+
+    def begin_session(self) -> None:
+        if self.session_open:
+            raise RequestError(
+                "a weight-update session is already open; call end_weight_update() first"
+            )
+        self.session_open = True
+
+    def end_session(self) -> None:
+        if not self.session_open:
+            raise RequestError("end_weight_update() without begin_weight_update()")
+        self.session_open = False
+
+    def require_session(self, route: str) -> None:
+        if not self.session_open:
+            raise RequestError(
+                f"{route} must run between begin_weight_update() and end_weight_update()"
+            )
+
+    def update_from_disk(self, model_path: str) -> None:
+        """Every parameter from a checkpoint folder; nothing is touched unless all of them fit."""
+        views = self._views(with_aliases=True)
+        places = _find_tensors(Path(model_path))
+        missing = [name for name, _ in self._named() if name not in places]
+        unknown = [
+            name
+            for name in places
+            if name not in views and not name.endswith("rotary_emb.inv_freq")
+        ]
+        if missing or unknown:
+            raise RequestError(
+                f"{model_path} is not a checkpoint of this model: it lacks {missing[:3]} "
+                f"and has {unknown[:3]} which the model does not"
+            )
+        by_file: dict[Path, list[str]] = {}
+        for name in places.keys() & views.keys():
+            by_file.setdefault(places[name], []).append(name)
+        for path, names in by_file.items():
+            with safe_open(path, framework="pt") as file:
+                for name in names:
+                    _check_shape(name, tuple(file.get_slice(name).get_shape()), views[name])
+        for path, names in by_file.items():
+            with safe_open(path, framework="pt") as file:
+                for name in names:
+                    views[name].copy_(file.get_tensor(name))
+
+    def update_from_buffer(self, handle: Any, metas: list[TensorMeta]) -> None:
+        """From memory another process of this machine shares."""
+        self._check_metas(metas)
+        try:
+            with import_buffer(handle) as buffer:
+                self._copy_from(buffer, metas)
+        except (KeyError, TypeError, OSError, ValueError) as error:
+            raise RequestError(f"cannot open the shared buffer: {error}") from error
+
+    def init_group(
+        self, *, address: str, port: int, rank: int, world_size: int, name: str, backend: str
+    ) -> None:
+        if name in self._groups:
+            raise RequestError(f"weight update group {name!r} already exists")
+        self._groups[name] = init_side_group(
+            f"tcp://{address}:{port}", rank, world_size, backend, name
+        )
+
+    def destroy_group(self, name: str) -> None:
+        destroy_side_group(self._group(name))
+        del self._groups[name]
+
+    def update_from_group(
+        self, metas: list[TensorMeta], group_name: str, *, flattened: bool
+    ) -> None:
+        """As rank 0 of the group broadcasts: one tensor per name, or all of them as one run of bytes."""
+        group = self._group(group_name)
+        self._check_metas(metas)
+        device = self._model.device
+        if flattened:
+            size = sum(meta.num_bytes for meta in metas)
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            dist.broadcast(buffer, group=group, group_src=0)
+            self._copy_from(buffer, metas)
+            return
+        views = self._views(with_aliases=True)
+        for meta in metas:
+            tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+            dist.broadcast(tensor, group=group, group_src=0)
+            views[meta.name].copy_(tensor)
+
+    def checksums(self) -> dict[str, str]:
+        return {name: format_checksum(tensor_checksum(name, view)) for name, view in self._named()}
+
+    def _copy_from(self, buffer: torch.Tensor, metas: list[TensorMeta]) -> None:
+        views = self._views(with_aliases=True)
+        for meta in metas:
+            data = buffer[meta.offset : meta.offset + meta.num_bytes]
+            if data.numel() != meta.num_bytes:
+                raise RequestError(
+                    f"{meta.name}: bytes {meta.offset}..{meta.offset + meta.num_bytes} lie outside the buffer"
+                )
+            if meta.offset % meta.dtype.itemsize:
+                data = data.clone()
+            views[meta.name].copy_(data.view(meta.dtype).view(meta.shape))
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        named = self._model.named_parameters()
+        return list(hf_views(((n, p.data) for n, p in named), fused_in_checkpoint=self._fused))
+
+    def _views(self, *, with_aliases: bool) -> dict[str, torch.Tensor]:
+        """With aliases: also the second name of a tied parameter (lm_head) and persistent buffers."""
+        if not with_aliases:
+            return dict(self._named())
+        return dict(
+            hf_views(
+                self._model.state_dict(keep_vars=False).items(), fused_in_checkpoint=self._fused
+            )
+        )
+
+    def _check_metas(self, metas: Iterable[TensorMeta]) -> None:
+        views = self._views(with_aliases=True)
+        for meta in metas:
+            if meta.name not in views:
+                raise RequestError(f"the model has no parameter {meta.name!r}")
+            _check_shape(meta.name, meta.shape, views[meta.name])
+
+    def _group(self, name: str) -> dist.ProcessGroup:
+        if name not in self._groups:
+            raise RequestError(
+                f"no weight update group {name!r}; call init_weights_update_group first"
+            )
+        return self._groups[name]
+
+
+def parse_metadata(entries: Any) -> list[TensorMeta]:
+    """The `metadata` of a slime_shm update."""
+    if not isinstance(entries, list):
+        raise RequestError("metadata must be a list of {name, dtype, shape, offset}")
+    try:
+        return [
+            TensorMeta(
+                name=str(entry["name"]),
+                dtype=parse_dtype(entry["dtype"]),
+                shape=tuple(int(size) for size in entry["shape"]),
+                offset=int(entry["offset"]),
+            )
+            for entry in entries
+        ]
+    except (KeyError, TypeError) as error:
+        raise RequestError(
+            f"metadata must be a list of {{name, dtype, shape, offset}}: {error!r}"
+        ) from error
+
+
+def metadata_in_order(
+    names: list[str], dtypes: list[str], shapes: list[list[int]]
+) -> list[TensorMeta]:
+    """Tensors that lie end to end, as in a flattened bucket."""
+    if not len(names) == len(dtypes) == len(shapes):
+        raise RequestError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes")
+    metas: list[TensorMeta] = []
+    offset = 0
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        metas.append(
+            TensorMeta(name=name, dtype=parse_dtype(dtype), shape=tuple(shape), offset=offset)
+        )
+        offset += metas[-1].num_bytes
+    return metas
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise RequestError(f"unknown dtype {name!r}")
+    return dtype
+
+
+def _check_shape(name: str, shape: tuple[int, ...], view: torch.Tensor) -> None:
+    if tuple(view.shape) != shape:
+        raise RequestError(
+            f"{name}: shape {list(shape)} was sent, the model has {list(view.shape)}"
+        )
+
+
+def _find_tensors(folder: Path) -> dict[str, Path]:
+    """Which file of a checkpoint holds which tensor."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return {
+            name: folder / file
+            for name, file in json.loads(index.read_text())["weight_map"].items()
+        }
+    single = folder / "model.safetensors"
+    with contextlib.suppress(FileNotFoundError), safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+    raise RequestError(f"no model.safetensors or model.safetensors.index.json in {folder}")
