@@ -9,28 +9,27 @@ Flags are declared in `slime/utils/flags/`; nothing outside this module and that
 
 from __future__ import annotations
 
-import re
 import sys
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from slime.utils.errors import ConfigError
 from slime.utils.eval_config import EvalDataset
 from slime.utils.flags import rollout, run, train
 from slime.utils.flags.checks import check_all
+from slime.utils.flags.config_file import read_config
 from slime.utils.flags.derive import derive
 from slime.utils.flags.draft import Draft, Origin
 from slime.utils.flags.file_checks import check_files
+from slime.utils.flags.gpus import count_gpus
 from slime.utils.flags.later import refuse_later
 from slime.utils.flags.model_checks import check_model
 from slime.utils.flags.parser import read_command_line
-from slime.utils.flags.registry import all_flags, own_flags
+from slime.utils.flags.redact import redact as redacted
+from slime.utils.flags.registry import all_flags
+from slime.utils.flags.show import print_resolved
 from slime.utils.flags.value_checks import check_values
-from slime.utils.flags.values import convert, nearest
+from slime.utils.flags.values import nearest
 
-REDACTED = "***"
+__all__ = ["Args", "EvalDataset", "parse_args", "print_resolved"]
 
 
 class Args(
@@ -96,21 +95,23 @@ class Args(
         """Every value that is set, by name; secrets are hidden unless asked for."""
         hidden = ("_origins", "warnings")
         values = {name: value for name, value in vars(self).items() if name not in hidden}
-        return {name: _redact(name, value) for name, value in values.items()} if redact else values
+        return {name: redacted(name, value) for name, value in values.items()} if redact else values
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Args) and vars(self) == vars(other)
 
-    def __hash__(self) -> int:
-        return id(self)
+    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         shown = {name: v for name, v in self.to_dict().items() if self.origin(name) != "default"}
         return f"Args({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
-def parse_args(argv: list[str] | None = None) -> Args:
-    """The arguments of this process, or of `argv`; ConfigError says what is wrong with them."""
+def parse_args(argv: list[str] | None = None, *, offline: bool = False) -> Args:
+    """The arguments of this process, or of `argv`; ConfigError says what is wrong with them.
+
+    With `offline`, as with --dry-run, files and packages missing here are only warnings.
+    """
     typed = read_command_line(sys.argv[1:] if argv is None else argv)
     configured = read_config(typed["config"]) if typed.get("config") else {}
     origins: dict[str, Origin] = {
@@ -118,7 +119,12 @@ def parse_args(argv: list[str] | None = None) -> Args:
         **dict.fromkeys(typed, "command line"),
     }
     given = {**configured, **typed}
-    draft = Draft(given, origins, offline=bool(given.get("dry_run")))
+    offline = offline or bool(given.get("dry_run"))
+    return resolve(Draft(given, origins, gpus=count_gpus(), offline=offline))
+
+
+def resolve(draft: Draft) -> Args:
+    """Derive what was not given and check everything."""
     check_values(draft)
     derive(draft)
     check_all(draft)
@@ -126,43 +132,3 @@ def parse_args(argv: list[str] | None = None) -> Args:
     check_model(draft)
     refuse_later(draft)
     return Args(draft.values, draft.origins, tuple(draft.warnings))
-
-
-def read_config(path: str) -> dict[str, Any]:
-    """The values of a YAML file; names are those of the flags, with dashes or underscores."""
-    if not Path(path).is_file():
-        raise ConfigError(f"--config: {path} is not there")
-    try:
-        content = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config: {path} is not YAML: {error}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config: {path} must hold 'flag: value' lines")
-    values = {}
-    for key, raw in content.items():
-        name = str(key).lstrip("-").replace("-", "_")
-        flag = all_flags().get(name)
-        if flag is None or name == "config":
-            near = nearest(name, all_flags())
-            hint = f"; did you mean {near}?" if near else ""
-            raise ConfigError(f"{path}: there is no flag {key!r}{hint}")
-        if raw is not None:
-            values[name] = convert(flag, raw, f"{path}: {key}")
-    return values
-
-
-def print_resolved(args: Args) -> None:
-    """Every value with where it came from, then the placement."""
-    for name, value in args.to_dict().items():
-        print(f"{name} = {value!r}  [{args.origin(name)}]")
-
-
-def _redact(name: str, value: Any) -> Any:
-    flag = own_flags().get(name) or all_flags().get(name)
-    if flag is not None and flag.secret and value is not None:
-        return REDACTED
-    if isinstance(value, str):
-        return re.sub(r"(?<=://)[^/@\s]+@", f"{REDACTED}@", value)
-    return value

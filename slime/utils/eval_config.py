@@ -15,12 +15,10 @@ The file of --eval-config gives settings for all datasets and for each of them:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from slime.utils.errors import ConfigError
+from slime.utils.flags.config_file import load_mapping
 from slime.utils.flags.spec import Flag, flags_of
 from slime.utils.flags.values import convert, nearest
 
@@ -59,7 +57,7 @@ def pair_datasets(values: list[str], defaults: dict[str, Any]) -> list[EvalDatas
 
 def read_eval_config(path: str, defaults: dict[str, Any]) -> list[EvalDataset]:
     """The datasets of an --eval-config file; a mistake names the file and the key."""
-    content = _load(path)
+    content = load_mapping(path, "--eval-config")
     for key in content:
         if key not in ("defaults", "datasets"):
             raise ConfigError(f"{path}: there is no key {key!r}: use 'defaults' and 'datasets'")
@@ -69,16 +67,6 @@ def read_eval_config(path: str, defaults: dict[str, Any]) -> list[EvalDataset]:
         raise ConfigError(f"{path}: datasets must be a list with at least one dataset")
     defaults = {**defaults, **shared}
     return [_dataset(row, f"{path}: datasets[{i}]", defaults) for i, row in enumerate(rows)]
-
-
-def _load(path: str) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--eval-config: {path} is not YAML: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"--eval-config: {path} must hold 'datasets' and may hold 'defaults'")
-    return content
 
 
 def _dataset(row: Any, where: str, defaults: dict[str, Any]) -> EvalDataset:

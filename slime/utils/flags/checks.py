@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from slime.utils.errors import ConfigError
+from slime.utils.flags.derive import context_limit
 from slime.utils.flags.draft import Draft
 from slime.utils.flags.embedded import embedded_support
-from slime.utils.flags.gpus import count_gpus
 from slime.utils.flags.registry import all_flags, own_flags
 from slime.utils.flags.spec import option_of
 from slime.utils.flags.values import nearest
@@ -16,9 +16,8 @@ RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "remote_rm", 
 _INSTEAD = {
     "recompute_granularity": "use --gradient-checkpointing",
     "optimizer_cpu_offload": "use --fsdp-cpu-offload",
-    "gradient_checkpointing": (
-        "use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    ),
+    "attention_backend": "use --attn-implementation",
+    "gradient_checkpointing": "use --recompute-granularity full",
     "fsdp_cpu_offload": "use --optimizer-cpu-offload",
     "attn_implementation": "use --attention-backend",
 }
@@ -73,7 +72,7 @@ def check_backend(draft: Draft) -> None:
         if owner is not None and owner != backend:
             raise ConfigError(
                 f"{flag.option} belongs to --train-backend {owner}, this run uses {backend}: "
-                f"{_INSTEAD.get(name, 'leave it out')}"
+                f"{_INSTEAD.get(name, 'leave it out')}, or choose --train-backend {owner}"
             )
     if backend == "fsdp" and draft["optimizer"] != "adam":
         raise ConfigError(f"--optimizer {draft['optimizer']}: --train-backend fsdp has adam only")
@@ -123,13 +122,13 @@ def check_cluster(draft: Draft) -> None:
             f"--actor-num-gpus-per-node {draft['actor_num_gpus_per_node']} is more than "
             f"--num-gpus-per-node {draft['num_gpus_per_node']}"
         )
-    if draft["distributed_backend"] == "nccl" and not count_gpus():
+    if draft["distributed_backend"] == "nccl" and not draft.gpus:
         draft.lacking("--distributed-backend nccl needs GPUs: use gloo, or leave it out")
     _check_transport(draft)
 
 
 def _check_transport(draft: Draft) -> None:
-    transport, gpus = draft["update_weight_transport"], count_gpus()
+    transport, gpus = draft["update_weight_transport"], draft.gpus
     if transport == "tensor" and not draft["colocate"] and (gpus or draft["actor_num_nodes"] > 1):
         raise ConfigError(
             "--update-weight-transport tensor shares memory, which needs --colocate: use distributed"
@@ -208,16 +207,15 @@ def check_batches(draft: Draft) -> None:
 
 
 def check_lengths(draft: Draft) -> None:
-    context, prompt = draft["rollout_max_context_len"], draft["rollout_max_prompt_len"]
-    name = "--rollout-max-context-len"
-    if context is None:
-        context, name = draft["sglang_context_length"], "--sglang-context-length"
-    if context is not None and context <= (prompt or 1):
+    if draft["rollout_num_gpus"] == 0:  # nothing is generated
+        return
+    (limit, what), prompt = context_limit(draft), draft["rollout_max_prompt_len"]
+    if limit is not None and limit <= (prompt or 1):
         raise ConfigError(
-            f"{name} {context} leaves no response token behind a prompt of {prompt or 1}: raise it"
-            + (", or lower --rollout-max-prompt-len" if prompt else "")
+            f"{what} leaves no response token behind a prompt of {prompt or 1}: "
+            + ("lower --rollout-max-prompt-len" if prompt else "raise it")
         )
-    if draft["rollout_max_response_len"] is None or draft["rollout_max_response_len"] < 1:
+    if draft["rollout_max_response_len"] is None:
         raise ConfigError("--rollout-max-response-len is missing: give the longest response")
     buffer = draft["overlong_buffer_len"]
     if buffer is not None and buffer > draft["rollout_max_response_len"]:

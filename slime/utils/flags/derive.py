@@ -8,10 +8,10 @@ from pathlib import Path
 from slime.utils.errors import ConfigError
 from slime.utils.eval_config import EvalDataset, pair_datasets, read_eval_config
 from slime.utils.flags.draft import Draft
-from slime.utils.flags.gpus import count_gpus
 from slime.utils.flags.hf_config import read_hf_config
 from slime.utils.flags.prompt_files import count_prompts
 from slime.utils.flags.registry import own_flags
+from slime.utils.flags.spec import option_of
 
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 
@@ -61,22 +61,21 @@ def _derive_mode(draft: Draft) -> None:
     absolute = str(Path(draft["run_dir"]).expanduser().absolute())
     if absolute != draft["run_dir"]:
         draft.values["run_dir"] = absolute
-    precision = "bf16" if count_gpus() else "fp32"
+    precision = "bf16" if draft.gpus else "fp32"
     precision = "bf16" if draft["bf16"] else "fp32" if draft["fp32"] else precision
     draft.derive("precision", precision)
 
 
 def _derive_cluster(draft: Draft) -> None:
-    gpus = count_gpus()
     if draft["actor_num_nodes"] == 1:
         if not draft.given("actor_num_gpus_per_node"):
-            draft.derive("actor_num_gpus_per_node", gpus or 1)
-        if not draft.given("num_gpus_per_node") and gpus:
-            draft.derive("num_gpus_per_node", gpus)
-    if not draft.given("distributed_backend") and not gpus:
+            draft.derive("actor_num_gpus_per_node", draft.gpus or 1)
+        if not draft.given("num_gpus_per_node") and draft.gpus:
+            draft.derive("num_gpus_per_node", draft.gpus)
+    if not draft.given("distributed_backend") and not draft.gpus:
         draft.derive("distributed_backend", "gloo")
     _derive_engine_size(draft)
-    _derive_placement(draft, gpus)
+    _derive_placement(draft)
     for name in ("offload_train", "offload_rollout"):
         if (draft["offload"] or draft["colocate"]) and not draft.given(name):
             draft.derive(name, True)
@@ -96,12 +95,13 @@ def _derive_engine_size(draft: Draft) -> None:
         )
 
 
-def _derive_placement(draft: Draft, gpus: int) -> None:
+def _derive_placement(draft: Draft) -> None:
     training = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
     if draft["debug_train_only"] or _needs_no_engine(draft):
-        draft.derive_if_unset("rollout_num_gpus", 0)
-    elif draft["rollout_num_gpus"] is None and not draft["colocate"]:
-        if gpus and not draft["debug_rollout_only"]:
+        draft.derive("rollout_num_gpus", 0)
+        return
+    if draft["rollout_num_gpus"] is None and not draft["colocate"]:
+        if draft.gpus and not draft["debug_rollout_only"]:
             draft.derive("colocate", True)
         else:
             draft.derive("rollout_num_gpus", draft["rollout_num_gpus_per_engine"])
@@ -126,13 +126,20 @@ def _derive_weights(draft: Draft) -> None:
     draft.derive_if_unset("update_weight_disk_dir", str(Path(draft["run_dir"]) / "weights"))
 
 
+def context_limit(draft: Draft) -> tuple[int | None, str]:
+    """The longest prompt and response together that anything allows, and what says so."""
+    for name in ("rollout_max_context_len", "sglang_context_length"):
+        if draft[name] is not None:
+            return draft[name], f"{option_of(name)} {draft[name]}"
+    limit = read_hf_config(draft).get("max_position_embeddings")
+    return limit, f"the model's context length of {limit}"
+
+
 def _derive_lengths(draft: Draft) -> None:
-    if draft["rollout_max_response_len"] is not None:
-        return
-    limit = draft["rollout_max_context_len"] or draft["sglang_context_length"]
-    limit = limit or read_hf_config(draft).get("max_position_embeddings")
-    if limit:
-        draft.derive("rollout_max_response_len", limit - (draft["rollout_max_prompt_len"] or 1))
+    limit, _ = context_limit(draft)
+    if limit is not None:
+        rest = limit - (draft["rollout_max_prompt_len"] or 1)
+        draft.derive_if_unset("rollout_max_response_len", rest)
 
 
 def _derive_batches(draft: Draft) -> None:

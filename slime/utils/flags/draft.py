@@ -14,15 +14,18 @@ Origin = Literal["default", "config", "command line", "derived"]
 class Draft:
     """Defaults, overlaid by what the user gave; `derive` fills the rest, `checks` refuse.
 
-    `draft["lr"]` is the value so far, `draft.given("lr")` says whether the user set it. With
-    `offline`, what this machine lacks is a warning: the run is meant for another one.
+    `draft["lr"]` is the value so far, `draft.given("lr")` says whether the user set it. `gpus` is what
+    this machine has. With `offline`, what it lacks is a warning: the run is meant for another one.
     """
 
-    def __init__(self, given: dict[str, Any], origins: dict[str, Origin], *, offline: bool) -> None:
+    def __init__(
+        self, given: dict[str, Any], origins: dict[str, Origin], *, gpus: int, offline: bool = False
+    ) -> None:
         self._defaults = {name: flag.default for name, flag in own_flags().items()}
         self.values: dict[str, Any] = {**self._defaults, **given}
         self.origins: dict[str, Origin] = dict(origins)
         self.warnings: list[str] = []
+        self.gpus = gpus
         self.offline = offline
 
     def __getitem__(self, name: str) -> Any:
@@ -43,7 +46,7 @@ class Draft:
         self.origins[name] = "derived"
 
     def derive_if_unset(self, name: str, value: Any) -> None:
-        if self.values.get(name) is None:
+        if self.values.get(name) is None and value is not None:
             self.derive(name, value)
 
     def warn(self, message: str) -> None:

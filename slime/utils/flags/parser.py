@@ -37,6 +37,9 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="train.py",
+        usage="%(prog)s [--config FILE] [--flag value ...]",
+        description="Train a language model by reinforcement learning.",
+        epilog="Flags of Megatron, SGLang and its router keep the defaults of those packages.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=40, width=110),
@@ -65,7 +68,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 
 def _help(flag: Flag) -> str:
-    text = flag.help
+    text = flag.help if flag.family == "slime" else flag.summary
     if flag.default not in (None, False, [], {}):
         text += f" (default: {flag.default})"
     return text.replace("%", "%%")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -39,6 +40,12 @@ class Flag:
     @property
     def option(self) -> str:
         return self.options[0]
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the help."""
+        first = re.split(r"(?<=[.!?])\s", self.help, maxsplit=1)[0]
+        return first if len(first) <= 200 else first[:197] + "..."
 
 
 def flag(
