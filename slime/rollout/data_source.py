@@ -52,7 +52,12 @@ class RolloutDataSource:
         self.position = 0  # groups of this epoch handed out
         self.next_group_index = 0
         self.next_sample_index = 0
+        self.buffer: list[Group] = []  # handed out before new groups
         self._order = self._epoch_order()
+        if not len(self._order):
+            raise ConfigError(
+                f"--prompt-data {' '.join(args.prompt_data or [])}: weights leave no row"
+            )
         self._rollout_id: int | None = None
         self._in_flight: dict[int, Group] = {}
         self._finished: dict[int, list[Group]] = {}
@@ -63,7 +68,11 @@ class RolloutDataSource:
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """The next `num_samples` groups of `n_samples_per_prompt` siblings each."""
-        return self._hand_out([self._new_group() for _ in range(num_samples)])
+        groups = self._take_buffered(num_samples)
+        groups += [self._new_group() for _ in range(num_samples - len(groups))]
+        for group in groups:
+            self._in_flight[_group_index(group)] = clone_group(group)
+        return groups
 
     def add_samples(self, samples: list[Group]) -> None:
         if samples:
@@ -98,7 +107,7 @@ class RolloutDataSource:
             "next_sample_index": self.next_sample_index,
             "dataset_lens": [len(dataset) for dataset in self.datasets],
             "in_flight": _encode_groups(in_flight),
-            "buffer": [],
+            "buffer": _encode_groups(self.buffer),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -115,7 +124,7 @@ class RolloutDataSource:
         self.position = min(state["position"], len(self._order))
         self._in_flight.clear()
         self._finished.clear()
-        self._restore_groups(_decode_groups(state["in_flight"]) + _decode_groups(state["buffer"]))
+        self.buffer = _decode_groups(state["in_flight"]) + _decode_groups(state["buffer"])
 
     def save(self, rollout_id: int) -> None:
         """Write the state under `--save`; whoever writes a checkpoint of its own uses `state_dict`."""
@@ -137,13 +146,8 @@ class RolloutDataSource:
             return
         self.load_state_dict(orjson.loads(path.read_bytes()))
 
-    def _restore_groups(self, groups: list[Group]) -> None:
-        self.add_samples(groups)
-
-    def _hand_out(self, groups: list[Group]) -> list[Group]:
-        for group in groups:
-            self._in_flight[_group_index(group)] = clone_group(group)
-        return groups
+    def _take_buffered(self, num_samples: int) -> list[Group]:
+        return pop_first(self.args, self._rollout_id, self.buffer, num_samples)
 
     def _new_group(self) -> Group:
         if self.position >= len(self._order):
@@ -152,13 +156,14 @@ class RolloutDataSource:
             self._order = self._epoch_order()
         dataset, row = self._order[self.position]
         self.position += 1
-        group = []
-        for _ in range(self.args.n_samples_per_prompt):
-            sample = self.datasets[dataset].make_sample(int(row))
+        rows = [row] * self.args.n_samples_per_prompt
+        return self._number([self.datasets[dataset].make_sample(int(row)) for row in rows])
+
+    def _number(self, group: Group) -> Group:
+        for sample in group:
             sample.group_index = self.next_group_index
             sample.index = sample.rollout_id = self.next_sample_index
             self.next_sample_index += 1
-            group.append(sample)
         self.next_group_index += 1
         return group
 
@@ -174,34 +179,24 @@ class RolloutDataSource:
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """The same with a buffer: groups that came back are handed out before new ones."""
+    """The same with a buffer that takes groups back: surplus and unfinished ones, or a hook's own."""
 
     def __init__(self, args: Args) -> None:
         super().__init__(args)
-        self.buffer: list[Group] = []
+        path = args.buffer_filter_path
         self._buffer_filter = (
-            load_function(
-                args.buffer_filter_path, flag="--buffer-filter-path", protocol=BufferFilter
-            )
-            if args.buffer_filter_path
+            load_function(path, flag="--buffer-filter-path", protocol=BufferFilter)
+            if path
             else pop_first
         )
 
-    def get_samples(self, num_samples: int) -> list[Group]:
-        groups = self._take_buffered(num_samples)
-        fresh = [self._new_group() for _ in range(num_samples - len(groups))]
-        return self._hand_out([*groups, *fresh])
-
     def add_samples(self, samples: list[Group]) -> None:
+        """Groups a hook made itself, without indices, are numbered here."""
         for group in samples:
+            if group[0].group_index is None:
+                self._number(group)
             self._in_flight.pop(_group_index(group), None)
             self.buffer.append(group)
-
-    def state_dict(self, rollout_id: int | None = None) -> dict[str, Any]:
-        return {**super().state_dict(rollout_id), "buffer": _encode_groups(self.buffer)}
-
-    def _restore_groups(self, groups: list[Group]) -> None:
-        self.buffer = groups
 
     def _take_buffered(self, num_samples: int) -> list[Group]:
         if not self.buffer:
@@ -212,7 +207,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 f"--buffer-filter-path {self.args.buffer_filter_path} returned {len(groups)} groups "
                 f"when at most {num_samples} were asked for"
             )
-        return groups
+        return list(groups)
 
 
 def data_format_of(args: Args) -> DataFormat:
@@ -225,13 +220,14 @@ def data_format_of(args: Args) -> DataFormat:
         apply_chat_template=args.apply_chat_template,
         chat_template_kwargs=args.apply_chat_template_kwargs,
         max_prompt_len=args.rollout_max_prompt_len,
-        label_needed_by=_label_needed_by(args.rm_type, args.custom_rm_path, args.loss_type),
+        label_needed_by=label_needed_by(args),
     )
 
 
-def _label_needed_by(rm_type: str | None, custom_rm_path: str | None, loss_type: str) -> str | None:
-    if custom_rm_path is None and loss_type != "sft_loss" and needs_label(rm_type):
-        return f"--rm-type {rm_type}"
+def label_needed_by(args: Args) -> str | None:
+    """The setting that cannot do without a label in each row, for messages."""
+    if args.custom_rm_path is None and args.loss_type != "sft_loss" and needs_label(args.rm_type):
+        return f"--rm-type {args.rm_type}"
     return None
 
 
@@ -256,8 +252,7 @@ def _state_path(folder: str, rollout_id: int) -> Path:
 
 def _group_index(group: Group) -> int:
     index = group[0].group_index
-    if index is None:
-        raise UserError("a group came back without group_index; keep the field the data source set")
+    assert index is not None
     return index
 
 

@@ -55,6 +55,11 @@ class EnginePool:
         self._resting: dict[str, tuple[float, float]] = {}  # url -> (until, length of this rest)
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._calls: dict[asyncio.Task[Any], str] = {}
+        self._lost: set[asyncio.Task[Any]] = (
+            set()
+        )  # calls cancelled because their engine was removed
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def urls(self) -> list[str]:
@@ -66,34 +71,43 @@ class EnginePool:
         return {url: self._in_flight.get(url, 0) for url in self._urls}
 
     def set_urls(self, urls: list[str]) -> None:
-        """Replace the engines; requests under way on a removed one fail over as they end."""
+        """Replace the engines; requests under way on a removed one are made again on another."""
+        removed = set(self._urls) - set(urls)
         for url in urls:
             self._in_flight.setdefault(url, 0)
-        self._resting = {url: rest for url, rest in self._resting.items() if url in self._urls}
-        for url in set(urls) - set(self._urls):
-            self._resting.pop(url, None)
         self._urls = list(urls)
+        self._resting = {url: rest for url, rest in self._resting.items() if url in self._urls}
+        if self._loop is not None and removed and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._cancel_calls, removed)
 
     async def generate(
         self, payload: dict[str, Any], session_id: str | None = None
     ) -> dict[str, Any]:
         """POST /generate on one engine. Requests of one `session_id` stay together for the prefix cache."""
-        started = time.monotonic()
+        self._loop = asyncio.get_running_loop()
+        failing_since: float | None = None
         while True:
-            url = await self._acquire(session_id, started)
+            url = await self._acquire(session_id)
+            call = self._loop.create_task(
+                post_once(f"{url}/generate", payload, timeout_s=self.request_timeout_s)
+            )
+            self._calls[call] = url
             try:
-                reply = await post_once(
-                    f"{url}/generate", payload, timeout_s=self.request_timeout_s
-                )
+                reply = await call
+                self._resting.pop(url, None)
+                return reply
+            except asyncio.CancelledError:
+                if call not in self._lost:
+                    raise
+                self._lost.discard(call)
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError, HttpStatusError) as error:
                 if not is_temporary(error):
                     raise EngineRefusedError(str(error)) from error
                 self._rest(url, error)
-                self._give_up_after_deadline(started, url, error)
-            else:
-                self._resting.pop(url, None)
-                return reply
+                failing_since = failing_since or time.monotonic()
+                self._give_up_after_deadline(failing_since, url, error)
             finally:
+                del self._calls[call]
                 self._release(url)
 
     async def abort_all(self) -> None:
@@ -111,26 +125,26 @@ class EnginePool:
             if isinstance(result, Exception):
                 logger.warning("abort on engine %s failed: %s", url, result)
 
-    async def _acquire(self, session_id: str | None, started: float) -> str:
+    async def _acquire(self, session_id: str | None) -> str:
+        """A slot on an engine, counted as taken; waits while all are full or resting."""
+        idle_since = time.monotonic()
         while True:
             url = self._choose(session_id)
             if url is not None:
                 self._in_flight[url] += 1
                 return url
+            if self._urls:
+                idle_since = time.monotonic()
+            elif time.monotonic() - idle_since > self.deadline_s:
+                raise EngineUnreachableError(
+                    f"there was no engine to generate with for {self.deadline_s:.0f} s"
+                )
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
-            try:
-                # A resting engine wakes nobody up when its rest ends, hence the bounded wait.
-                await asyncio.wait_for(
-                    waiter, timeout=0.25 if self._resting or not self._urls else 5
-                )
-            except asyncio.TimeoutError:
-                pass
-            finally:
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
-            if not self._urls and time.monotonic() - started > self.deadline_s:
-                raise EngineUnreachableError("there is no engine to generate with")
+            # An engine whose rest ends, or a new one, wakes nobody up: hence the bounded wait.
+            await asyncio.wait([waiter], timeout=0.25 if self._resting or not self._urls else 5.0)
+            if not waiter.done():
+                self._waiters.remove(waiter)
 
     def _choose(self, session_id: str | None) -> str | None:
         now = time.monotonic()
@@ -162,6 +176,12 @@ class EnginePool:
                 waiter.set_result(None)
                 return
 
+    def _cancel_calls(self, urls: set[str]) -> None:
+        for call, url in self._calls.items():
+            if url in urls and not call.done():
+                self._lost.add(call)
+                call.cancel()
+
     def _rest(self, url: str, error: Exception) -> None:
         """Leave the engine alone for a while; all of its requests failing at once count as one failure."""
         until, length = self._resting.get(url, (0.0, 0.0))
@@ -172,8 +192,8 @@ class EnginePool:
         self._resting[url] = (now + length, length)
         logger.warning("engine %s: %s; trying again in %.1f s", url, error or repr(error), length)
 
-    def _give_up_after_deadline(self, started: float, url: str, error: Exception) -> None:
-        if time.monotonic() - started > self.deadline_s:
+    def _give_up_after_deadline(self, since: float, url: str, error: Exception) -> None:
+        if time.monotonic() - since > self.deadline_s:
             raise EngineUnreachableError(
                 f"no engine answered for {self.deadline_s:.0f} s; the last one tried, {url}, failed "
                 f"with: {error or repr(error)}. Engines: {', '.join(self._urls)}. "

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import TYPE_CHECKING
 
 from slime.rollout import progress as progress_report
 from slime.rollout.base_types import EvalResult, RolloutFnEvalOutput
+from slime.rollout.data_source import label_needed_by
 from slime.rollout.group_task import run_group
 from slime.rollout.metrics import eval_metrics
 from slime.rollout.progress import Progress
-from slime.rollout.rm_hub.types import needs_label
 from slime.rollout.sampling import eval_sampling_params
 from slime.rollout.turn import Run, current_run
 from slime.utils.data import DataFormat, PromptDataset, load_prompts
 from slime.utils.errors import UserError
+from slime.utils.http import gather, in_thread
 from slime.utils.tokenizer import load_tokenizer
 from slime.utils.types import Group, Sample, Status
 
@@ -34,13 +34,11 @@ async def evaluate(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     progress = progress_report.start(
         Progress(rollout_id=rollout_id, evaluation=True, finished=False)
     )
-    results = await asyncio.gather(
-        *(_evaluate_one(args, dataset, progress) for dataset in args.eval_datasets)
-    )
+    results = await gather(_evaluate_one(args, dataset, progress) for dataset in args.eval_datasets)
     progress.finished = True
     output = RolloutFnEvalOutput(data={})
     for dataset, samples in zip(args.eval_datasets, results, strict=True):
-        reward_key = dataset.reward_key
+        reward_key = args.eval_reward_key
         output.data[dataset.name] = EvalResult(
             rewards=[sample.get_reward_value(reward_key) for sample in samples],
             truncated=[sample.status == Status.TRUNCATED for sample in samples],
@@ -51,6 +49,8 @@ async def evaluate(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
 
 
 async def _evaluate_one(args: Args, dataset: EvalDataset, progress: Progress) -> list[Sample]:
+    if dataset.rm_type is not None:  # the dataset's own reward comes before the run's
+        args = args.replace(rm_type=dataset.rm_type, custom_rm_path=None)
     seed_parts = (args.rollout_seed, "eval", dataset.name) if args.deterministic else ()
     current_run.set(Run(seed_parts=seed_parts))
     params = eval_sampling_params(
@@ -65,10 +65,10 @@ async def _evaluate_one(args: Args, dataset: EvalDataset, progress: Progress) ->
         progress.generated_samples += 1
         progress.response_tokens += sample.response_length
 
-    groups = _make_groups(args, dataset)
+    groups = await in_thread(_make_groups, args, dataset)
     progress.target_groups += len(groups)
-    done = await asyncio.gather(
-        *(run_group(args, group, params, evaluation=True, on_sample=count) for group in groups)
+    done = await gather(
+        run_group(args, group, params, evaluation=True, on_sample=count) for group in groups
     )
     samples = [sample for group in done for sample in group]
     _stop_if_all_failed(samples, dataset.name)
@@ -84,10 +84,6 @@ def _make_groups(args: Args, dataset: EvalDataset) -> list[Group]:
             sample.group_index = row
             sample.index = sample.rollout_id = row * size + number
             sample.session_id = f"eval-{dataset.name}-{row}"
-            sample.custom_rm_path = dataset.custom_rm_path
-            sample.generate_function_path = dataset.custom_generate_function_path
-            if dataset.rm_type is not None:
-                sample.metadata.setdefault("rm_type", dataset.rm_type)
     return groups
 
 
@@ -96,11 +92,11 @@ def _load(args: Args, dataset: EvalDataset) -> PromptDataset:
         data_format = DataFormat(
             input_key=dataset.input_key,
             label_key=dataset.label_key,
-            metadata_key=dataset.metadata_key,
-            tool_key=dataset.tool_key,
-            apply_chat_template=dataset.apply_chat_template,
+            metadata_key=args.metadata_key,
+            tool_key=args.tool_key,
+            apply_chat_template=args.apply_chat_template,
             chat_template_kwargs=args.apply_chat_template_kwargs,
-            label_needed_by=_label_needed_by(dataset),
+            label_needed_by=label_needed_by(args),
             data_flag=f"--eval-prompt-data {dataset.name}",
             input_flag="--eval-input-key",
             label_flag="--eval-label-key",
@@ -108,12 +104,6 @@ def _load(args: Args, dataset: EvalDataset) -> PromptDataset:
         tokenizer = load_tokenizer(args.hf_checkpoint)
         _datasets[dataset.name] = load_prompts(dataset.path, data_format, tokenizer)
     return _datasets[dataset.name]
-
-
-def _label_needed_by(dataset: EvalDataset) -> str | None:
-    if dataset.custom_rm_path is None and needs_label(dataset.rm_type):
-        return f"--rm-type {dataset.rm_type}"
-    return None
 
 
 def _stop_if_all_failed(samples: list[Sample], name: str) -> None:

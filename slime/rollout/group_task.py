@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from slime.rollout.samples import fill_empty_response, mark_failed
 from slime.rollout.sampling import SamplingParams
 from slime.rollout.turn import generate
 from slime.utils.errors import UserError
+from slime.utils.http import gather
 from slime.utils.load_function import accepts, load_function
 from slime.utils.tokenizer import eos_token_id
 from slime.utils.types import Group, Sample, Status
@@ -39,11 +39,9 @@ async def run_group(
     the run; any other exception of a hook marks its sample FAILED.
     """
     score_alone = not args.group_rm
-    executions = await asyncio.gather(
-        *(
-            _run_sample(args, sample, sampling_params, evaluation, score_alone, on_sample)
-            for sample in group
-        )
+    executions = await gather(
+        _run_sample(args, sample, sampling_params, evaluation, score_alone, on_sample)
+        for sample in group
     )
     samples = [sample for execution in executions for sample in execution]
     if not score_alone:
@@ -158,9 +156,7 @@ async def _guard(
     except Exception as error:
         for sample in samples:
             mark_failed(sample, stage, error)
-        logger.warning(
-            "sample %s failed in %s: %s", samples[0].index, stage, samples[0].metadata["error"]
-        )
+        logger.debug("sample %s failed in %s", samples[0].index, stage, exc_info=True)
         return None
 
 

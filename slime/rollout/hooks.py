@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slime.rollout import base_types as t
-from slime.rollout.rm_hub.types import check_rm_type
+from slime.rollout.rm_hub.types import BOXED, check_rm_type
 from slime.utils.errors import ConfigError
 from slime.utils.load_function import load_class, load_function
 
@@ -44,20 +44,30 @@ def check_hooks(args: Args) -> None:
     """ConfigError, naming the flag and the expected signature, for the first hook that is not right."""
     for name, protocol in HOOKS.items():
         path = getattr(args, name)
-        if path is None:
-            continue
-        flag = "--" + name.replace("_", "-")
-        if name in _CLASSES:
-            load_class(path, flag=flag, protocol=protocol)
-            continue
-        if name == "custom_rm_path" and args.group_rm:
-            protocol = t.GroupRewardFunction
-        load_function(path, flag=flag, protocol=protocol, must_be_async=name in _ASYNC)
-    _check_reward(args)
+        if path is not None:
+            _check(name, path, "--" + name.replace("_", "-"), protocol, args.group_rm)
+    _check_rewards(args)
 
 
-def _check_reward(args: Args) -> None:
-    if args.rm_type is not None:
-        check_rm_type(args.rm_type)
-    if args.rm_type == "remote_rm" and not args.rm_url:
-        raise ConfigError("--rm-type remote_rm needs the address of the service: --rm-url")
+def _check(name: str, path: str, flag: str, protocol: type, group_rm: bool) -> None:
+    if name in _CLASSES:
+        load_class(path, flag=flag, protocol=protocol)
+        return
+    if name == "custom_rm_path" and group_rm:
+        protocol = t.GroupRewardFunction
+    load_function(path, flag=flag, protocol=protocol, must_be_async=name in _ASYNC)
+
+
+def _check_rewards(args: Args) -> None:
+    used = [("--rm-type", args.rm_type, args.custom_rm_path, "--reward-key", args.reward_key)]
+    for one in args.eval_datasets:
+        where = f"rm_type of {one.name}"
+        used.append((where, one.rm_type, None, "--eval-reward-key", args.eval_reward_key))
+    for where, rm_type, custom_path, key_flag, key in used:
+        if rm_type is None or custom_path is not None:
+            continue
+        check_rm_type(rm_type, where)
+        if rm_type == "remote_rm" and not args.rm_url:
+            raise ConfigError(f"{where} remote_rm needs the address of the service: --rm-url")
+        if rm_type.removeprefix(BOXED) == "dapo" and key is None:
+            raise ConfigError(f"{where} {rm_type} gives score, acc and pred: add {key_flag} score")

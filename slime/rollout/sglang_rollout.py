@@ -74,6 +74,7 @@ class _Collector:
             keep_partial=args.partial_rollout,
         )
         self.undecided: dict[asyncio.Task[Group], Group] = {}  # task -> the group as it was taken
+        self.finished: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()
         self.kept: list[Group] = []
         self.rejected: list[Group] = []
         self.dropped: Counter[str] = Counter()
@@ -90,8 +91,7 @@ class _Collector:
         try:
             while len(self.kept) < self.args.rollout_batch_size:
                 self._top_up()
-                for task in await self._next_finished():
-                    self._decide(task)
+                self._decide(await self._next_finished())
         finally:
             await self._return_rest()
             self.progress.finished = True
@@ -108,21 +108,19 @@ class _Collector:
                 task = asyncio.create_task(
                     run_group(self.args, clone_group(group), params, on_sample=self._count)
                 )
+                task.add_done_callback(self.finished.put_nowait)
                 self.undecided[task] = group
 
-    async def _next_finished(self) -> list[asyncio.Task[Group]]:
-        """Tasks to decide on now. In deterministic mode strictly in the order they were started, so
-        that which groups make up the batch does not depend on timing."""
-        tasks = list(self.undecided)
-        if self.args.deterministic:
-            await tasks[0]
-            return tasks[:1]
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return [task for task in tasks if task in done]
+    async def _next_finished(self) -> asyncio.Task[Group]:
+        """The next task to decide on. In deterministic mode strictly in the order they were started,
+        so that which groups make up the batch does not depend on timing."""
+        if not self.args.deterministic:
+            return await self.finished.get()
+        task = next(iter(self.undecided))
+        await asyncio.wait([task])
+        return task
 
     def _decide(self, task: asyncio.Task[Group]) -> None:
-        if len(self.kept) >= self.args.rollout_batch_size:
-            return  # surplus: stays undecided and goes back
         group = task.result()
         del self.undecided[task]
         self._watch_failures(group)
@@ -135,6 +133,7 @@ class _Collector:
             self.dropped[verdict.reason or "filter"] += 1
             self.progress.dropped_groups += 1
         progress_report.log_now_and_then(self.progress)
+        self._warn_when_all_is_dropped()
 
     def _filter(self, group: Group) -> DynamicFilterOutput:
         path = self.args.dynamic_sampling_filter_path
@@ -163,6 +162,15 @@ class _Collector:
             f"every sample of rollout {self.rollout_id} failed "
             f"(the first one in {metadata['error_stage']}):\n{metadata['error_traceback']}"
         )
+
+    def _warn_when_all_is_dropped(self) -> None:
+        rounds, rest = divmod(len(self.rejected), 10 * self.args.rollout_batch_size)
+        if rounds and not rest and not self.kept:
+            logger.warning(
+                "rollout %d: %s rejected all of %d groups so far (%s)",
+                self.rollout_id, self.args.dynamic_sampling_filter_path, len(self.rejected),
+                ", ".join(f"{reason}: {count}" for reason, count in self.dropped.items()),
+            )  # fmt: skip
 
     def _count(self, sample: Sample) -> None:
         self.progress.generated_samples += 1
@@ -222,8 +230,18 @@ class _Collector:
             )(args, everything, self.source)
         if isinstance(self.source, TracksRollouts):
             self.source.finish(self.rollout_id, [_group_index(group) for group in everything])
+        self._report_failures(groups)
         metrics = {**rollout_metrics(args, groups), **dropped_metrics(self.dropped)}
         return RolloutFnTrainOutput(samples=groups, metrics=metrics)
+
+    def _report_failures(self, groups: list[Group]) -> None:
+        failed = [s for group in groups for s in group if s.status == Status.FAILED]
+        if failed:
+            logger.warning(
+                "rollout %d: %d samples failed and are not trained on; the first one in %s: %s",
+                self.rollout_id, len(failed), failed[0].metadata["error_stage"],
+                failed[0].metadata["error"],
+            )  # fmt: skip
 
 
 def _group_index(group: Group) -> int:

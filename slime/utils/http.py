@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -42,6 +42,18 @@ def background_loop() -> asyncio.AbstractEventLoop:
             _loop = asyncio.new_event_loop()
             threading.Thread(target=_loop.run_forever, name="slime-http", daemon=True).start()
         return _loop
+
+
+async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; when one raises, the others are cancelled before it is raised here."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 async def in_thread(fn: Callable[..., T], *args: Any) -> T:

@@ -72,7 +72,7 @@ def accepts(fn: Callable[..., Any], name: str) -> bool:
 
 
 def is_async(fn: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
+    return inspect.iscoroutinefunction(inspect.unwrap(fn)) or inspect.iscoroutinefunction(
         getattr(fn, "__call__", None)  # noqa: B004  (an instance with an async __call__)
     )
 

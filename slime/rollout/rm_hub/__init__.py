@@ -12,7 +12,7 @@ from slime.rollout.rm_hub import dapo, deepscaler, f1, math_boxed, random_rm, re
 from slime.rollout.rm_hub.boxed import last_boxed
 from slime.rollout.rm_hub.types import BOXED, check_rm_type
 from slime.utils.errors import ConfigError
-from slime.utils.http import in_thread
+from slime.utils.http import gather, in_thread
 from slime.utils.load_function import is_async, load_function
 from slime.utils.types import Sample
 
@@ -44,7 +44,7 @@ async def async_rm(args: RewardArgs, sample: Sample) -> Reward:
 
 async def batched_async_rm(args: RewardArgs, samples: list[Sample]) -> list[Reward]:
     """The rewards of several samples, scored side by side."""
-    return list(await asyncio.gather(*(async_rm(args, sample) for sample in samples)))
+    return await gather(async_rm(args, sample) for sample in samples)
 
 
 async def group_rm(args: RewardArgs, samples: list[Sample]) -> list[Reward]:

@@ -8,14 +8,19 @@ import sys
 
 del sys.path[0]  # this folder; its modules are not top-level ones
 
+import ctypes  # noqa: E402
 import json  # noqa: E402
 import logging  # noqa: E402
 import resource  # noqa: E402
+import signal  # noqa: E402
 
 _MEMORY_BYTES = 4 << 30
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
+    # A parent that was killed cannot end a worker that computes for hours.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     logging.disable(logging.CRITICAL)
     sys.setrecursionlimit(5000)
