@@ -49,8 +49,7 @@ def pack(
     tokens, labels, position_ids = np.zeros((3, layout.total), np.int64)
     tokens[_ranges(layout.starts, layout.lens)] = np.concatenate([batch.tokens[r] for r in rows])
     labels[:-1] = tokens[1:]
-    labels[layout.starts + layout.lens - 1] = 0
-    labels[layout.starts + layout.padded - 1] = 0
+    labels[layout.starts + layout.padded - 1] = 0  # the next row's first token
     position_ids[:] = _ranges(np.zeros_like(layout.starts), layout.padded)
     columns = {name: getattr(batch, name) for name in _VALUE_COLUMNS}
     zeros = torch.zeros(layout.local_total)

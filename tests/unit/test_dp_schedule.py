@@ -144,6 +144,19 @@ def test_balance_evens_out_ranks_and_micro_batches():
     assert spread(False)[1] > 1.05  # the inputs are such that it matters
 
 
+def test_the_heavier_of_a_pair_goes_to_the_rank_with_less():
+    schedules = make_schedule(
+        [9, 5, 8, 4],
+        range(4),
+        dp_size=2,
+        global_batch_size=4,
+        micro_batch_size=1,
+        max_tokens=None,
+        balance=True,
+    )
+    assert [rows for rows, _ in schedules] == [[0, 3], [1, 2]]  # 9 + 4 and 8 + 5
+
+
 def test_no_more_micro_batches_than_the_tokens_need():
     """Rows that fill the budget exactly when paired well: 6+4, 6+4, ... on two ranks."""
     schedules = make_schedule(

@@ -1,0 +1,205 @@
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime.algorithms.advantages import (
+    compute_advantages,
+    gae,
+    normalize_group_rewards,
+    overlong_penalty,
+)
+from slime.utils.dp_schedule import counted_rows, make_schedule
+from tests.batches import random_batch
+from tests.ranks import run_ranks
+
+ESTIMATORS = [
+    "grpo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+]
+
+
+def naive_group_rewards(rewards, groups, estimator, std):
+    result = []
+    for reward, group in zip(rewards, groups, strict=True):
+        siblings = torch.tensor([r for r, g in zip(rewards, groups, strict=True) if g == group])
+        if estimator in ("reinforce_plus_plus", "ppo"):
+            result.append(reward)
+        elif len(siblings) == 1:
+            result.append(0.0)
+        elif estimator == "rloo":
+            result.append(reward - (siblings.sum().item() - reward) / (len(siblings) - 1))
+        else:
+            value = reward - siblings.mean().item()
+            if std and estimator in ("grpo", "gspo", "cispo"):
+                value /= siblings.std().item() + 1e-6
+            result.append(value)
+    return result
+
+
+@pytest.mark.parametrize("std", [True, False])
+@pytest.mark.parametrize("estimator", [*ESTIMATORS, "ppo"])
+def test_group_rewards_for_groups_of_any_size_in_any_order(estimator, std):
+    rng = np.random.default_rng(0)
+    groups = rng.permutation([4] * 5 + [900] * 2 + [7] + [1] * 3)
+    rewards = rng.normal(size=len(groups))
+    got = normalize_group_rewards(rewards, groups, estimator=estimator, std=std)
+    assert got.dtype == np.float32
+    expected = naive_group_rewards(rewards.tolist(), groups.tolist(), estimator, std)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_group_of_equal_rewards_teaches_nothing():
+    for estimator in ("grpo", "rloo", "reinforce_plus_plus_baseline"):
+        got = normalize_group_rewards(np.ones(4), np.zeros(4), estimator=estimator, std=True)
+        assert got.tolist() == [0, 0, 0, 0]
+
+
+def test_one_right_of_two():
+    got = normalize_group_rewards(np.array([1, 0]), np.array([3, 3]), estimator="grpo", std=True)
+    half = 0.5 / (np.sqrt(0.5) + 1e-6)
+    np.testing.assert_allclose(got, [half, -half], rtol=1e-6)
+
+
+def test_overlong_penalty_falls_linearly_in_the_buffer():
+    lens = np.array([10, 80, 85, 90, 100, 120])
+    got = overlong_penalty(lens, max_response_len=100, buffer_len=20, factor=0.5)
+    np.testing.assert_allclose(got, [0, 0, -0.125, -0.25, -0.5, -0.5])
+
+
+def naive_returns(batch, row, kl_coef, gamma):
+    """Return of each trained token by a double loop over what comes after it."""
+    trained = [t for t, m in enumerate(batch.loss_masks[row]) if m]
+    earned = [
+        -kl_coef * float(batch.old_log_probs[row][t] - batch.ref_log_probs[row][t]) for t in trained
+    ]
+    if trained:
+        earned[-1] += float(batch.rewards[row])
+    returns = np.zeros(int(batch.response_lens[row]))
+    for i, t in enumerate(trained):
+        returns[t] = sum(gamma ** (j - i) * earned[j] for j in range(i, len(trained)))
+    return returns
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_returns_and_advantages_equal_the_double_loop(estimator, kl_coef):
+    batch = random_batch(6, seed=2)
+    batch.loss_masks[4][:] = 0
+    compute_advantages(batch, estimator=estimator, kl_coef=kl_coef, gamma=0.9)
+    gamma = 0.9 if estimator == "reinforce_plus_plus" else 1.0
+    for row in range(6):
+        expected = naive_returns(batch, row, kl_coef, gamma)
+        np.testing.assert_allclose(batch.advantages[row], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(batch.returns[row], batch.advantages[row])
+    batch.check()
+
+
+def test_without_kl_every_trained_token_has_the_reward():
+    batch = random_batch(4)
+    compute_advantages(batch, estimator="grpo")
+    for row in range(4):
+        np.testing.assert_array_equal(
+            batch.advantages[row], batch.rewards[row] * batch.loss_masks[row]
+        )
+
+
+def test_a_kl_penalty_without_reference_is_refused():
+    with pytest.raises(ValueError, match="reference"):
+        compute_advantages(random_batch(2, ref_log_probs=None), estimator="grpo", kl_coef=0.1)
+
+
+def naive_gae(rewards, values, gamma, lambd):
+    """A_t as the exponentially weighted mean of the k-step estimates, summed term by term."""
+    count = len(rewards)
+    following = [*values[1:], 0.0]
+    deltas = [rewards[t] + gamma * following[t] - values[t] for t in range(count)]
+    return [
+        sum((gamma * lambd) ** (k - t) * deltas[k] for k in range(t, count)) for t in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.95), (0.9, 0.0)])
+def test_gae_equals_its_sum(gamma, lambd):
+    rng = np.random.default_rng(0)
+    rewards = [rng.normal(size=n) for n in (5, 1, 9, 0)]
+    values = [rng.normal(size=n) for n in (5, 1, 9, 0)]
+    advantages, returns = gae(rewards, values, gamma=gamma, lambd=lambd)
+    for r, v, a, ret in zip(rewards, values, advantages, returns, strict=True):
+        expected = naive_gae(r.tolist(), v.tolist(), gamma, lambd)
+        np.testing.assert_allclose(a, expected)
+        np.testing.assert_allclose(ret, np.array(expected) + v)
+
+
+def test_gae_without_discount_is_return_minus_value():
+    advantages, returns = gae(
+        [np.array([1.0, 2.0, 4.0])], [np.array([0.5, 0.1, -1.0])], gamma=1.0, lambd=1.0
+    )
+    np.testing.assert_allclose(advantages[0], [7 - 0.5, 6 - 0.1, 4 + 1.0])
+    np.testing.assert_allclose(returns[0], [7, 6, 4])
+
+
+def test_ppo_passes_over_tokens_that_are_not_trained():
+    rng = np.random.default_rng(0)
+    batch = random_batch(5, seed=3)
+    batch.values = [rng.normal(size=n).astype(np.float32) for n in batch.response_lens]
+    compute_advantages(batch, estimator="ppo", gamma=0.9, lambd=0.8)
+    for row in range(5):
+        trained = np.flatnonzero(batch.loss_masks[row])
+        rewards = np.zeros(len(trained))
+        rewards[-1:] = batch.rewards[row]
+        expected = naive_gae(rewards.tolist(), batch.values[row][trained].tolist(), 0.9, 0.8)
+        np.testing.assert_allclose(batch.advantages[row][trained], expected, rtol=1e-5)
+        assert not batch.advantages[row][batch.loss_masks[row] == 0].any()
+
+
+def trained_tokens(batch, column):
+    return np.concatenate([c[m > 0] for c, m in zip(column, batch.loss_masks, strict=True)])
+
+
+def test_normalisation_is_over_trained_tokens():
+    batch = random_batch(8, seed=5)
+    compute_advantages(batch, estimator="reinforce_plus_plus", normalize=True, kl_coef=0.1)
+    values = trained_tokens(batch, batch.advantages).astype(np.float64)
+    assert abs(values.mean()) < 1e-6 and abs(values.std() - 1) < 1e-5
+    returns = trained_tokens(batch, batch.returns).astype(np.float64)
+    np.testing.assert_allclose(values, (returns - returns.mean()) / returns.std(), atol=1e-5)
+
+
+def normalised_share(rank, num_rows):
+    batch = random_batch(num_rows, seed=6)
+    rows, schedule = make_schedule(
+        batch.total_lens,
+        batch.rollout_ids,
+        dp_size=dist.get_world_size(),
+        global_batch_size=num_rows,
+        micro_batch_size=1,
+        max_tokens=30,
+        balance=True,
+    )[rank]
+    share = batch.select(rows, schedule)
+    compute_advantages(
+        share, estimator="grpo", kl_coef=0.2, normalize=True, dp_group=dist.group.WORLD
+    )
+    owned = counted_rows(schedule, len(rows))
+    return {rows[local]: share.advantages[local] for local in owned}
+
+
+def normalised_shares(rank):
+    """Seven rows, and two: then the third rank only has what it was lent."""
+    return [normalised_share(rank, num_rows) for num_rows in (7, 2)]
+
+
+def test_normalisation_does_not_depend_on_the_layout():
+    ranks = run_ranks(normalised_shares, 3)
+    for case, num_rows in enumerate((7, 2)):
+        whole = random_batch(num_rows, seed=6)
+        compute_advantages(whole, estimator="grpo", kl_coef=0.2, normalize=True)
+        spread = {row: a for rank in ranks for row, a in rank[case].items()}
+        assert sorted(spread) == list(range(num_rows))
+        for row in range(num_rows):
+            np.testing.assert_allclose(spread[row], whole.advantages[row], rtol=1e-6, atol=1e-7)

@@ -1,0 +1,146 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime.algorithms.correction import importance_correction, mismatch_metrics, sequence_log_ratio
+from slime.utils.packing import join_slices, pack, unpack
+from slime.utils.types import ParallelInfo, Schedule
+from tests.batches import random_batch
+from tests.ranks import run_ranks
+
+ROWS = [2, 0, 3, 7, 6, 1]
+
+
+def naive_weights(batch, row, level):
+    """Unbounded importance weight at each response token of one row."""
+    gaps = (batch.old_log_probs[row] - batch.rollout_log_probs[row]).tolist()
+    trained = [g for g, m in zip(gaps, batch.loss_masks[row], strict=True) if m]
+    if level == "token":
+        return [math.exp(g) for g in gaps]
+    exponent = sum(trained) / (len(trained) if level == "geometric" else 1)
+    return [math.exp(exponent)] * len(gaps)
+
+
+def corrected(batch, level, mode, low, high):
+    packed = pack(batch, ROWS, ParallelInfo())
+    output = importance_correction(
+        pg_loss=packed.advantages,
+        old_log_probs=packed.old_log_probs,
+        rollout_log_probs=packed.rollout_log_probs,
+        loss_mask=packed.loss_mask,
+        cu_seqlens=packed.cu_seqlens,
+        level=level,
+        mode=mode,
+        low=low,
+        high=high,
+    )
+    return packed, output
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_weights_equal_the_naive_ones(level, mode):
+    low, high = 0.9, 1.2
+    batch = random_batch(8, seed=8)
+    rng = np.random.default_rng(1)
+    batch.rollout_log_probs = [row + rng.normal(0, 0.2, len(row)) for row in batch.old_log_probs]
+    packed, output = corrected(batch, level, mode, low, high)
+    loss = unpack(output.pg_loss, packed)
+    kept = unpack(output.loss_mask, packed)
+    outside = unpack(output.metrics["tis_clip_fraction"], packed)
+    seen = set()
+    for i, row in enumerate(ROWS):
+        for t, weight in enumerate(naive_weights(batch, row, level)):
+            if not batch.loss_masks[row][t]:
+                assert kept[i][t] == 0
+                continue
+            inside = low <= weight <= high
+            seen.add(inside)
+            assert outside[i][t] == (not inside)
+            if mode == "truncate":
+                weight = min(max(weight, low), high)
+            assert kept[i][t] == (inside or mode == "truncate")
+            expected = weight * batch.advantages[row][t]
+            assert loss[i][t] == pytest.approx(expected, rel=1e-5)
+    assert seen == {True, False}
+
+
+def test_the_weight_is_a_constant_for_the_gradient():
+    old, rollout = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-1.5, -1.9])
+    pg_loss = torch.tensor([1.0, 1.0], requires_grad=True)
+    output = importance_correction(
+        pg_loss=pg_loss,
+        old_log_probs=old,
+        rollout_log_probs=rollout,
+        loss_mask=torch.ones(2),
+        cu_seqlens=torch.tensor([0, 2]),
+    )
+    output.pg_loss.sum().backward()
+    assert old.grad is None
+    torch.testing.assert_close(pg_loss.grad, torch.tensor([math.exp(0.5), math.exp(-0.1)]))
+
+
+def test_equal_log_probs_change_nothing():
+    batch = random_batch(8)
+    batch.rollout_log_probs = batch.old_log_probs
+    for level in ("token", "sequence", "geometric"):
+        packed, output = corrected(batch, level, "mask", 1.0, 1.0)
+        torch.testing.assert_close(output.pg_loss, packed.advantages)
+        torch.testing.assert_close(output.loss_mask, packed.loss_mask)
+
+
+def context_parallel_ratio(rank, mean):
+    packed = pack(random_batch(8), ROWS, ParallelInfo(cp_rank=rank, cp_size=2))
+    ratio = sequence_log_ratio(
+        packed.old_log_probs,
+        packed.loss_mask,
+        packed.cu_seqlens,
+        mean=mean,
+        cp_group=dist.group.WORLD,
+    )
+    return ratio
+
+
+def both_ratios(rank):
+    return [context_parallel_ratio(rank, mean) for mean in (False, True)]
+
+
+def test_sequences_are_summed_over_context_ranks():
+    batch = random_batch(8)
+    ranks = run_ranks(both_ratios, 2)
+    layout = pack(batch, ROWS, ParallelInfo(cp_size=2))
+    for case in (0, 1):
+        whole = join_slices([rank[case] for rank in ranks], layout)
+        for row, values in zip(ROWS, unpack(whole, layout, cp_size=2), strict=True):
+            trained = batch.old_log_probs[row][batch.loss_masks[row] > 0]
+            expected = trained.sum() / max(len(trained), 1) if case else trained.sum()
+            np.testing.assert_allclose(values, expected, rtol=1e-5)
+
+
+def test_mismatch_over_owned_rows():
+    batch = random_batch(8)
+    batch.schedule = Schedule(
+        steps=[[[0, 2], [1], [3]]], log_prob_micro_batches=[[0]], fillers=frozenset({(0, 2)})
+    )
+    sums, maxima = mismatch_metrics(batch, breakdown=True)
+    gaps = np.concatenate(
+        [
+            (batch.old_log_probs[r] - batch.rollout_log_probs[r])[batch.loss_masks[r] > 0]
+            for r in (0, 1, 2)
+        ]
+    )
+    assert maxima["log_prob_gap_max"] == pytest.approx(np.abs(gaps).max())
+    assert sums["log_prob_gap_mean"].mean == pytest.approx(np.abs(gaps).mean())
+    assert sums["mismatch_kl"].mean == pytest.approx((np.exp(gaps) - 1 - gaps).mean(), rel=1e-5)
+    assert sums["mismatch_weight"].mean == pytest.approx(np.exp(gaps).mean(), rel=1e-5)
+    difference = sums["mismatch_rollout_nll"].total - sums["mismatch_train_nll"].total
+    assert difference == pytest.approx(gaps.sum(), rel=1e-5)
+    assert sums["mismatch_k1"].total == pytest.approx(-gaps.sum(), rel=1e-5)
+    assert sums["mismatch_kl"].count == len(gaps)
+
+
+def test_mismatch_without_both_sides():
+    assert mismatch_metrics(random_batch(2, rollout_log_probs=None)) == ({}, {})

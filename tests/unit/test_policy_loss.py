@@ -1,0 +1,379 @@
+"""Losses of packed micro-batches against loops over single unpacked samples, gradients included."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from slime.algorithms.correction import importance_correction
+from slime.algorithms.policy_loss import policy_loss, sft_loss
+from slime.utils.dp_schedule import make_schedule
+from slime.utils.metrics import add_up
+from slime.utils.packing import pack, unpack
+from slime.utils.types import LossInputs, ParallelInfo
+from tests.batches import random_batch
+
+N = 10
+EPS = {"eps_clip": 0.2, "eps_clip_high": 0.3}
+
+
+def batch_and_log_probs(seed=0, per_token=False):
+    """A batch of one step, and the policy's own log-probs of it, near the old ones."""
+    batch = random_batch(N, seed=seed, rows_per_execution=2, per_token=per_token)
+    rng = np.random.default_rng(seed + 1)
+    batch.teacher_log_probs = [  # carries the new log-probs through pack
+        (row + rng.normal(0, 0.3, len(row))).astype(np.float32) for row in batch.old_log_probs
+    ]
+    return batch
+
+
+# ---- the naive side: one sample at a time, one token at a time
+
+
+def naive_pg(new, old, advantage, mask, estimator, eps_clip, eps_clip_high, eps_clip_c=None):
+    """Policy-gradient losses of one row's trained tokens; `new` is a list of scalar tensors."""
+    trained = [t for t, m in enumerate(mask) if m]
+    ratios = {t: (new[t] - float(old[t])).exp() for t in trained}
+    if estimator == "gspo" and trained:
+        mean = sum(new[t] - float(old[t]) for t in trained) / len(trained)
+        ratios = {t: mean.exp() for t in trained}
+    losses = {}
+    for t in trained:
+        a, r = float(advantage[t]), ratios[t]
+        low, high = 1 - eps_clip, 1 + eps_clip_high
+        bounded = r if low <= r.item() <= high else torch.tensor(min(max(r.item(), low), high))
+        if estimator == "cispo":
+            losses[t] = -bounded.item() * a * new[t]
+            continue
+        loss = -min(r * a, bounded * a, key=lambda x: x.item())
+        if eps_clip_c is not None and a < 0 and loss.item() > -eps_clip_c * a:
+            loss = torch.tensor(-eps_clip_c * a)
+        losses[t] = loss
+    return losses
+
+
+def naive_loss(batch, new, *, estimator="grpo", per_token=False, extra=None, **options):
+    """Mean over executions of the mean over their trained tokens, or mean over all trained tokens."""
+    executions = {}
+    for row in range(N):
+        mask, advantage = batch.loss_masks[row], batch.advantages[row]
+        losses = naive_pg(
+            new[row], batch.old_log_probs[row], advantage, mask, estimator, **{**EPS, **options}
+        )
+        if extra is not None:
+            losses = {t: extra(row, t, loss) for t, loss in losses.items()}
+        executions.setdefault(int(batch.rollout_ids[row]), []).extend(losses.values())
+    if per_token:
+        everything = [loss for losses in executions.values() for loss in losses]
+        return sum(everything) / len(everything)
+    means = [sum(losses) / len(losses) if losses else 0.0 for losses in executions.values()]
+    return sum(means) / len(means)
+
+
+def naive_value_and_gradients(batch, **options):
+    leaves = [
+        torch.tensor(row, dtype=torch.float64, requires_grad=True)
+        for row in batch.teacher_log_probs
+    ]
+    loss = naive_loss(batch, leaves, **options)
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return loss.item(), [
+        np.zeros(len(leaf)) if g is None else g.numpy()
+        for g, leaf in zip(grads, leaves, strict=True)
+    ]
+
+
+# ---- our side: any spread of rows over micro-batches
+
+
+def loss_inputs(packed, **changes):
+    columns = {
+        "loss_mask": packed.loss_mask,
+        "loss_weights": packed.loss_weights,
+        "cu_seqlens": packed.cu_seqlens,
+        "advantages": packed.advantages,
+        "old_log_probs": packed.old_log_probs,
+        "rollout_log_probs": packed.rollout_log_probs,
+    }
+    return LossInputs(**{**columns, **changes})
+
+
+def packed_value_and_gradients(batch, micro_batches, loss_function, columns=lambda packed: {}):
+    """Sum of the losses of all micro-batches; the gradient of each row's log-probs."""
+    total, grads, metrics = 0.0, [None] * N, []
+    for rows in micro_batches:
+        packed = pack(batch, rows, ParallelInfo())
+        log_probs = (packed.teacher_log_probs * packed.loss_mask).double().requires_grad_()
+        output = loss_function(loss_inputs(packed, log_probs=log_probs, **columns(packed)))
+        output.loss.backward()
+        total += output.loss.item()
+        metrics.append(output.metrics)
+        for row, grad in zip(rows, unpack(log_probs.grad, packed), strict=True):
+            grads[row] = grad
+    return total, grads, add_up(metrics)
+
+
+def spreads():
+    """Ways to lay ten rows out: alone, all at once, shuffled, and by schedules over several ranks."""
+    yield [[row] for row in range(N)]
+    yield [list(range(N))]
+    yield [[7, 3], [9, 0, 1, 8], [2], [6, 5, 4]]
+    lens = random_batch(N).total_lens
+    for dp_size, balance in ((1, True), (3, True), (4, False)):
+        ranks = make_schedule(
+            lens,
+            range(N),
+            dp_size=dp_size,
+            global_batch_size=N,
+            micro_batch_size=1,
+            max_tokens=40,
+            balance=balance,
+        )
+        yield [
+            [rows[r] for r in mb]
+            for rows, schedule in ranks
+            for number, mb in enumerate(schedule.steps[0])
+            if (0, number) not in schedule.fillers
+        ]
+
+
+def assert_same(ours, expected):
+    value, grads = expected
+    assert ours[0] == pytest.approx(value, rel=1e-5, abs=1e-7)
+    for a, b in zip(ours[1], grads, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("estimator", ["grpo", "cispo"])
+def test_however_rows_are_spread_loss_and_gradient_are_those_of_the_loop(estimator, per_token):
+    batch = batch_and_log_probs(per_token=per_token)
+    expected = naive_value_and_gradients(batch, estimator=estimator, per_token=per_token)
+    function = functools.partial(policy_loss, estimator=estimator, **EPS)
+    for micro_batches in spreads():
+        assert_same(packed_value_and_gradients(batch, micro_batches, function), expected)
+
+
+def test_gspo_uses_the_ratio_of_the_sequence():
+    """The loop differentiates the paper's eq. 5, where a sequence's advantage is one number."""
+    batch = batch_and_log_probs()
+    batch.advantages = [np.full(len(a), a[0]) for a in batch.advantages]
+    expected = naive_value_and_gradients(batch, estimator="gspo")
+    function = functools.partial(policy_loss, estimator="gspo", **EPS)
+    for micro_batches in spreads():
+        assert_same(packed_value_and_gradients(batch, micro_batches, function), expected)
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens():
+    batch = batch_and_log_probs()
+    options = {**EPS, "eps_clip_high": 5.0, "eps_clip_c": 1.2}
+    expected = naive_value_and_gradients(batch, **options)
+    unbounded = naive_value_and_gradients(batch, **{**options, "eps_clip_c": None})
+    assert expected[0] < unbounded[0] - 1e-3
+    function = functools.partial(policy_loss, **options)
+    assert_same(packed_value_and_gradients(batch, [list(range(N))], function), expected)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope", "clipped"),
+    [
+        (1.1, 2.0, -2.2, -2.2, 0),  # inside: -r A, and d/dlogp = -r A
+        (1.5, 2.0, -1.3 * 2.0, 0.0, 1),  # good and already likelier: held at 1 + high
+        (1.5, -2.0, 3.0, 3.0, 0),  # bad and likelier: full gradient
+        (0.5, -2.0, 0.8 * 2.0, 0.0, 1),  # bad and already rarer: held at 1 - low
+        (0.5, 2.0, -1.0, -1.0, 0),  # good but rarer: full gradient
+    ],
+)
+def test_clip_cases(ratio, advantage, loss, slope, clipped):
+    log_probs = torch.tensor([math.log(ratio) - 1], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(1, dtype=torch.float64)
+    output = policy_loss(
+        LossInputs(
+            log_probs=log_probs,
+            loss_mask=one,
+            loss_weights=one,
+            cu_seqlens=torch.tensor([0, 1]),
+            advantages=advantage * one,
+            old_log_probs=-one,
+        ),
+        **EPS,
+    )
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(loss)
+    assert log_probs.grad.item() == pytest.approx(slope, abs=1e-12)
+    assert output.metrics["clip_fraction"].mean == clipped
+    assert output.metrics["ppo_kl"].mean == pytest.approx(-math.log(ratio))
+
+
+def test_upper_bound_defaults_to_the_lower_one():
+    batch = batch_and_log_probs()
+    rows = [list(range(N))]
+    ours = packed_value_and_gradients(batch, rows, functools.partial(policy_loss, eps_clip=0.1))
+    assert_same(ours, naive_value_and_gradients(batch, eps_clip=0.1, eps_clip_high=0.1))
+
+
+def test_without_old_log_probs_the_gradient_is_plain_policy_gradient():
+    batch = batch_and_log_probs()
+    _, grads, metrics = packed_value_and_gradients(
+        batch, [list(range(N))], policy_loss, columns=lambda packed: {"old_log_probs": None}
+    )
+    for row in range(N):
+        weights = batch.loss_weights[row]
+        np.testing.assert_allclose(grads[row], -weights * batch.advantages[row], rtol=1e-5)
+    assert metrics["ppo_kl"].total == 0 and metrics["clip_fraction"].total == 0
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+def test_kl_term(kind, unbiased):
+    batch = batch_and_log_probs()
+    terms = {
+        "k1": lambda d: d,
+        "k2": lambda d: d**2 / 2,
+        "k3": lambda d: (-d).exp() - 1 + d,
+        "low_var_kl": lambda d: ((-d).exp() - 1 + d).clamp(max=10),
+    }
+    leaves = [
+        torch.tensor(r, dtype=torch.float64, requires_grad=True) for r in batch.teacher_log_probs
+    ]
+
+    def with_kl(row, t, pg):
+        kl = terms[kind](leaves[row][t] - float(batch.ref_log_probs[row][t]))
+        if unbiased:
+            kl = kl * (leaves[row][t] - float(batch.old_log_probs[row][t])).exp()
+        return pg + 0.3 * kl
+
+    loss = naive_loss(batch, leaves, extra=with_kl)
+    grads = [g.numpy() for g in torch.autograd.grad(loss, leaves, materialize_grads=True)]
+    ours = packed_value_and_gradients(
+        batch,
+        [[7, 3], [9, 0, 1, 8], [2], [6, 5, 4]],
+        functools.partial(
+            policy_loss, kl_loss_coef=0.3, kl_loss_type=kind, use_unbiased_kl=unbiased, **EPS
+        ),
+        columns=lambda packed: {"ref_log_probs": packed.ref_log_probs},
+    )
+    assert_same(ours, (loss.item(), grads))
+    plain = naive_loss(batch, leaves).item()
+    weight = sum(w.sum() for w in batch.loss_weights)
+    assert ours[2]["kl_loss"].total == pytest.approx((loss.item() - plain) / 0.3, rel=1e-4)
+    assert ours[2]["kl_loss"].count == pytest.approx(weight)
+
+
+def test_entropy_is_rewarded():
+    batch = batch_and_log_probs()
+    packed = pack(batch, list(range(N)), ParallelInfo())
+    entropy = (packed.rollout_log_probs.abs() * packed.loss_mask).requires_grad_()
+    log_probs = packed.teacher_log_probs
+    without = policy_loss(loss_inputs(packed, log_probs=log_probs), **EPS)
+    output = policy_loss(
+        loss_inputs(packed, log_probs=log_probs, entropy=entropy), entropy_coef=0.01, **EPS
+    )
+    weighted = sum(
+        float(w @ np.abs(r))
+        for w, r in zip(batch.loss_weights, batch.rollout_log_probs, strict=True)
+    )
+    assert (without.loss - output.loss).item() == pytest.approx(0.01 * weighted, rel=1e-4)
+    assert output.metrics["entropy"].total == pytest.approx(weighted, rel=1e-5)
+    (grad,) = torch.autograd.grad(output.loss, entropy)
+    torch.testing.assert_close(grad, -0.01 * packed.loss_weights)
+
+
+def test_ratios_against_the_engine():
+    batch = batch_and_log_probs()
+    rows = [list(range(N))]
+    ours = packed_value_and_gradients(
+        batch, rows, functools.partial(policy_loss, use_rollout_logprobs=True, **EPS)
+    )
+    batch.old_log_probs = batch.rollout_log_probs
+    assert_same(ours, naive_value_and_gradients(batch))
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_importance_correction_weights_the_policy_gradient_only(mode):
+    batch = batch_and_log_probs()
+    low, high = 0.5, 1.5
+
+    def corrected(row, t, pg):
+        gap = float(batch.old_log_probs[row][t]) - float(batch.rollout_log_probs[row][t])
+        weight = math.exp(gap)
+        if mode == "mask":
+            return pg * (weight if low <= weight <= high else 0.0)
+        return pg * min(max(weight, low), high)
+
+    expected = naive_value_and_gradients(batch, extra=corrected)
+    correction = functools.partial(importance_correction, mode=mode, low=low, high=high)
+    function = functools.partial(policy_loss, correction=correction, **EPS)
+    for micro_batches in spreads():
+        *ours, metrics = packed_value_and_gradients(batch, micro_batches, function)
+        assert_same(ours, expected)
+        assert 0 < metrics["tis_clip_fraction"].mean < 1
+
+
+def test_a_reducer_of_the_users_sums_the_policy_gradient():
+    batch = batch_and_log_probs()
+    packed = pack(batch, [0, 1], ParallelInfo())
+    inputs = loss_inputs(packed, log_probs=packed.teacher_log_probs)
+    everything = LossInputs(**{**vars(inputs), "loss_weights": packed.loss_mask})
+    ours = policy_loss(inputs, reduce_pg=lambda x: (x * packed.loss_mask).sum() / 7, **EPS)
+    assert ours.loss.item() == pytest.approx(policy_loss(everything, **EPS).loss.item() / 7)
+    assert ours.metrics["pg_loss"].total == pytest.approx(ours.loss.item())
+
+
+def test_metrics_are_the_same_however_rows_are_spread():
+    batch = batch_and_log_probs()
+    every = [
+        packed_value_and_gradients(batch, micro_batches, functools.partial(policy_loss, **EPS))[2]
+        for micro_batches in spreads()
+    ]
+    for metrics in every[1:]:
+        assert metrics.keys() == every[0].keys()
+        for name, value in metrics.items():
+            assert value.mean == pytest.approx(every[0][name].mean, rel=1e-5, abs=1e-7)
+    assert every[0]["loss"].total == pytest.approx(naive_value_and_gradients(batch)[0], rel=1e-5)
+
+
+def test_a_filler_has_no_loss_but_a_gradient_of_zero():
+    packed = pack(batch_and_log_probs(), [0, 1], ParallelInfo(), filler=True)
+    for estimator in ("grpo", "gspo", "cispo"):
+        log_probs = torch.zeros(len(packed.tokens), requires_grad=True)
+        output = policy_loss(loss_inputs(packed, log_probs=log_probs), estimator=estimator, **EPS)
+        output.loss.backward()
+        assert output.loss.item() == 0 and not log_probs.grad.any()
+        assert output.metrics["loss"].count == 0
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_sft_loss_is_negative_log_likelihood(per_token):
+    batch = batch_and_log_probs(per_token=per_token)
+    executions = {}
+    for row in range(N):
+        kept = batch.teacher_log_probs[row][batch.loss_masks[row] > 0]
+        executions.setdefault(int(batch.rollout_ids[row]), []).extend((-kept).tolist())
+    if per_token:
+        expected = np.mean([x for rows in executions.values() for x in rows])
+    else:
+        expected = np.mean([np.mean(rows) for rows in executions.values()])
+    for micro_batches in spreads():
+        loss, grads, metrics = packed_value_and_gradients(batch, micro_batches, sft_loss)
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert metrics["loss"].mean == pytest.approx(expected, rel=1e-5)
+        for row in range(N):
+            np.testing.assert_allclose(grads[row], -batch.loss_weights[row], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("missing", "options"),
+    [
+        ("advantages", {}),
+        ("rollout_log_probs", {"use_rollout_logprobs": True}),
+        ("rollout_log_probs", {"correction": importance_correction}),
+    ],
+)
+def test_a_missing_column_is_named(missing, options):
+    packed = pack(batch_and_log_probs(), [0, 1], ParallelInfo())
+    inputs = loss_inputs(packed, log_probs=packed.teacher_log_probs, **{missing: None})
+    with pytest.raises(ValueError, match=missing):
+        policy_loss(inputs, **options)
