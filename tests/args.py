@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.utils.arguments import Args, parse_args
+from slime.utils.flags.registry import all_flags
 from slime.utils.flags.spec import option_of
 
 
@@ -45,7 +46,7 @@ def _parts(name: str, value: Any) -> list[str]:
     if value is None:
         return []
     if isinstance(value, bool):
-        return [option_of(name) if value else option_of("no_" + name)]
+        return [option_of(name) if value else all_flags()[name].off_options[0]]
     if isinstance(value, dict):
         return [option_of(name), json.dumps(value)]
     if isinstance(value, list | tuple):

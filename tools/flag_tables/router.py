@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from flag_tables.sglang import added_arguments
+from flag_tables.sglang import added_arguments, off_options
 from flag_tables.source import Source, Unknown, evaluate, find_class, find_function, keywords
 
 ROUTER_ARGS = "sglang_router/router_args.py"
@@ -32,7 +32,9 @@ def _row(call: ast.Call, defaults: dict[str, Any]) -> dict[str, Any]:
         "choices": _value(given.get("choices"), defaults) or [],
         "many": "nargs" in given,
         "options": options,
-        "off_options": [options[0].replace("--router-", "--router-no-")] if kind == "bool" else [],
+        "off_options": off_options("router-", options[0][len("--router-") :])
+        if kind == "bool"
+        else [],
     }
 
 

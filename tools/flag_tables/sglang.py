@@ -63,6 +63,11 @@ def added_arguments(function: ast.FunctionDef) -> list[ast.Call]:
     return [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "add_argument"]
 
 
+def off_options(prefix: str, option: str) -> list[str]:
+    """`--no-sglang-x`, and `--sglang-no-x` for what SGLang itself spells `--no-x`."""
+    return [f"--no-{prefix}{option}", f"--{prefix}no-{option}"]
+
+
 def _is_namespace(node: ast.stmt) -> bool:
     targets = [
         n.targets[0].id
@@ -133,7 +138,7 @@ def _row(options: list[str], shape: Shape, default: Any, help: str) -> dict[str,
         "choices": shape.choices,
         "many": shape.many,
         "options": spelled,
-        "off_options": [f"--{PREFIX}no-{options[0]}"] if shape.kind == "bool" else [],
+        "off_options": off_options(PREFIX, options[0]) if shape.kind == "bool" else [],
     }
 
 

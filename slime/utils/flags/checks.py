@@ -92,7 +92,7 @@ def check_engine(draft: Draft) -> None:
             raise ConfigError(
                 f"{flag.option}: the embedded engine is reached without a router: leave it out"
             )
-        if flag.family != "sglang" or draft[name] == flag.default:
+        if flag.family != "sglang" or draft[name] is False or draft[name] == flag.default:
             continue
         if embedded_support(name.removeprefix("sglang_")) == "refused":
             raise ConfigError(

@@ -20,8 +20,11 @@ def count_gpus() -> int:
             return 0
     except importlib.metadata.PackageNotFoundError:
         pass
-    visible = read_env().cuda_visible_devices
-    present = _count_present()
+    return visible_gpus(present=_count_present(), visible=read_env().cuda_visible_devices)
+
+
+def visible_gpus(*, present: int, visible: str | None) -> int:
+    """How many of the GPUs that are there CUDA_VISIBLE_DEVICES leaves."""
     if visible is None:
         return present
     named = [part.strip() for part in visible.split(",")]

@@ -31,9 +31,13 @@ def megatron_flags() -> list[Flag]:
 
 
 def _respell(flag: Flag) -> Flag:
-    flag = replace(flag, **_CHANGES.get(flag.name, {}))
     options, off_options = _SPELLINGS.get(flag.name, ((), ()))
-    return replace(flag, options=options + flag.options, off_options=off_options + flag.off_options)
+    return replace(
+        flag,
+        options=options + flag.options,
+        off_options=off_options + flag.off_options,
+        **_CHANGES.get(flag.name, {}),
+    )
 
 
 # field -> options that set it, options that turn it off; the first is the one messages use

@@ -115,4 +115,4 @@ def _check_divides(draft: Draft, config: dict[str, Any], name: str, size: str) -
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
     """Newer configs keep rope_theta among the rope parameters."""
     rope = config.get("rope_parameters") or {}
-    return {"rope_theta": rope.get("rope_theta"), **config}
+    return {**config, "rope_theta": config.get("rope_theta") or rope.get("rope_theta")}
