@@ -72,7 +72,7 @@ def examine(folder: str | Path = ".") -> list[Check]:
             "transformer-engine",
             "TransformerEngine",
             "Megatron uses slime's own layers",
-            "pip install --no-build-isolation 'transformer_engine[pytorch]'",
+            f"{_pip()} install --no-build-isolation 'transformer_engine[pytorch]'",
         ),
         check_ports(),
         check_shared_memory(),
@@ -131,7 +131,9 @@ def check_torch(gpus: list[machine.Gpu]) -> Check:
     cuda = machine.torch_cuda_version()
     found = f"{check.found}, {f'built for CUDA {cuda}' if cuda else 'built for the CPU'}"
     if check.status == "ok" and gpus and not cuda:
-        advice = "pip install --force-reinstall torch (PyPI's build is for CUDA), to use the GPUs"
+        advice = (
+            f"{_pip()} install --force-reinstall torch (PyPI's build is for CUDA), to use the GPUs"
+        )
         return Check(name="torch", status="warning", found=found, advice=advice)
     return Check(name="torch", status=check.status, found=found, advice=check.advice)
 
@@ -155,10 +157,10 @@ def check_package(package: str, name: str) -> Check:
     wanted = requirement_of(package)
     version = machine.package_version(package)
     if version is None:
-        advice = f"pip install '{wanted}'"
+        advice = f"{_pip()} install '{wanted}'"
         return Check(name=name, status="missing", found="not installed", advice=advice)
     if not allows(wanted, version):
-        advice = f"slime is tested with {wanted}: pip install '{wanted}'"
+        advice = f"slime is tested with {wanted}: {_pip()} install '{wanted}'"
         return Check(name=name, status="warning", found=version, advice=advice)
     return Check(name=name, status="ok", found=version)
 
@@ -169,7 +171,7 @@ def check_other_packages() -> Check:
     if absent:
         command = " ".join(f"'{requirement}'" for requirement in absent)
         found = f"{len(absent)} not installed"
-        advice = f"pip install {command}"
+        advice = f"{_pip()} install {command}"
         return Check(name="Other packages", status="missing", found=found, advice=advice)
     return Check(name="Other packages", status="ok", found=", ".join(names))
 
@@ -177,11 +179,11 @@ def check_other_packages() -> Check:
 def check_extra(package: str, name: str, without: str, command: str = "") -> Check:
     """A package that more can be done with."""
     wanted = requirement_of(package)
-    command = command or f"pip install '{wanted}'"
+    command = command or f"{_pip()} install '{wanted}'"
     version = machine.package_version(package)
     if version is None:
         found = f"not installed (optional); {without}"
-        advice = f"{command}   (needs an NVIDIA GPU)" if package in _GPU_ONLY else command
+        advice = f"{command}   (made for NVIDIA GPUs)" if package in _GPU_ONLY else command
         return Check(name=name, status="missing", found=found, advice=advice, needed=False)
     if not allows(wanted, version):
         advice = f"slime is tested with {wanted}: {command}"
@@ -252,6 +254,12 @@ def _by_amount(
     return Check(
         name=name, status="warning" if amount >= least else "missing", found=found, advice=advice
     )
+
+
+def _pip() -> str:
+    """pip of this very Python, as one would type it here."""
+    python, here = Path(sys.executable), Path.cwd()
+    return f"{python.relative_to(here) if python.is_relative_to(here) else python} -m pip"
 
 
 def _can_listen(port: int) -> bool:

@@ -62,16 +62,20 @@ def count(value: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """The last values as bars; more than `width` of them are averaged in equal stretches."""
+    """Values as bars; more than `width` of them are averaged in equal stretches.
+
+    The scale spans at least a quarter of the largest value, so that noise looks like noise.
+    """
     values = [v for v in values if math.isfinite(v)]
     if not values:
         return ""
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(values), max(values)
+    high = max(values)
+    low = min([*values, high - abs(high) / 4])
     if high == low:
-        return _BARS[3] * len(values)
+        return _BARS[0] * len(values)
     return "".join(_BARS[round((v - low) / (high - low) * (len(_BARS) - 1))] for v in values)
 
 

@@ -36,8 +36,7 @@ class LiveDisplay:
     """
 
     def __init__(self, args: Args, console: Console | None = None) -> None:
-        console = console or Console()
-        self._console = console
+        console = console or RunConsole()
         self._state = RunState(
             run_name=Path(args.run_dir).name,
             model=model_name(args.hf_checkpoint),
@@ -92,6 +91,13 @@ class LiveDisplay:
                 with suppress(Exception):  # give the terminal back
                     drawing.stop()
             logger.warning("the display failed and is switched off; the run goes on", exc_info=True)
+
+
+class RunConsole(Console):
+    """A console whose reader may go away: rich would end the process then."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError("nobody reads this output any more")
 
 
 class _Drawing(Protocol):

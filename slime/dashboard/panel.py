@@ -72,7 +72,7 @@ def render_panel(state: RunState, spinner: Spinner, width: int) -> RenderableTyp
         parts += [Rule(style="dim"), _phases(state, width)]
     return Panel(
         Group(*parts),
-        title=Text.assemble(("slime ", "bold green"), (state.run_name, "bold")),
+        title=Text.assemble(("slime ", "not dim bold green"), (state.run_name, "not dim bold")),
         title_align="left",
         subtitle=Text(f"{state.model} · {state.layout}", style="dim"),
         subtitle_align="right",
@@ -87,7 +87,7 @@ def _progress(state: RunState, spinner: Spinner, width: int) -> RenderableType:
     grid.add_column(width=_LABEL_WIDTH)
     cells: list[RenderableType] = [Text(f"rollout {done}/{total or '?'}", style="bold")]
     if total:
-        cells.append(ProgressBar(total=total, completed=done, width=max(10, width // 3)))
+        cells.append(_progress_bar(done, total, max(10, width // 3)))
     if state.seconds_left is not None:
         cells.append(Text(f"{duration(state.seconds_left)} left", style="dim"))
     if state.phase:
@@ -99,12 +99,18 @@ def _progress(state: RunState, spinner: Spinner, width: int) -> RenderableType:
     return grid
 
 
+def _progress_bar(done: int, total: int, width: int) -> ProgressBar:
+    return ProgressBar(
+        total=total, completed=done, width=width, complete_style="green", finished_style="green"
+    )
+
+
 def _metrics(state: RunState, width: int) -> Table:
     """One line per metric: newest value, its course, where it came from."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", width=_LABEL_WIDTH, no_wrap=True, overflow="ellipsis")
     table.add_column(justify="right", style="bold", no_wrap=True, min_width=7)
-    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
     rewards = [("train reward", names.REWARD)]
     rewards += [(f"eval {name}", metric) for name, metric in state.evals().items()]
@@ -113,8 +119,9 @@ def _metrics(state: RunState, width: int) -> Table:
         if values:
             write = score if (label, metric) in rewards else number
             change = f"{write(values[0])} → {write(values[-1])}" if len(values) > 1 else ""
-            bars = sparkline(values, _bar_width(width))
-            table.add_row(label, write(values[-1]), bars, change)
+            bars = sparkline(values, _bar_width(width)).ljust(_bar_width(width))
+            style = "green" if (label, metric) in rewards else "cyan"
+            table.add_row(label, write(values[-1]), Text(bars, style=style), change)
     return table
 
 

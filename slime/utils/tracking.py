@@ -9,12 +9,12 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
 import orjson
 
 from slime.utils.env import read_env
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, UserError
 from slime.utils.jsonl import append_lines, drop_partial_line, keep_lines, read_lines
 from slime.utils.requirements import requirement_of
 from slime.utils.sample_log import SAMPLES_FILE
@@ -123,24 +123,31 @@ class _WandbSink:
     def __init__(self, args: Args, run_dir: Path) -> None:
         try:
             import wandb
+            import wandb.errors
         except ImportError as error:
             raise _missing_package("--use-wandb", "wandb", error) from None
         folder = Path(args.wandb_dir or run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         run_id_file = run_dir / "wandb_run_id.txt"
         kept_id = run_id_file.read_text().strip() if run_id_file.exists() else None
-        self._run = wandb.init(
-            mode=args.wandb_mode or "online",
-            dir=str(folder),
-            entity=args.wandb_team,
-            project=args.wandb_project or "slime",
-            group=args.wandb_group,
-            name=run_dir.name,
-            id=args.wandb_run_id or kept_id,
-            resume="allow",
-            config=args.to_dict(redact=True),
-            settings=wandb.Settings(**_wandb_settings(args)),
-        )
+        try:
+            self._run = wandb.init(
+                mode=args.wandb_mode or "online",
+                dir=str(folder),
+                entity=args.wandb_team,
+                project=args.wandb_project or "slime",
+                group=args.wandb_group,
+                name=run_dir.name,
+                id=args.wandb_run_id or kept_id,
+                resume="allow",
+                config=args.to_dict(redact=True),
+                settings=wandb.Settings(**_wandb_settings(args)),
+            )
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"--use-wandb: W&B did not start: {error}. Check --wandb-key and --wandb-host, or add "
+                "--wandb-mode offline and upload later with `wandb sync`."
+            ) from None
         run_id_file.write_text(f"{self._run.id}\n")
         # W&B's own step may only grow; rollout_id goes back to the checkpoint after a resume.
         self._run.define_metric("*", step_metric="rollout_id")
@@ -153,9 +160,11 @@ class _WandbSink:
         self._run.finish()
 
 
-def _wandb_settings(args: Args) -> dict[str, str]:
+def _wandb_settings(args: Args) -> dict[str, Any]:
     """Server and key. The key stays in this process's memory: no file of the run holds it."""
-    settings = {"base_url": args.wandb_host} if args.wandb_host else {}
+    settings: dict[str, Any] = {"x_disable_meta": True}  # the metadata would hold the command line
+    if args.wandb_host:
+        settings["base_url"] = args.wandb_host
     key = args.wandb_key or read_env().wandb_api_key
     if key and args.wandb_mode not in ("offline", "disabled"):
         settings["api_key"] = key

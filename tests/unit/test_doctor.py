@@ -1,0 +1,107 @@
+"""`slime doctor`: rows, advice and exit status."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slime import doctor
+from slime.doctor import Check, can_run_quickstart, main, print_checks
+from slime.utils.machine import Gpu, package_version
+from slime.utils.requirements import allows, requirement_of
+
+
+def test_every_row_is_there_and_each_that_is_not_ok_says_what_to_do():
+    checks = {check.name: check for check in doctor.examine()}
+    assert list(checks) == [
+        *("System", "Python", "torch", "GPUs", "Ray", "transformers", "Other packages"),
+        *("SGLang", "Megatron-core", "TransformerEngine"),
+        *("Ports", "Shared memory", "Disk", "Memory", "Cores"),
+    ]
+    assert all(check.advice for check in checks.values() if check.status != "ok")
+    version = package_version("torch")
+    assert version is not None and version in checks["torch"].found
+
+
+def test_json_holds_the_same_rows_and_the_verdict(capsys: pytest.CaptureFixture[str]):
+    status = main(["--json"])
+    reply = json.loads(capsys.readouterr().out)
+    assert reply["quickstart"] is (status == 0)
+    assert [row["name"] for row in reply["checks"]] == [c.name for c in doctor.examine()]
+
+
+def test_only_a_needed_row_decides_the_verdict(capsys: pytest.CaptureFixture[str]):
+    fine = Check(name="torch", status="warning", found="2.10")
+    optional = Check(name="GPUs", status="missing", found="none", needed=False)
+    needed = Check(name="Ray", status="missing", found="none", advice="pip install ray")
+    assert can_run_quickstart([fine, optional])
+    assert not can_run_quickstart([fine, optional, needed])
+    print_checks([fine, optional, needed], color=False)
+    out = capsys.readouterr().out
+    assert "cannot run here yet; see: Ray" in out and "-> pip install ray" in out
+    assert "\x1b" not in out
+
+
+def test_a_gpu_without_a_cuda_build_of_torch_is_a_warning():
+    gpu = Gpu(name="NVIDIA H200", memory_mib=143771, driver="580.1")
+    without, with_gpu = doctor.check_torch([]), doctor.check_torch([gpu])
+    cpu_build = "built for the CPU" in without.found
+    assert with_gpu.status == ("warning" if cpu_build else without.status)
+    assert doctor.check_gpus([gpu, gpu]).found == "2 x NVIDIA H200, 140 GiB, driver 580.1"
+
+
+def test_a_taken_port_is_named():
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", 30000))
+        except OSError:
+            pass  # someone else has it, which is as good
+        else:
+            listener.listen()
+        assert "30000" in doctor.check_ports().found.split("in use:")[1]
+
+
+def test_old_python_and_absent_packages_name_the_way_out():
+    assert doctor.check_python((3, 9)).status == "missing"
+    absent = doctor.check_package("surely-not-installed", "X")
+    assert absent.status == "missing" and "pip install 'surely-not-installed'" in absent.advice
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [
+        ("2.11.0", True),
+        ("2.13.1+cu130", True),
+        ("2.14.0", False),
+        ("2.10.2", False),
+        ("2.11", True),
+    ],
+)
+def test_version_ranges(version: str, fits: bool):
+    assert allows("torch<2.14,>=2.11", version) is fits
+
+
+def test_requirements_come_from_the_package_itself():
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for package in ("torch", "sglang", "megatron-core"):
+        requirement = requirement_of(package)
+        bounds = requirement.removeprefix(package).split(",")
+        assert all(f"{bound}" in pyproject for bound in bounds) and requirement != package
+
+
+def test_it_is_quick_and_imports_nothing_heavy():
+    code = (
+        "import sys; from slime.doctor import main; status = main([]); "
+        "heavy = {'torch', 'ray', 'transformers', 'rich', 'numpy'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    assert time.monotonic() - started < 5

@@ -1,0 +1,211 @@
+"""report.html over whole, partial, resumed, hostile and empty run folders."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from slime.dashboard.format import score
+from slime.dashboard.report import write_report
+from slime.dashboard.run_data import read_run
+from slime.utils.errors import UserError
+from slime.utils.sample_log import SampleRow, append_samples
+from slime.utils.tracking import cut_back
+from tests.synthetic_run import write_run
+
+_VOID = {"meta", "input", "line", "circle", "rect", "path"}
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects what the tests look at."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    def with_attribute(self, name: str) -> list[dict[str, str | None]]:
+        return [attributes for _, attributes in self.tags if name in attributes]
+
+
+def report_of(run_dir: Path) -> Page:
+    return Page(write_report(run_dir).read_text())
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", rollouts=30, planned=30)
+
+
+def metrics_of(run_dir: Path, name: str) -> list[tuple[int, float]]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [(line["rollout_id"], line[name]) for line in lines if name in line]
+
+
+def test_header_says_what_was_learned(run_dir: Path):
+    text = " ".join(report_of(run_dir).texts)
+    for dataset in ("addition", "addition_3digits"):
+        rewards = metrics_of(run_dir, f"eval/{dataset}/reward")
+        assert f"eval reward · {dataset}" in text
+        assert score(rewards[0][1]) in text and score(rewards[-1][1]) in text
+    assert "complete, 30 rollouts" in text
+    assert "30 rollouts of GRPO, 16 prompts x 8 samples each" in text
+
+
+def test_curves_hold_the_logged_values_at_the_right_height(run_dir: Path):
+    charts = {a["aria-label"]: a for a in report_of(run_dir).with_attribute("data-lines")}
+    assert {"Reward", "Response length", "Loss", "Entropy", "Gradient norm"} <= set(charts)
+    lines = {
+        line["name"]: line["points"] for line in json.loads(charts["Reward"]["data-lines"] or "")
+    }
+    assert set(lines) == {"train", "eval addition", "eval addition_3digits"}
+    logged = metrics_of(run_dir, "rollout/reward_mean")
+    assert [(p[0], p[1]) for p in lines["train"]] == logged
+    # Pixels are a linear map of the values: every three points agree on its slope.
+    (x0, y0, px0, py0), (x1, y1, px1, py1) = lines["train"][0], lines["train"][-1]
+    for x, y, px, py in lines["train"]:
+        assert px == pytest.approx(px0 + (x - x0) * (px1 - px0) / (x1 - x0), abs=0.2)
+        assert py == pytest.approx(py0 + (y - y0) * (py1 - py0) / (y1 - y0), abs=0.5)
+    assert py1 < py0  # a higher reward stands higher on the page
+
+
+def test_time_per_phase_adds_up(run_dir: Path):
+    page = report_of(run_dir)
+    bars = [json.loads(a["data-tip"] or "") for a in page.with_attribute("data-tip")]
+    assert len(bars) == 30
+    assert {row[0] for bar in bars for row in bar["rows"]} == {
+        *("generate", "train", "update weights", "eval", "save"),
+        "in all",
+    }
+    run = read_run(run_dir)
+    seconds = sum(value for _, value in metrics_of(run_dir, "perf/train_time"))
+    assert sum(times["train"] for _, times in run.phases) == pytest.approx(seconds)
+
+
+def test_one_file_that_asks_for_nothing_else(run_dir: Path):
+    html = write_report(run_dir).read_text()
+    page = Page(html)
+    assert not [t for t, _ in page.tags if t in ("link", "img", "iframe", "object", "embed")]
+    assert not page.with_attribute("src") and not page.with_attribute("href")
+    outside = set(re.findall(r"https?://[^\s\"'<>]+", html))
+    assert outside <= {"http://www.w3.org/2000/svg"}  # a name, not an address to load
+    assert "url(" not in html and "@import" not in html
+
+
+def test_hostile_text_stays_text(tmp_path: Path):
+    run_dir = write_run(tmp_path / "<b>run", rollouts=1)
+    attack = "</td></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
+    append_samples(
+        run_dir,
+        1,
+        [
+            SampleRow(
+                prompt=attack,
+                response=attack,
+                reward=1.0,
+                advantage=None,
+                status='"><script>alert(3)</script>',
+                group_index=None,
+                index=None,
+                prompt_length=1,
+                response_length=1,
+                label=attack,
+                kind=attack,
+            )
+        ],
+    )
+    page = report_of(run_dir)
+    assert sum(tag == "script" for tag, _ in page.tags) == 1  # the page's own
+    assert not any(tag == "img" for tag, _ in page.tags)
+    assert sum(text == attack for text in page.texts) >= 3
+
+
+def test_partial_run_says_how_far_it_got(tmp_path: Path):
+    text = " ".join(report_of(write_run(tmp_path / "run", rollouts=7, planned=60)).texts)
+    assert "7 of 60 rollouts" in text
+
+
+def test_resumed_run_marks_the_place(run_dir: Path):
+    cut_back(run_dir, 20)
+    page = report_of(run_dir)
+    assert "resumed at rollout 20" in " ".join(page.texts)
+    assert [
+        a for _, a in page.tags if a.get("class") == "resume"
+    ] == []  # 20 is not on the axis yet
+    line = {"rollout_id": 25, "kind": "train", "time": 1.0, "train/loss": 0.5}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert [a for _, a in report_of(run_dir).tags if a.get("class") == "resume"]
+
+
+def test_empty_folder_gives_sentences(tmp_path: Path):
+    text = " ".join(report_of(tmp_path).texts)
+    assert "no metrics yet" in text and "No samples are recorded yet" in text
+    assert "The folder holds no configuration" in text
+
+
+def test_a_folder_that_is_not_there_is_a_message(tmp_path: Path):
+    with pytest.raises(UserError, match="is not a folder"):
+        write_report(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-9, -3.0, 1e12])
+def test_a_single_constant_value_can_be_drawn(tmp_path: Path, value: float):
+    names = ("train/log_prob_gap_max", "train/loss", "rollout/reward_mean")
+    lines = [
+        {"rollout_id": i, "kind": "train", "time": 1.0, **dict.fromkeys(names, value)}
+        for i in (0, 1)
+    ]
+    for count in (1, 2):
+        text = "".join(json.dumps(line) + "\n" for line in lines[:count])
+        (tmp_path / "metrics.jsonl").write_text(text)
+        html = write_report(tmp_path).read_text()
+        places = re.findall(r' (?:x|y|x1|y1|cx|cy|d)="([^"]*)"', html)
+        assert places and not any("nan" in place or "inf" in place for place in places)
+
+
+def test_values_that_are_not_numbers_leave_a_gap(tmp_path: Path):
+    lines = [
+        {"rollout_id": i, "kind": "train", "time": 1.0, "train/loss": None if i == 1 else i}
+        for i in range(3)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(tmp_path).series["train/loss"] == [(0, 0), (2, 2)]
+    write_report(tmp_path)
+
+
+def test_a_long_run_stays_a_page_of_bounded_size(tmp_path: Path):
+    run_dir = write_run(tmp_path / "run", rollouts=700, planned=700)
+    path = write_report(run_dir)
+    assert path.stat().st_size < 3_000_000
+    page = Page(path.read_text())
+    points = [
+        line["points"]
+        for chart in page.with_attribute("data-lines")
+        for line in json.loads(chart["data-lines"] or "")
+    ]
+    assert max(map(len, points)) <= 600
+    shown = {a["data-rollout"] for a in page.with_attribute("data-rollout")}
+    assert {"0", "699"} <= shown and 20 < len(shown) < 700

@@ -1,0 +1,58 @@
+"""The closing lines of a run, and that what they tell people to type is accepted."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from slime.dashboard.report import write_report
+from slime.dashboard.summary import closing_lines
+from slime.utils.arguments import parse_args
+from slime.utils.run_folder import write_config
+from tests.args import make_args
+from tests.synthetic_run import write_run
+
+
+def commands(lines: list[str]) -> list[list[str]]:
+    return [shlex.split(line) for line in lines if line.startswith("  slime ")]
+
+
+def test_says_what_was_learned_and_where_the_report_is(tmp_path: Path):
+    run_dir = write_run(tmp_path / "run", rollouts=12, planned=12)
+    write_report(run_dir)
+    lines = closing_lines(run_dir)
+    text = "\n".join(lines)
+    assert "on held-out addition" in text and " -> " in text
+    assert "12 rollouts in" in text and str(run_dir / "report.html") in text
+    assert len(commands(lines)) == 3
+
+
+def test_a_run_that_completed_nothing_says_so(tmp_path: Path):
+    assert "No rollout was completed." in closing_lines(tmp_path)
+
+
+@pytest.mark.parametrize("with_export", [False, True])
+def test_the_suggested_train_commands_parse(tmp_path: Path, with_export: bool):
+    run_dir = write_run(tmp_path / "a run", rollouts=4, planned=4)
+    checkpoints = run_dir / "checkpoints"
+    checkpoints.mkdir()
+    args = make_args(
+        run_dir=str(run_dir),
+        save=str(checkpoints),
+        save_hf=str(run_dir / "hf"),
+        lr=1e-3,
+        num_rollout=4,
+    )
+    write_config(args, run_dir)
+    if with_export:
+        (run_dir / "hf").mkdir()
+    use, carry_on, repeat = commands(closing_lines(run_dir))
+    expected = ["engine", "--model-path", str(run_dir / "hf")] if with_export else ["report"]
+    assert use[1 : 1 + len(expected)] == expected
+    continued, repeated = parse_args(carry_on[2:]), parse_args(repeat[2:])
+    assert continued.load == str(checkpoints) and continued.run_dir == str(run_dir)
+    assert continued.num_rollout > 4
+    assert repeated.lr == 5e-4 and repeated.run_dir != str(run_dir)
+    assert repeated.save != str(checkpoints)  # or it would write over the first run's checkpoints

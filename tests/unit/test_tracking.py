@@ -1,0 +1,150 @@
+"""Metrics reach every place that keeps them, and survive crashes and resumes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from slime.utils.errors import ConfigError
+from slime.utils.jsonl import append_lines, read_lines
+from slime.utils.tracking import METRICS_FILE, Tracker, cut_back, logged_rollouts
+from tests.args import make_args
+
+KEY = "0123456789abcdef0123456789abcdef01234567"  # of the form W&B asks for
+
+
+def read(run_dir: Path) -> list[dict]:
+    """Strict JSON: NaN and Infinity, which json accepts by default, are errors."""
+
+    def refuse(name: str) -> float:
+        raise ValueError(name)
+
+    lines = (run_dir / METRICS_FILE).read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def test_lines_are_strict_json_and_complete_at_once(tmp_path: Path):
+    tracker = Tracker(make_args(), tmp_path)
+    values = {
+        "train/loss": 0.1,
+        "train/nan": float("nan"),
+        "train/inf": float("-inf"),
+        "rollout/tokens": np.int64(7),
+        "rollout/reward_mean": np.float32(0.25),
+        "train/grad_norm": torch.tensor(1.5),
+    }
+    tracker.log(values, rollout_id=3, kind="train")
+    [record] = read(tmp_path)  # before close: nothing waits in a buffer
+    assert record.pop("time") > 0
+    assert record == {
+        "rollout_id": 3,
+        "kind": "train",
+        "train/loss": 0.1,
+        "train/nan": None,
+        "train/inf": None,
+        "rollout/tokens": 7,
+        "rollout/reward_mean": 0.25,
+        "train/grad_norm": 1.5,
+    }
+    tracker.close()
+
+
+def test_floats_come_back_bit_for_bit(tmp_path: Path):
+    value = float(np.nextafter(np.float64(0.1), 1))
+    tracker = Tracker(make_args(), tmp_path)
+    tracker.log({"train/loss": value}, rollout_id=0, kind="train")
+    tracker.close()
+    assert read(tmp_path)[0]["train/loss"] == value
+
+
+def test_a_new_tracker_repairs_a_half_written_line(tmp_path: Path):
+    whole = '{"rollout_id":0,"kind":"train","time":1.0}\n'
+    (tmp_path / METRICS_FILE).write_text(whole + '{"rollout_id":1,"ki')
+    tracker = Tracker(make_args(), tmp_path)
+    tracker.log({"train/loss": 1.0}, rollout_id=1, kind="train")
+    tracker.close()
+    assert [record["rollout_id"] for record in read(tmp_path)] == [0, 1]
+
+
+def test_cut_back_keeps_exactly_what_came_before(tmp_path: Path):
+    metrics = [{"rollout_id": i, "kind": "train", "time": 1.0, "x": i} for i in range(-1, 6)]
+    samples = [{"rollout_id": i, "prompt": "p"} for i in range(6)]
+    append_lines(tmp_path / METRICS_FILE, metrics)
+    append_lines(tmp_path / "samples.jsonl", samples)
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"rollout_id": 2, "kind": "tr')  # torn, though its id alone would be kept
+    dropped = cut_back(tmp_path, 4)
+    assert list(read_lines(tmp_path / METRICS_FILE)) == metrics[:5]
+    assert list(read_lines(tmp_path / "samples.jsonl")) == samples[:4]
+    assert dropped == 2 + 1 + 2
+    assert not list(tmp_path.glob(".*tmp"))
+    [resume] = read_lines(tmp_path / "resumes.jsonl")
+    assert resume["start_rollout_id"] == 4
+
+
+def test_cut_back_of_a_new_run_does_nothing(tmp_path: Path):
+    assert cut_back(tmp_path, 0) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_logged_rollouts_are_those_of_the_kind(tmp_path: Path):
+    tracker = Tracker(make_args(), tmp_path)
+    tracker.log({"eval/a/reward": 0.1}, rollout_id=-1, kind="eval")
+    tracker.log({"train/loss": 0.1}, rollout_id=0, kind="train")
+    tracker.close()
+    assert logged_rollouts(tmp_path, "eval") == {-1}
+    assert logged_rollouts(tmp_path / "nowhere", "eval") == set()
+
+
+def test_tensorboard_holds_the_same_numbers_after_a_resume(tmp_path: Path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    args = make_args(use_tensorboard=True, tb_experiment_name="mine")
+    for start, value in ((0, 1.0), (2, 10.0)):  # the second start repeats rollout 2
+        cut_back(tmp_path, start)
+        tracker = Tracker(args, tmp_path)
+        for rollout_id in range(start, 3):
+            tracker.log({"train/loss": value + rollout_id}, rollout_id=rollout_id, kind="train")
+        tracker.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard" / "mine"))
+    events.Reload()
+    seen = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert seen == {0: 1.0, 1: 2.0, 2: 12.0}
+
+
+def test_wandb_offline_keeps_the_run_and_never_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--use-wandb", "--wandb-key", KEY])
+    args = make_args(use_wandb=True, wandb_mode="offline", wandb_key=KEY, wandb_group="g")
+    tracker = Tracker(args, tmp_path)
+    tracker.log({"train/loss": 0.5, "train/nan": float("nan")}, rollout_id=0, kind="train")
+    tracker.close()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert (tmp_path / "wandb_run_id.txt").read_text().strip()
+    holding = [p for p in tmp_path.rglob("*") if p.is_file() and KEY.encode() in p.read_bytes()]
+    assert holding == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "module", "package"),
+    [
+        ("use_wandb", "wandb", "wandb"),
+        ("use_tensorboard", "torch.utils.tensorboard", "tensorboard"),
+    ],
+)
+def test_a_missing_package_is_one_sentence_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, module: str, package: str
+):
+    args = make_args(**{flag: True})
+    monkeypatch.setitem(sys.modules, module, None)  # makes the import fail as if not installed
+    with pytest.raises(ConfigError) as caught:
+        Tracker(args, tmp_path)
+    assert f"--{flag.replace('_', '-')}" in str(caught.value)
+    assert f"pip install '{package}" in str(caught.value)
