@@ -1,0 +1,176 @@
+"""Trainer ranks with FSDP send their weights to real engines, in all three ways."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
+from slime.backends.weight_sync import SyncReport
+from slime.backends.weight_sync.tensor import TensorTransport
+from slime.utils import ipc
+from slime.utils.errors import WeightMismatchError
+from slime.utils.sync_http import get_json, post_json
+from slime.utils.types import EngineInfo
+from tests.args import make_args
+from tests.ranks import run_ranks
+from tests.tiny import make_tiny_checkpoint
+
+TOKEN = "token-of-this-test"
+PROMPT = [5, 9, 5, 7, 61]
+NUM_TOKENS = 6
+
+
+@contextmanager
+def engine_process(model_path: Path, folder: Path):
+    """A server of its own; yields where it is."""
+    port_file = folder / "port.json"
+    command = [sys.executable, "-m", "slime.engine.server", "--model-path", str(model_path)]
+    command += ["--port", "0", "--port-file", str(port_file), "--dtype", "float32"]
+    command += ["--max-total-tokens", "2048"]
+    environment = {**os.environ, "SLIME_ENGINE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+    with (folder / "engine.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    try:
+        deadline = time.monotonic() + 120
+        while not port_file.exists():
+            assert process.poll() is None, (folder / "engine.log").read_text()
+            assert time.monotonic() < deadline, "the engine did not start"
+            time.sleep(0.05)
+        yield EngineInfo(url=f"http://127.0.0.1:{json.loads(port_file.read_text())['port']}")
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def served(request, tmp_path_factory):
+    """A checkpoint and two engines that serve it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    checkpoint = make_tiny_checkpoint(folder / "model", request.param)
+    (folder / "a").mkdir()
+    (folder / "b").mkdir()
+    with (
+        engine_process(checkpoint, folder / "a") as first,
+        engine_process(checkpoint, folder / "b") as second,
+    ):
+        yield checkpoint, [first, second]
+
+
+def trainer(rank: int, world_size: int, checkpoint: Path, **options) -> FSDPTrainRayActor:
+    """A rank whose weights are no longer those of the checkpoint."""
+    os.environ["SLIME_ENGINE_TOKEN"] = TOKEN
+    args = make_args(
+        hf_checkpoint=str(checkpoint),
+        actor_num_gpus_per_node=world_size,
+        update_weight_buffer_size=50_000,
+        **options,
+    )
+    actor = FSDPTrainRayActor(args, rank=rank, world_size=world_size)
+    actor.init(args)
+    with torch.no_grad():
+        for param in actor.model.params.values():
+            param.mul_(1.05)
+    return actor
+
+
+def update_and_export(
+    rank: int,
+    world_size: int,
+    checkpoint: Path,
+    engines: list[EngineInfo],
+    options: dict,
+    out: Path,
+) -> list[SyncReport]:
+    actor = trainer(rank, world_size, checkpoint, **options)
+    reports = [actor.update_weights(engines, version) for version in (1, 2)]
+    actor.export_hf(str(out))
+    return reports
+
+
+def engine_log_probs(engine: EngineInfo) -> tuple[list[int], list[float], dict]:
+    params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True}
+    info = post_json(f"{engine.url}/generate", body)["meta_info"]
+    values = info["output_token_logprobs"]
+    return [entry[1] for entry in values], [entry[0] for entry in values], info
+
+
+def hf_log_probs(path: Path, tokens: list[int]) -> list[float]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT + tokens])).logits[0]
+    log_probs = logits.log_softmax(-1)
+    return [log_probs[len(PROMPT) - 1 + i, token].item() for i, token in enumerate(tokens)]
+
+
+@pytest.mark.parametrize(
+    ("served", "transport"),
+    [("qwen3", "tensor"), ("qwen3", "distributed"), ("qwen3", "disk"), ("qwen3_moe", "tensor")],
+    indirect=["served"],
+)
+def test_two_ranks_update_two_engines(served, transport, tmp_path):
+    checkpoint, engines = served
+    options = {"update_weight_transport": transport}
+    if transport == "tensor":
+        options["colocate"] = True
+    if transport == "disk":
+        options["update_weight_disk_dir"] = str(tmp_path / "weights")
+    segments = set(ipc.SHM_DIR.glob("slime_*"))
+    out = tmp_path / "export"
+    reports = run_ranks(update_and_export, 2, 2, checkpoint, engines, options, out)
+    assert set(ipc.SHM_DIR.glob("slime_*")) <= segments
+    assert reports[0][1].num_buckets > 3 and reports[0][1].version == 2
+    for engine in engines:
+        assert get_json(f"{engine.url}/model_info")["weight_version"] == "2"
+        tokens, log_probs, info = engine_log_probs(engine)
+        assert info["weight_version"] == "2"
+        assert log_probs == pytest.approx(hf_log_probs(out, tokens), abs=1e-4)
+        old = hf_log_probs(checkpoint, tokens)
+        assert max(abs(a - b) for a, b in zip(log_probs, old, strict=True)) > 1e-3
+
+
+class Corrupting(TensorTransport):
+    """Flips one bit of `target` in the shared segment, after the trainer took its checksum."""
+
+    target = "model.layers.1.self_attn.o_proj.weight"
+
+    def send(self, bucket) -> None:
+        tensors = [
+            (name, self.changed(tensor) if name == self.target else tensor)
+            for name, tensor in bucket.tensors
+        ]
+        super().send(type(bucket)(index=bucket.index, tensors=tensors))
+
+    def changed(self, tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        copy.view(torch.int32)[3, 5] ^= 1
+        return copy
+
+
+def corrupted_update(rank: int, checkpoint: Path, engines: list[EngineInfo]) -> str:
+    actor = trainer(rank, 2, checkpoint, update_weight_transport="tensor", colocate=True)
+    actor.update_weights(engines, 1)
+    actor._weight_sync.transport = Corrupting(torch.device("cpu"))
+    try:
+        actor.update_weights(engines, 2)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("served", ["qwen3"], indirect=True)
+def test_one_corrupted_tensor_stops_every_rank_by_name(served):
+    checkpoint, engines = served
+    first, second = run_ranks(corrupted_update, 2, checkpoint, engines)
+    assert first.startswith(WeightMismatchError.__name__)
+    for text in (first, second):
+        assert f"({Corrupting.target})" in text
+        assert all(engine.url in text for engine in engines)

@@ -1,0 +1,263 @@
+"""The weight sync against engines that fail in ways a real one does not."""
+
+import time
+
+import pytest
+import torch
+
+from slime.backends.weight_sync import WeightSync, WeightSyncError
+from slime.backends.weight_sync.disk import DiskTransport
+from slime.backends.weight_sync.distributed import DistributedTransport
+from slime.backends.weight_sync.sync import serving_rank
+from slime.backends.weight_sync.tensor import TensorTransport
+from slime.backends.weight_sync.verify import difference
+from slime.utils import ipc
+from slime.utils.errors import WeightMismatchError
+from slime.utils.types import EngineInfo
+from tests.fakes import FakeEngine
+
+TOKEN = "secret"
+SHAPES = {"embed": (17, 8), "layer.w": (8, 8), "layer.b": (3,), "norm": (8,), "head": (17, 8)}
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def buckets(tensors: dict[str, torch.Tensor], size: int = 2):
+    items = list(tensors.items())
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+@pytest.fixture
+def engines():
+    engines = [FakeEngine(weights(seed), token=TOKEN) for seed in (1, 2)]
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def no_segments_left():
+    before = {path.name for path in ipc.SHM_DIR.glob("slime_*")}
+    yield
+    assert {path.name for path in ipc.SHM_DIR.glob("slime_*")} <= before
+
+
+@pytest.fixture(params=["tensor", "distributed", "disk"])
+def transport(request, tmp_path):
+    if request.param == "tensor":
+        return TensorTransport(torch.device("cpu"))
+    if request.param == "distributed":
+        return DistributedTransport(host="127.0.0.1", backend="gloo")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    return DiskTransport(tmp_path / "weights", tmp_path / "hf")
+
+
+def tensor_sync(**options) -> WeightSync:
+    return WeightSync(TensorTransport(torch.device("cpu")), token=TOKEN, **options)
+
+
+def assert_holds(engine: FakeEngine, expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(engine.weights[name], tensor), name
+
+
+def test_every_transport_delivers_again_and_again(engines, transport, no_segments_left):
+    sync = WeightSync(transport, token=TOKEN)
+    for version in (3, 4):
+        sent = weights(10 + version)
+        report = sync.update(buckets(sent), [e.info for e in engines], version)
+        for engine in engines:
+            assert_holds(engine, sent)
+            assert engine.version == str(version) and not engine.paused
+            assert not engine.session_open
+        assert report.nbytes == sum(tensor.nbytes for tensor in sent.values())
+        assert (report.num_tensors, report.num_buckets, report.num_engines) == (5, 3, 2)
+        assert 0 < report.checksum_seconds < report.seconds
+
+
+def test_the_calls_of_one_update_come_in_order(engines):
+    tensor_sync().update(buckets(weights(9)), [engines[0].info], 1)
+    assert engines[0].calls == [
+        "/pause_generation",
+        "/begin_weight_update",
+        *["/update_weights_from_tensor"] * 3,
+        "/end_weight_update",
+        "/flush_cache",
+        "/model_info",
+        "/weights_checker",
+        "/continue_generation",
+    ]
+
+
+def test_servers_without_sessions_are_updated_too():
+    engine = FakeEngine(weights(1), token=TOKEN, sessions=False)
+    sent = weights(5)
+    tensor_sync().update(buckets(sent), [engine.info], 1)
+    assert_holds(engine, sent)
+    assert "/end_weight_update" not in engine.calls
+    engine.close()
+
+
+def test_weights_are_cast_to_what_engines_hold():
+    engine = FakeEngine({k: t.bfloat16() for k, t in weights(1).items()}, token=TOKEN)
+    sent = weights(5)
+    tensor_sync(dtype=torch.bfloat16).update(buckets(sent), [engine.info], 1)
+    assert_holds(engine, {name: tensor.bfloat16() for name, tensor in sent.items()})
+    engine.close()
+
+
+def flip_a_byte(engine: FakeEngine, data: torch.Tensor) -> None:
+    if engine.calls.count("/update_weights_from_tensor") == 2:  # layer.b, norm
+        data[64 * 1 + 5] ^= 4  # in `norm`, which lies behind the 64-byte place of layer.b
+
+
+def test_a_byte_changed_on_the_way_is_named(engines, no_segments_left):
+    engines[1].before_copy = flip_a_byte
+    with pytest.raises(WeightMismatchError, match=r"1 of 5 tensors differ \(norm\)") as raised:
+        tensor_sync().update(buckets(weights(9)), [e.info for e in engines], 7)
+    assert engines[1].url in str(raised.value) and engines[0].url not in str(raised.value)
+    assert all(engine.paused for engine in engines), "nobody may generate with wrong weights"
+
+
+def test_the_check_can_be_switched_off(engines):
+    engines[1].before_copy = flip_a_byte
+    tensor_sync(verify=False).update(buckets(weights(9)), [e.info for e in engines], 7)
+    assert not engines[1].paused and "/weights_checker" not in engines[1].calls
+
+
+def test_a_tensor_that_was_not_sent_is_named(engines):
+    engines[0].weights["rotary"] = torch.ones(3)
+    with pytest.raises(WeightMismatchError, match=r"not sent \(rotary\)"):
+        tensor_sync().update(buckets(weights(9)), [engines[0].info], 7)
+
+
+def test_a_wrong_version_is_an_error(engines):
+    engines[0]._updated = lambda body: (200, {"success": True})
+    with pytest.raises(WeightMismatchError, match=r"7 were sent, but .* reports 'default'"):
+        tensor_sync().update(buckets(weights(9)), [engines[0].info], 7)
+
+
+def test_failure_in_the_middle_names_engine_and_bucket(engines, transport, no_segments_left):
+    kind = {"TensorTransport": "tensor", "DistributedTransport": "distributed"}.get(
+        type(transport).__name__, "disk"
+    )
+    route = f"/update_weights_from_{kind}"
+    engines[1].refuse[route] = 0 if kind == "disk" else 1
+    sync = WeightSync(transport, token=TOKEN)
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError) as raised:
+        sync.update(buckets(weights(9)), [e.info for e in engines], 7)
+    assert time.monotonic() - started < 20, "the error must not wait for a timeout"
+    text = str(raised.value)
+    assert engines[1].url in text and "was told to fail" in text
+    assert kind == "disk" or "bucket 1" in text
+    for engine in engines:
+        assert engine.paused and "/continue_generation" not in engine.calls
+        assert not engine.session_open, "a later update must be able to start over"
+
+
+@pytest.mark.parametrize("kind", ["tensor", "disk"])
+def test_an_update_after_a_failed_one_succeeds(engines, tmp_path, kind):
+    (tmp_path / "config.json").write_text("{}")
+    transport = (
+        TensorTransport(torch.device("cpu"))
+        if kind == "tensor"
+        else DiskTransport(tmp_path / "weights", tmp_path)
+    )
+    sync = WeightSync(transport, token=TOKEN)
+    engines[0].refuse[f"/update_weights_from_{kind}"] = 0
+    with pytest.raises(WeightSyncError):
+        sync.update(buckets(weights(9)), [e.info for e in engines], 7)
+    engines[0].refuse.clear()
+    sync.update(buckets(weights(10)), [e.info for e in engines], 8)
+    for engine in engines:
+        assert_holds(engine, weights(10))
+        assert not engine.paused
+
+
+def test_the_process_group_follows_the_engines(engines):
+    sync = WeightSync(DistributedTransport(host="127.0.0.1", backend="gloo"), token=TOKEN)
+    sync.update(buckets(weights(5)), [e.info for e in engines], 1)
+    sync.update(buckets(weights(6)), [e.info for e in engines], 2)
+    assert engines[0].calls.count("/init_weights_update_group") == 1
+    engines[1].close()
+    replacement = FakeEngine(weights(3), token=TOKEN)
+    for version, members in ((3, [replacement]), (4, [engines[0], replacement])):
+        sync.update(buckets(weights(version)), [e.info for e in members], version)
+        for engine in members:
+            assert_holds(engine, weights(version))
+    replacement.close()
+
+
+def test_an_iterator_that_raises_leaves_nothing_behind(engines, no_segments_left):
+    def broken():
+        yield from list(buckets(weights(9)))[:2]
+        raise MemoryError("gathering failed")
+
+    with pytest.raises(MemoryError):
+        tensor_sync().update(broken(), [engines[0].info], 7)
+    assert engines[0].paused and not engines[0].session_open
+
+
+def test_an_engine_that_is_gone_is_named(engines):
+    engines[1].close()
+    with pytest.raises(WeightSyncError, match=f"{engines[1].url}.*cannot connect"):
+        tensor_sync().update(buckets(weights(9)), [e.info for e in engines], 7)
+    assert engines[0].paused
+
+
+def test_a_wrong_token_is_an_error(engines):
+    sync = WeightSync(TensorTransport(torch.device("cpu")), token="other")
+    with pytest.raises(WeightSyncError, match="status 401"):
+        sync.update(buckets(weights(9)), [engines[0].info], 7)
+
+
+def test_a_name_sent_twice_is_an_error(engines):
+    twice = [[("norm", torch.ones(8))], [("norm", torch.zeros(8))]]
+    with pytest.raises(WeightSyncError, match="sent before"):
+        tensor_sync().update(twice, [engines[0].info], 7)
+
+
+def test_disk_folders_are_complete_and_old_ones_removed(engines, tmp_path):
+    hf, folder = tmp_path / "hf", tmp_path / "weights"
+    hf.mkdir()
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ):
+        (hf / name).write_text("{}")
+    (folder / "weights_0000001.tmp").mkdir(parents=True)  # of a run that was killed
+    sync = WeightSync(DiskTransport(folder, hf), token=TOKEN)
+    for version in (1, 2):
+        sync.update(buckets(weights(version)), [engines[0].info], version)
+    assert [path.name for path in folder.iterdir()] == ["weights_0000002"]
+    names = sorted(path.name for path in (folder / "weights_0000002").iterdir())
+    shards = [f"model-0000{number}.safetensors" for number in (1, 2, 3)]
+    assert names == sorted(
+        ["config.json", "tokenizer.json", "model.safetensors.index.json", *shards]
+    )
+
+
+def test_each_engine_is_served_by_a_rank_on_its_gpu():
+    devices = ["gpu-a", "gpu-b"]
+    assert serving_rank(EngineInfo(url="u", device_ids=("gpu-b",)), devices) == 1
+    assert serving_rank(EngineInfo(url="u", device_ids=("gpu-b", "gpu-a")), devices) == 0
+    assert serving_rank(EngineInfo(url="u"), ["cpu", "cpu"]) == 0
+    with pytest.raises(WeightSyncError, match=r"u is on gpu-c.*--update-weight-transport"):
+        serving_rank(EngineInfo(url="u", device_ids=("gpu-c",)), devices)
+
+
+def test_difference_in_words():
+    assert difference({"a": 1, "b": 2}, {"a": 1, "b": 2}) == ""
+    text = difference({"a": 1, "b": 2, "c": 3}, {"a": 9, "b": 2, "d": 4})
+    assert "1 of 3 tensors differ (a)" in text
+    assert "missing in the engine (c)" in text and "not sent (d)" in text
+    many = difference({str(n): n for n in range(10)}, {str(n): -1 for n in range(10)})
+    assert "10 of 10 tensors differ (0, 1, 2, and 7 more)" in many
