@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from slime.algorithms.advantages import (
     compute_advantages,
@@ -9,9 +8,7 @@ from slime.algorithms.advantages import (
     normalize_group_rewards,
     overlong_penalty,
 )
-from slime.utils.dp_schedule import counted_rows, make_schedule
 from tests.batches import random_batch
-from tests.ranks import run_ranks
 
 ESTIMATORS = [
     "grpo",
@@ -168,38 +165,3 @@ def test_normalisation_is_over_trained_tokens():
     assert abs(values.mean()) < 1e-6 and abs(values.std() - 1) < 1e-5
     returns = trained_tokens(batch, batch.returns).astype(np.float64)
     np.testing.assert_allclose(values, (returns - returns.mean()) / returns.std(), atol=1e-5)
-
-
-def normalised_share(rank, num_rows):
-    batch = random_batch(num_rows, seed=6)
-    rows, schedule = make_schedule(
-        batch.total_lens,
-        batch.rollout_ids,
-        dp_size=dist.get_world_size(),
-        global_batch_size=num_rows,
-        micro_batch_size=1,
-        max_tokens=30,
-        balance=True,
-    )[rank]
-    share = batch.select(rows, schedule)
-    compute_advantages(
-        share, estimator="grpo", kl_coef=0.2, normalize=True, dp_group=dist.group.WORLD
-    )
-    owned = counted_rows(schedule, len(rows))
-    return {rows[local]: share.advantages[local] for local in owned}
-
-
-def normalised_shares(rank):
-    """Seven rows, and two: then the third rank only has what it was lent."""
-    return [normalised_share(rank, num_rows) for num_rows in (7, 2)]
-
-
-def test_normalisation_does_not_depend_on_the_layout():
-    ranks = run_ranks(normalised_shares, 3)
-    for case, num_rows in enumerate((7, 2)):
-        whole = random_batch(num_rows, seed=6)
-        compute_advantages(whole, estimator="grpo", kl_coef=0.2, normalize=True)
-        spread = {row: a for rank in ranks for row, a in rank[case].items()}
-        assert sorted(spread) == list(range(num_rows))
-        for row in range(num_rows):
-            np.testing.assert_allclose(spread[row], whole.advantages[row], rtol=1e-6, atol=1e-7)

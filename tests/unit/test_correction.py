@@ -3,13 +3,11 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from slime.algorithms.correction import importance_correction, mismatch_metrics, sequence_log_ratio
-from slime.utils.packing import join_slices, pack, unpack
+from slime.algorithms.correction import importance_correction, mismatch_metrics
+from slime.utils.packing import pack, unpack
 from slime.utils.types import ParallelInfo, Schedule
 from tests.batches import random_batch
-from tests.ranks import run_ranks
 
 ROWS = [2, 0, 3, 7, 6, 1]
 
@@ -90,34 +88,6 @@ def test_equal_log_probs_change_nothing():
         packed, output = corrected(batch, level, "mask", 1.0, 1.0)
         torch.testing.assert_close(output.pg_loss, packed.advantages)
         torch.testing.assert_close(output.loss_mask, packed.loss_mask)
-
-
-def context_parallel_ratio(rank, mean):
-    packed = pack(random_batch(8), ROWS, ParallelInfo(cp_rank=rank, cp_size=2))
-    ratio = sequence_log_ratio(
-        packed.old_log_probs,
-        packed.loss_mask,
-        packed.cu_seqlens,
-        mean=mean,
-        cp_group=dist.group.WORLD,
-    )
-    return ratio
-
-
-def both_ratios(rank):
-    return [context_parallel_ratio(rank, mean) for mean in (False, True)]
-
-
-def test_sequences_are_summed_over_context_ranks():
-    batch = random_batch(8)
-    ranks = run_ranks(both_ratios, 2)
-    layout = pack(batch, ROWS, ParallelInfo(cp_size=2))
-    for case in (0, 1):
-        whole = join_slices([rank[case] for rank in ranks], layout)
-        for row, values in zip(ROWS, unpack(whole, layout, cp_size=2), strict=True):
-            trained = batch.old_log_probs[row][batch.loss_masks[row] > 0]
-            expected = trained.sum() / max(len(trained), 1) if case else trained.sum()
-            np.testing.assert_allclose(values, expected, rtol=1e-5)
 
 
 def test_mismatch_over_owned_rows():

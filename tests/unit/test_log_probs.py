@@ -1,11 +1,9 @@
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.algorithms.log_probs import log_probs_from_hidden
-from tests.ranks import run_ranks
 
 T, H, V = 13, 6, 11
 
@@ -166,38 +164,3 @@ def test_the_whole_matrix_of_logits_never_exists():
         )
         <= chunk * vocab
     )
-
-
-def vocab_parallel(rank):
-    """Values and gradients with each of two ranks holding 8 of 16 rows, of which 11 are real."""
-    hidden, weight, bias, labels = (t.detach() for t in tensors())
-    padded = [F.pad(weight, (0, 0, 0, 16 - V)), F.pad(bias, (0, 16 - V), value=3.0)]
-    shards = [hidden, *(t[8 * rank : 8 * rank + 8] for t in padded)]
-    inputs = [t.clone().requires_grad_() for t in shards]
-    outputs = log_probs_from_hidden(
-        inputs[0],
-        inputs[1],
-        labels,
-        bias=inputs[2],
-        temperature=0.7,
-        chunk_size=5,
-        with_entropy=True,
-        tp_group=dist.group.WORLD,
-        vocab_size=V,
-    )
-    return [t.detach() for t in outputs], gradients(outputs, inputs)
-
-
-def test_vocabulary_parallel_equals_one_process():
-    hidden, weight, bias, labels = tensors()
-    expected = reference(hidden, weight, bias, labels, 0.7)
-    grads = gradients(expected, [hidden, weight, bias])
-    ranks = run_ranks(vocab_parallel, 2)
-    for outputs, (grad_hidden, _, _) in ranks:
-        for a, b in zip(outputs, expected, strict=True):
-            torch.testing.assert_close(a, b.detach())
-        torch.testing.assert_close(grad_hidden, grads[0])
-    for i in (1, 2):
-        whole = torch.cat([rank_grads[i] for _, rank_grads in ranks])
-        torch.testing.assert_close(whole[:V], grads[i])
-        assert not whole[V:].any()
