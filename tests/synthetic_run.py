@@ -79,6 +79,7 @@ def _rollout(level: float, rng: random.Random) -> dict[str, float]:
     reward = sum(rng.random() < level for _ in range(128)) / 128
     length = 4.2 + 2.6 * (1 - level) + rng.gauss(0, 0.15)
     return {
+        "rollout/samples": 128,
         "rollout/reward_mean": reward,
         "rollout/response_len_mean": length,
         "rollout/tokens": round(128 * length),

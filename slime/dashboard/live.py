@@ -31,7 +31,7 @@ class LiveDisplay:
     display = LiveDisplay(args)
     with display.phase("generate"):
         ...
-    display.update({"rollout_id": 0, "rollout/reward": 0.4, **timer.take()})  # once per rollout
+    display.update({"rollout_id": 0, "rollout/reward_mean": 0.4, **timer.take()})  # once per rollout
     display.close()
     """
 

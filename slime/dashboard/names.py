@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+SAMPLES = "rollout/samples"
 REWARD = "rollout/reward_mean"
 RESPONSE_LEN = "rollout/response_len_mean"
 RESPONSE_TOKENS = "rollout/tokens"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from slime.dashboard.names import STEP_TIME, eval_rewards
+from slime.dashboard.names import SAMPLES, STEP_TIME, eval_rewards
 
 PHASE_ORDER = ("start", "generate", "train", "update_weights", "eval", "save")
 
@@ -43,7 +43,7 @@ class RunState:
             self.series.setdefault(name, []).append(value)
         if "rollout_id" in self.latest:
             self.rollouts_done = int(self.latest["rollout_id"]) + 1
-        if not any(name.startswith(("rollout/", "train/")) for name in metrics):
+        if SAMPLES not in metrics and not any(name.startswith("train/") for name in metrics):
             return False
         for name, seconds in phase_times(self.latest).items():
             self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds

@@ -64,7 +64,14 @@ def test_plain_line_holds_the_numbers_of_the_rollout():
 
 def test_plain_lines_are_aligned_whether_or_not_there_was_an_evaluation():
     display, out = plain()
-    display.update({"rollout_id": -1, "eval/a/reward": 0.1, "perf/start_time": 20.0})
+    display.update(
+        {
+            "rollout_id": -1,
+            "rollout/weight_version": 1.0,
+            "eval/a/reward": 0.1,
+            "perf/start_time": 20.0,
+        }
+    )
     display.update({"rollout_id": 0, **ROLLOUT})
     display.update({"rollout_id": 9, **ROLLOUT, "eval/a/reward": 0.5})
     start, *rows = out.getvalue().splitlines()[1:]

@@ -1,0 +1,87 @@
+"""Operations counted from a model's shape against torch's own counter on the real module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from slime.utils.flops import ModelShape, forward_flops, peak_flops, train_flops
+from slime.utils.throughput import throughput_metrics
+
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def counted(config: Qwen3Config | Qwen3MoeConfig, length: int) -> tuple[int, int]:
+    """Forward, and forward with backward, as torch counts the matrix products that really happen."""
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    tokens = torch.arange(length)[None] % 64
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        model(tokens)
+    with FlopCounterMode(display=False) as both:
+        model(tokens).logits.sum().backward()
+    return forward.get_total_flops(), both.get_total_flops()
+
+
+@pytest.mark.parametrize("length", [1, 7, 32])
+def test_dense_forward_is_what_torch_counts(length: int):
+    config = Qwen3Config(**COMMON)
+    shape = ModelShape.from_hf_config(config.to_dict())
+    # Eager attention computes all length^2 pairs and masks half away; the count is of those needed.
+    masked_pairs = length * (length - 1) / 2
+    masked = 4 * 2 * 4 * 16 * masked_pairs
+    assert forward_flops(shape, [length]) + masked == counted(config, length)[0]
+
+
+def test_a_training_step_is_three_forwards():
+    config = Qwen3Config(**COMMON)
+    length = 32
+    forward, both = counted(config, length)
+    assert both == pytest.approx(3 * forward, rel=0.05)  # the first layer's input needs no gradient
+    shape = ModelShape.from_hf_config(config.to_dict())
+    assert train_flops(shape, [3, 5]) == 3 * (forward_flops(shape, [3]) + forward_flops(shape, [5]))
+
+
+def test_a_mixture_counts_only_the_experts_a_token_visits():
+    dense = ModelShape.from_hf_config(Qwen3Config(**COMMON).to_dict())
+    mixture = ModelShape.from_hf_config(Qwen3MoeConfig(**COMMON, **MOE).to_dict())
+    feed_forward = 2 * 3 * 32 * 48  # two layers of three matrices
+    experts = 2 * (3 * 32 * (2 * 24) + 32 * 4)  # two of four experts, and the router
+    assert mixture.weights_per_token == dense.weights_per_token - feed_forward + experts
+
+
+def test_speeds_and_mfu():
+    metrics = {
+        "rollout/tokens": 1000.0,
+        "perf/train_tokens": 3000.0,
+        "perf/train_flops": 8e12,
+        "perf/step_time": 4.0,
+        "perf/train_time": 2.0,
+    }
+    rates = throughput_metrics(metrics, num_gpus=2, train_gpus=1, peak_flops=16e12)
+    assert rates == {
+        "perf/tokens_per_second": 250.0,
+        "perf/tokens_per_gpu_per_second": 125.0,
+        "perf/train_tokens_per_second": 1500.0,
+        "perf/train_tflops_per_gpu": 4.0,
+        "perf/mfu": 0.25,
+    }
+    on_cpu = throughput_metrics(metrics, num_gpus=2, train_gpus=1, peak_flops=None)
+    assert "perf/mfu" not in on_cpu
+    assert throughput_metrics({}, num_gpus=1, train_gpus=1, peak_flops=None) == {}
+
+
+def test_cards_are_found_by_the_longest_name():
+    assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3")
+    assert peak_flops("NVIDIA H100 PCIe") != peak_flops("NVIDIA H100 80GB HBM3")
+    assert peak_flops("NVIDIA GeForce GTX 970") is None
