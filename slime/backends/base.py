@@ -37,6 +37,7 @@ from slime.utils.errors import UserError
 from slime.utils.metrics import add_up, prefixed, reduce_metrics
 from slime.utils.packing import pack, unpack
 from slime.utils.process_group import serve_store
+from slime.utils.reports import TrainReport
 from slime.utils.timer import Timer
 from slime.utils.types import (
     EngineInfo,
@@ -52,13 +53,6 @@ if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
 HFBucket = list[tuple[str, torch.Tensor]]
-
-
-@dataclass(kw_only=True, frozen=True)
-class TrainReport:
-    """What one call of `train` tells the driver; equal on every rank but for the times."""
-
-    metrics: dict[str, float]
 
 
 @dataclass(kw_only=True)

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import ray
 
-from slime.ray.engine_actor import EngineActor
 from slime.ray.health import failed_engines
+from slime.ray.remote import Remote
 from slime.utils.arguments import Args
 from slime.utils.env import read_env
 from slime.utils.sync_http import post_json
@@ -21,12 +21,12 @@ class EngineGroup:
     def __init__(self, args: Args, options: list[dict], *, token: str):
         self.args, self.options, self.token = args, options, token
         self.infos: list[EngineInfo] = []
-        self._actors: list = []
+        self._actors: list[Remote] = []
         self._released = False
 
     def start(self) -> list[EngineInfo]:
         self._actors = [self._make(index) for index in range(len(self.options))]
-        self.infos = ray.get([actor.start.remote() for actor in self._actors])
+        self.infos = ray.get([actor.call("start") for actor in self._actors])
         return self.infos
 
     def failed(self) -> list[int]:
@@ -37,10 +37,10 @@ class EngineGroup:
     def restart(self, index: int) -> None:
         """A fresh server in the place of a failed one; it holds `--hf-checkpoint` until the next update."""
         with suppress(ray.exceptions.RayActorError):
-            ray.get(self._actors[index].stop.remote())
-        ray.kill(self._actors[index])
+            self._actors[index].get("stop")
+        self._actors[index].kill()
         self._actors[index] = self._make(index)
-        self.infos[index] = ray.get(self._actors[index].start.remote())
+        self.infos[index] = self._actors[index].get("start")
 
     def release(self) -> None:
         """Give the device's memory to the trainer; the engines must be idle."""
@@ -54,17 +54,17 @@ class EngineGroup:
             self._released = tag != "kv_cache"
 
     def stop(self) -> None:
-        for stopping in [actor.stop.remote() for actor in self._actors]:
+        for stopping in [actor.call("stop") for actor in self._actors]:
             with suppress(ray.exceptions.RayActorError):
                 ray.get(stopping)
         for actor in self._actors:
-            ray.kill(actor)
+            actor.kill()
         self._actors, self.infos = [], []
 
-    def _make(self, index: int):
+    def _make(self, index: int) -> Remote:
         host = read_env().host_ip or "127.0.0.1"
-        actor_class = ray.remote(EngineActor).options(**self.options[index])
-        return actor_class.remote(self.args, index, host)
+        path = "slime.ray.engine_actor.EngineActor"
+        return Remote(self.options[index], path, self.args, index, host)
 
     def _post_all(self, route: str, body: dict) -> None:
         with ThreadPoolExecutor(len(self.infos)) as pool:

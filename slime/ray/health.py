@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import ray
 
+from slime.ray.remote import Remote
 from slime.utils.sync_http import HttpError, get_json
 from slime.utils.types import EngineInfo
 
 
-def failed_engines(actors: list[Any], infos: list[EngineInfo], *, timeout: float) -> list[int]:
+def failed_engines(actors: list[Remote], infos: list[EngineInfo], *, timeout: float) -> list[int]:
     """Indices of the engines that are dead or hung."""
     if not actors:
         return []
@@ -22,9 +22,9 @@ def failed_engines(actors: list[Any], infos: list[EngineInfo], *, timeout: float
     return [index for index, ok in enumerate(healthy) if not ok]
 
 
-def _healthy(actor: Any, info: EngineInfo, timeout: float) -> bool:
+def _healthy(actor: Remote, info: EngineInfo, timeout: float) -> bool:
     try:
-        if not ray.get(actor.alive.remote(), timeout=timeout):
+        if not actor.get("alive", timeout=timeout):
             return False
         get_json(f"{info.url}/health", timeout=timeout, retries=0)
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, HttpError):

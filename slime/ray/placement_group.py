@@ -17,7 +17,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.utils.arguments import Args
-from slime.utils.device import device_type
 from slime.utils.errors import ConfigError
 
 # A CPU "GPU" is a process, not a core: any layout can be rehearsed on a laptop.
@@ -54,7 +53,7 @@ class Placement:
 
     def __init__(self, layout: Layout):
         self.layout = layout
-        self.on_gpu = device_type() == "cuda" or ray.cluster_resources().get("GPU", 0) > 0
+        self.on_gpu = ray.cluster_resources().get("GPU", 0) > 0
         self._check_capacity()
         bundle = {"GPU": 1, "CPU": 1} if self.on_gpu else {"CPU": _CPU_SLOT}
         self.group: PlacementGroup = placement_group([bundle] * layout.num_bundles, strategy="PACK")

@@ -10,8 +10,6 @@ from slime.utils.arguments import Args
 from slime.utils.timer import Timer
 from slime.utils.tracking import Tracker
 
-_KINDS = ("rollout", "train", "eval", "perf")
-
 
 class Recorder:
     """Clock, display and tracker behind one phase() and one log()."""
@@ -31,14 +29,19 @@ class Recorder:
         """Keep metrics for the next log()."""
         self._metrics.update(metrics)
 
-    def log(self, rollout_id: int, *, times_as: str = "perf") -> None:
-        """One line per kind of metric; the times cover everything since the previous log."""
+    def log(self, rollout_id: int, *, starting: bool = False) -> None:
+        """One line per kind of metric, the part of its name before the slash.
+
+        The times cover everything since the previous log. What belongs to the start of a run, and so
+        comes again when it is resumed, is of the kind "start".
+        """
         self._metrics.update(self._timer.take())
-        for kind in _KINDS:
-            values = {k: v for k, v in self._metrics.items() if k.startswith(f"{kind}/")}
-            if values:
-                name = times_as if kind == "perf" else kind
-                self._tracker.log(values, rollout_id=rollout_id, kind=name)
+        by_kind: dict[str, dict[str, float]] = {}
+        for name, value in self._metrics.items():
+            kind = name.split("/", 1)[0]
+            by_kind.setdefault("start" if starting and kind != "eval" else kind, {})[name] = value
+        for kind, values in by_kind.items():
+            self._tracker.log(values, rollout_id=rollout_id, kind=kind)
         self._display.update({"rollout_id": rollout_id, **self._metrics})
         self._metrics = {}
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,11 @@ from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.utils.arguments import Args
 from slime.utils.load_function import load_class, load_function
 from slime.utils.logging import setup_logging
+from slime.utils.reports import RolloutResult
 from slime.utils.sample_log import SampleRow, append_samples
 from slime.utils.types import EngineInfo, RolloutBatch, Sample
 
 _STATE_FILE = "rollout.json"
-
-
-@dataclass(kw_only=True)
-class RolloutResult:
-    """What one generate call gives the driver: references for the trainer, numbers for the user."""
-
-    batch_refs: list[Any] = field(default_factory=list)  # one per data-parallel rank
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class RolloutManager:

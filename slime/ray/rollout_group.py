@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from slime.ray.recorder import Recorder
-from slime.ray.rollout import RolloutManager
+from slime.ray.remote import Remote
 from slime.ray.stop_signal import StopSignal
 from slime.utils.arguments import Args
 from slime.utils.types import EngineInfo
@@ -34,20 +34,19 @@ class RolloutGroup:
         # Set by the run: gives the current weights to engines that were started again.
         self.push_weights: Callable[[list[EngineInfo]], None] = lambda engines: None
         self._last_begun: int | None = None
-        actor_class = ray.remote(RolloutManager).options(
-            num_cpus=0, max_concurrency=_THREADS, runtime_env={"env_vars": env}
-        )
-        self._manager = actor_class.remote(args, engine_options, token)
+        options = {"num_cpus": 0, "max_concurrency": _THREADS, "runtime_env": {"env_vars": env}}
+        path = "slime.ray.rollout.RolloutManager"
+        self._manager = Remote(options, path, args, engine_options, token)
 
     def start(self) -> Any:
         """A reference that is ready when every engine answers."""
-        return self._manager.start_engines.remote()
+        return self._manager.call("start_engines")
 
     def generate(self, rollout_id: int) -> list[Any]:
         """Samples of one rollout as one object per data-parallel rank."""
         self._last_begun = rollout_id
         with self.recorder.phase("generate"), self.stop_signal.interruptible():
-            result = self._watched(self._manager.generate.remote(rollout_id))
+            result = self._watched(self._manager.call("generate", rollout_id))
         self.recorder.add(result.metrics)
         return result.batch_refs
 
@@ -56,38 +55,38 @@ class RolloutGroup:
         if not self.has_engines or not self.args.eval_datasets:
             return
         with self.recorder.phase("eval"), self.stop_signal.interruptible():
-            self.recorder.add(self._watched(self._manager.eval.remote(rollout_id)))
+            self.recorder.add(self._watched(self._manager.call("eval", rollout_id)))
 
     def engine_infos(self) -> list[EngineInfo]:
         """Where the engines are; one that failed since the last call has been replaced."""
         self._replace_failed()
-        return ray.get(self._manager.engine_infos.remote())
+        return self._manager.get("engine_infos")
 
     def admit_engines(self) -> None:
-        ray.get(self._manager.admit_engines.remote())
+        self._manager.get("admit_engines")
 
     def num_prompts(self) -> int:
-        return ray.get(self._manager.num_prompts.remote())
+        return self._manager.get("num_prompts")
 
     def resume(self, tag: str) -> None:
-        ray.get(self._manager.resume.remote(tag))
+        self._manager.get("resume", tag)
 
     def set_parallel(self, dp_size: int, cp_size: int) -> None:
-        ray.get(self._manager.set_parallel.remote(dp_size, cp_size))
+        self._manager.get("set_parallel", dp_size, cp_size)
 
     def save(self, path: str, rollout_id: int) -> None:
         """The state after `rollout_id`, also when the next rollout is being generated already."""
         begun = self._last_begun is not None and self._last_begun > rollout_id
-        ray.get(self._manager.save.remote(path, rollout_id, before_generate=begun))
+        self._manager.get("save", path, rollout_id, before_generate=begun)
 
     def load(self, path: str, rollout_id: int) -> None:
-        ray.get(self._manager.load.remote(path, rollout_id))
+        self._manager.get("load", path, rollout_id)
 
     def stop(self) -> None:
         # Should it be gone already, its engines ended with their parents.
         with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            ray.get(self._manager.stop.remote(), timeout=60)
-        ray.kill(self._manager)
+            self._manager.get("stop", timeout=60)
+        self._manager.kill()
 
     def _watched(self, reference: Any) -> Any:
         """The result; meanwhile engines that fail are replaced, and given the current weights."""
@@ -97,7 +96,7 @@ class RolloutGroup:
             first = wait
             failed = self._replace_failed()
             if failed:
-                infos = ray.get(self._manager.engine_infos.remote())
+                infos = self._manager.get("engine_infos")
                 self.push_weights([infos[index] for index in failed])
                 self.admit_engines()
         return ray.get(reference)
@@ -105,7 +104,7 @@ class RolloutGroup:
     def _replace_failed(self) -> list[int]:
         if not self.args.use_fault_tolerance:
             return []
-        failed = ray.get(self._manager.replace_failed_engines.remote())
+        failed = self._manager.get("replace_failed_engines")
         for index in failed:
             self.recorder.message(f"engine {index} failed and was started again")
         self.engine_restarts += len(failed)

@@ -91,7 +91,7 @@ class Run:
             and before not in logged_rollouts(self.args.run_dir, "eval")
         ):
             self.rollout.eval(before)
-        self.recorder.log(before, times_as="start")
+        self.recorder.log(before, starting=True)
 
     def save(self, rollout_id: int) -> None:
         with self.recorder.phase("save"):

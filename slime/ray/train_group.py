@@ -6,12 +6,14 @@ from typing import Any
 
 import ray
 
-from slime.backends.base import TrainRayActor
 from slime.ray.placement_group import Placement
 from slime.ray.recorder import Recorder
+from slime.ray.remote import Remote
 from slime.ray.rollout_group import RolloutGroup
 from slime.utils.arguments import Args
 from slime.utils.types import EngineInfo
+
+BACKENDS = {"fsdp": "slime.backends.fsdp_utils.actor.FSDPTrainRayActor"}
 
 
 class TrainGroup:
@@ -25,11 +27,14 @@ class TrainGroup:
         self.trained_version = 0  # what they held when the last training step ended
         self.last_trained: int | None = None  # rollout id
         ranks = placement.layout.trainer
-        actor_class = ray.remote(backend_class(args)) if ranks else None
         self._actors = [
-            actor_class.options(
-                **placement.options(bundle, role="trainer"), runtime_env={"env_vars": env}
-            ).remote(args, rank=rank, world_size=len(ranks))
+            Remote(
+                {**placement.options(bundle, role="trainer"), "runtime_env": {"env_vars": env}},
+                BACKENDS[args.train_backend],
+                args,
+                rank=rank,
+                world_size=len(ranks),
+            )
             for rank, bundle in enumerate(ranks)
         ]
 
@@ -37,9 +42,10 @@ class TrainGroup:
         """References that are ready when every rank has its model; engines can start meanwhile."""
         if not self._actors:
             return []
-        self._all("set_master", *ray.get(self._actors[0].get_master_address.remote()))
+        self._all("set_master", *self._actors[0].get("get_master_address"))
         return [
-            actor.init.remote(
+            actor.call(
+                "init",
                 self.args,
                 "actor",
                 with_ref=needs_ref(self.args),
@@ -52,7 +58,7 @@ class TrainGroup:
         """Data-parallel and context-parallel size."""
         if not self._actors:
             return 1, 1
-        info = ray.get(self._actors[0].parallel_info.remote())
+        info = self._actors[0].get("parallel_info")
         return info.dp_size, info.cp_size
 
     def train(self, rollout_id: int, batch_refs: list[Any]) -> None:
@@ -104,20 +110,12 @@ class TrainGroup:
 
     def stop(self) -> None:
         for actor in self._actors:
-            ray.kill(actor)
+            actor.kill()
         self._actors = []
 
     def _all(self, method: str, *call_args: Any) -> list[Any]:
-        return ray.get([getattr(actor, method).remote(*call_args) for actor in self._actors])
+        return ray.get([actor.call(method, *call_args) for actor in self._actors])
 
 
 def needs_ref(args: Args) -> bool:
     return args.use_kl_loss or args.kl_coef != 0
-
-
-def backend_class(args: Args) -> type[TrainRayActor]:
-    if args.train_backend == "fsdp":
-        from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
-
-        return FSDPTrainRayActor
-    raise AssertionError(f"{args.train_backend} passed validation but has no trainer")

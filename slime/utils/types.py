@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:  # processes that only hand records on start without it
+    import torch
 
 
 class Status(str, Enum):
@@ -306,7 +308,7 @@ class TrainBatch:
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
         return TrainBatch(
             **{
-                name: value.to(device) if isinstance(value, torch.Tensor) else value
+                name: value.to(device) if hasattr(value, "to") else value
                 for name, value in columns.items()
             }
         )

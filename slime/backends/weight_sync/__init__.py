@@ -11,7 +11,8 @@ pause ──▶ begin session ──▶ for each bucket: gather, cast, sum, send
 """
 
 from slime.backends.weight_sync.sync import WeightSync, make_weight_sync
-from slime.backends.weight_sync.types import Bucket, SyncReport, WeightSyncError, WeightTransport
+from slime.backends.weight_sync.types import Bucket, WeightSyncError, WeightTransport
+from slime.utils.reports import SyncReport
 
 __all__ = [
     "Bucket",

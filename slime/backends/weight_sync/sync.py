@@ -15,13 +15,14 @@ from slime.backends.weight_sync.disk import DiskTransport
 from slime.backends.weight_sync.distributed import DistributedTransport
 from slime.backends.weight_sync.engine_client import EngineClient, on_all
 from slime.backends.weight_sync.tensor import TensorTransport
-from slime.backends.weight_sync.types import Bucket, SyncReport, WeightSyncError, WeightTransport
+from slime.backends.weight_sync.types import Bucket, WeightSyncError, WeightTransport
 from slime.backends.weight_sync.verify import check_checksums, check_versions
 from slime.utils.checksum import tensor_checksums
 from slime.utils.device import collective_backend, current_device, device_id
 from slime.utils.env import read_env
 from slime.utils.errors import WeightMismatchError
 from slime.utils.ipc import remove_stale_segments
+from slime.utils.reports import SyncReport
 from slime.utils.sync_http import HttpError
 from slime.utils.types import EngineInfo
 

@@ -49,33 +49,3 @@ class WeightTransport(Protocol):
     def close(self) -> None:
         """Give back what one update needed; calling it twice does no harm."""
         ...
-
-
-@dataclass(kw_only=True, frozen=True)
-class SyncReport:
-    """One update. 248 MB in 0.5 s, 0.1 s of it for checksums: metrics() has 0.496 GB/s and 20 %."""
-
-    version: int
-    nbytes: int
-    num_tensors: int
-    num_buckets: int
-    num_engines: int
-    seconds: float
-    checksum_seconds: float  # summing what was sent, and waiting for the engines to sum theirs
-
-    def metrics(self) -> dict[str, float]:
-        return {
-            "perf/update_weights_bytes": float(self.nbytes),
-            "perf/update_weights_seconds": self.seconds,
-            "perf/update_weights_checksum_seconds": self.checksum_seconds,
-            "perf/update_weights_gb_per_s": self.nbytes / max(self.seconds, 1e-9) / 1e9,
-            "rollout/weight_version": float(self.version),
-        }
-
-    def __str__(self) -> str:
-        share = 100 * self.checksum_seconds / max(self.seconds, 1e-9)
-        return (
-            f"weights {self.version}: {self.nbytes / 1e6:.1f} MB in {self.num_buckets} buckets to "
-            f"{self.num_engines} engines in {self.seconds:.3f} s "
-            f"({self.nbytes / max(self.seconds, 1e-9) / 1e9:.2f} GB/s, checksums {share:.0f} %)"
-        )
