@@ -1,0 +1,181 @@
+"""Imports go one way, third parties have owners, arguments and environment are read in one place.
+
+Read from the syntax trees, so nothing heavy is imported. The rules are functions from a file's
+path and tree to complaints, and each is also shown a line it must complain about.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What each part of slime may import of slime. Entry points, which stand above, may import any.
+MAY_IMPORT = {
+    "utils": {"utils"},
+    "algorithms": {"utils", "algorithms"},
+    "rollout": {"utils", "rollout"},
+    "engine": {"utils", "engine"},
+    "dashboard": {"utils", "dashboard"},
+    "planner": {"utils", "planner"},
+    "backends": {"utils", "algorithms", "backends"},
+    "ray": {"utils", "algorithms", "backends", "rollout", "dashboard", "planner", "ray"},
+}
+
+# Who may import what: module prefix -> path prefixes.
+OWNERS = {
+    "megatron": ["slime/backends/megatron_utils/"],
+    "sglang": ["slime/backends/sglang_utils/"],
+    "sglang_router": ["slime/backends/sglang_utils/"],
+    "torch.distributed.fsdp": ["slime/backends/fsdp_utils/"],
+    "torch.distributed._composable.fsdp": ["slime/backends/fsdp_utils/"],
+    "ray": ["slime/ray/", "slime/backends/"],
+    "wandb": ["slime/utils/tracking.py"],
+    "tensorboard": ["slime/utils/tracking.py"],
+    "torch.utils.tensorboard": ["slime/utils/tracking.py"],
+}
+
+ARGUMENTS = ["slime/utils/arguments.py", "slime/utils/flags/"]
+ENVIRONMENT = [*ARGUMENTS, "slime/utils/env.py"]
+
+
+def imported(tree):
+    """(line, dotted module) of every import, also those inside functions and by import_module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide what is imported"
+            yield node.lineno, node.module
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else None
+            called = node.func.id if isinstance(node.func, ast.Name) else called
+            if called in ("import_module", "__import__"):
+                yield node.lineno, str(node.args[0].value)
+
+
+def inside(module, package):
+    return module == package or module.startswith(package + ".")
+
+
+def wrong_directions(path, tree):
+    parts = path.split("/")
+    if parts[0] != "slime" or len(parts) < 3:
+        return
+    for line, module in imported(tree):
+        if not inside(module, "slime") or module == "slime":
+            continue
+        target = module.split(".")[1]
+        if target != "__version__" and target not in MAY_IMPORT[parts[1]]:
+            yield f"{path}:{line}: {parts[1]} must not import {module}"
+
+
+def foreign_imports(path, tree):
+    for line, module in imported(tree):
+        for package, owners in OWNERS.items():
+            if inside(module, package) and not path.startswith(tuple(owners)):
+                yield f"{path}:{line}: {module} is imported only in {', '.join(owners)}"
+
+
+def environment_reads(path, tree):
+    if path.startswith(tuple(ENVIRONMENT)):
+        return
+    names = {"environ", "getenv", "putenv", "unsetenv"}
+    for node in ast.walk(tree):
+        attribute = isinstance(node, ast.Attribute) and node.attr in names
+        if attribute and isinstance(node.value, ast.Name) and node.value.id == "os":
+            yield f"{path}:{node.lineno}: os.{node.attr}; use slime/utils/env.py"
+        from_os = isinstance(node, ast.ImportFrom) and node.module == "os"
+        if from_os and names & {alias.name for alias in node.names}:
+            yield f"{path}:{node.lineno}: imports the environment; use slime/utils/env.py"
+
+
+def is_args(node):
+    """`args` or `<something>.args`."""
+    return (isinstance(node, ast.Name) and node.id == "args") or (
+        isinstance(node, ast.Attribute) and node.attr == "args"
+    )
+
+
+def argument_writes(path, tree):
+    if path.startswith(tuple(ARGUMENTS)):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_args(node.value):
+            if not isinstance(node.ctx, ast.Load):
+                yield f"{path}:{node.lineno}: args.{node.attr} is written; use args.replace"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+            if node.func.id in ("setattr", "delattr") and is_args(node.args[0]):
+                yield f"{path}:{node.lineno}: {node.func.id} on args; use args.replace"
+            if node.func.id == "getattr" and len(node.args) == 3 and is_args(node.args[0]):
+                yield f"{path}:{node.lineno}: getattr(args, ..., default); every flag exists"
+
+
+RULES = [wrong_directions, foreign_imports, environment_reads, argument_writes]
+
+
+def sources():
+    files = [*ROOT.glob("*.py"), *(ROOT / "slime").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
+    assert len(files) > 30
+    return [(str(file.relative_to(ROOT)), ast.parse(file.read_text())) for file in sorted(files)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_holds(rule):
+    complaints = [c for path, tree in sources() for c in rule(path, tree)]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "line"),
+    [
+        (wrong_directions, "slime/utils/x.py", "from slime.rollout.data_source import A"),
+        (wrong_directions, "slime/rollout/x.py", "import slime.engine.server"),
+        (
+            wrong_directions,
+            "slime/algorithms/x.py",
+            "def f():\n    from slime.backends import base",
+        ),
+        (wrong_directions, "slime/engine/x.py", "from slime import algorithms"),
+        (foreign_imports, "slime/rollout/x.py", "import ray"),
+        (foreign_imports, "train.py", "from ray.util import state"),
+        (foreign_imports, "slime/backends/base.py", "from megatron.core import mpu"),
+        (
+            foreign_imports,
+            "slime/ray/x.py",
+            "import importlib; importlib.import_module('sglang.srt')",
+        ),
+        (
+            foreign_imports,
+            "slime/backends/base.py",
+            "from torch.distributed.fsdp import fully_shard",
+        ),
+        (foreign_imports, "slime/dashboard/x.py", "from torch.utils import tensorboard"),
+        (environment_reads, "slime/ray/x.py", "import os\nos.environ['A'] = '1'"),
+        (environment_reads, "slime/ray/x.py", "from os import getenv"),
+        (argument_writes, "slime/ray/x.py", "args.lr = 1"),
+        (argument_writes, "slime/ray/x.py", "self.args.lr += 1"),
+        (argument_writes, "slime/ray/x.py", "del args.lr"),
+        (argument_writes, "slime/ray/x.py", "setattr(self.args, 'lr', 1)"),
+        (argument_writes, "slime/ray/x.py", "getattr(args, 'lr', None)"),
+    ],
+)
+def test_rule_complains(rule, path, line):
+    assert len(list(rule(path, ast.parse(line)))) >= 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "line"),
+    [
+        (wrong_directions, "slime/ray/x.py", "from slime.rollout.data_source import A"),
+        (wrong_directions, "slime/cli.py", "from slime.engine import server"),
+        (foreign_imports, "slime/rollout/x.py", "import raylib"),
+        (foreign_imports, "slime/ray/x.py", "import ray"),
+        (environment_reads, "slime/utils/env.py", "import os\nos.environ"),
+        (argument_writes, "slime/ray/x.py", "self.args = args; x = args.lr; getattr(args, 'lr')"),
+    ],
+)
+def test_rule_lets_pass(rule, path, line):
+    assert not list(rule(path, ast.parse(line)))
