@@ -94,11 +94,7 @@ class FSDPTrainRayActor(TrainRayActor):
     def train_step(
         self, rollout_id: int, step_id: int, micro_batches: list[TrainBatch]
     ) -> StepResult:
-        result = StepResult()
-        for micro_batch in micro_batches:
-            loss = self._forward(micro_batch, result)
-            # FSDP averages gradients over ranks; the loss is defined as a sum over them.
-            (loss * self.parallel.dp_size).backward()
+        result = self.forward_backward(micro_batches)
         lr = self.optimizer.lr
         grad_norm = self.optimizer.step()
         if not math.isfinite(grad_norm):
@@ -109,6 +105,15 @@ class FSDPTrainRayActor(TrainRayActor):
         result.add(
             {"grad_norm": MetricSum(total=grad_norm, count=1), "lr": MetricSum(total=lr, count=1)}
         )
+        return result
+
+    def forward_backward(self, micro_batches: list[TrainBatch]) -> StepResult:
+        """Leave the gradient of the whole step, of all ranks, in the parameters."""
+        result = StepResult()
+        for micro_batch in micro_batches:
+            loss = self._forward(micro_batch, result)
+            # FSDP averages gradients over ranks; the loss is defined as a sum over them.
+            (loss * self.parallel.dp_size).backward()
         return result
 
     def _forward(self, batch: TrainBatch, result: StepResult) -> torch.Tensor:
