@@ -13,7 +13,7 @@ from slime.utils.env import read_env
 _OBJECT_STORE_BYTES = 2 * 1024**3
 
 
-def connect(args: Args, num_slots: int) -> bool:
+def connect() -> bool:
     """Join or start a cluster; True when this process started it and must end it."""
     if ray.is_initialized():
         return False
@@ -22,11 +22,14 @@ def connect(args: Args, num_slots: int) -> bool:
         return False
     ray.init(
         address="local",
-        num_cpus=max(os.cpu_count() or 1, num_slots, 4),
+        num_cpus=1,  # slots on the CPU are processes, not cores: see placement_group.py
         include_dashboard=False,
         log_to_driver=False,
         logging_level="error",
         object_store_memory=_object_store_bytes(),
+        _system_config={
+            "prestart_worker_first_driver": False
+        },  # idle workers would only slow the start
     )
     return True
 

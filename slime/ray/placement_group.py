@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slime.utils.arguments import Args
 from slime.utils.errors import ConfigError
 
-# A CPU "GPU" is a process, not a core: any layout can be rehearsed on a laptop.
+# A slot is a process, not a core: any layout can be rehearsed on a laptop.
 _CPU_SLOT = 0.01
 _TRAINER_GPU, _ENGINE_GPU = 0.6, 0.3  # shares of one GPU when both sit on it
 _READY_TIMEOUT_S = 600
@@ -55,7 +55,7 @@ class Placement:
         self.layout = layout
         self.on_gpu = ray.cluster_resources().get("GPU", 0) > 0
         self._check_capacity()
-        bundle = {"GPU": 1, "CPU": 1} if self.on_gpu else {"CPU": _CPU_SLOT}
+        bundle = {"CPU": _CPU_SLOT, **({"GPU": 1} if self.on_gpu else {})}
         self.group: PlacementGroup = placement_group([bundle] * layout.num_bundles, strategy="PACK")
         ray.get(self.group.ready(), timeout=_READY_TIMEOUT_S)
         nodes = placement_group_table(self.group)["bundles_to_node_id"]
@@ -67,7 +67,7 @@ class Placement:
         shared = bundle in self.layout.trainer and any(bundle in b for b in self.layout.engines)
         share = (_TRAINER_GPU if role == "trainer" else _ENGINE_GPU) if shared else 1
         return {
-            "num_cpus": _CPU_SLOT / 4 if not self.on_gpu else 0.2,
+            "num_cpus": _CPU_SLOT / 4,
             "num_gpus": share if self.on_gpu else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self.group, placement_group_bundle_index=self._order[bundle]
