@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from markupsafe import Markup, escape
 
 from slime.dashboard.format import duration, number
-from slime.dashboard.scales import Scale, fit, nice_ticks, smooth, thin
+from slime.dashboard.scales import Scale, fit, nice_ticks, smooth, thin, tick_texts
 
 MAX_POINTS = 600
 MAX_BARS = 80
@@ -125,25 +125,22 @@ def _axes(across: Scale, up: Scale, chart: Chart) -> str:
     for x in whole:
         parts.append(
             f'<text class="tick" x="{across(x):.1f}" y="{chart.height - 7}" text-anchor="middle">'
-            f"{int(x)}</text>"
+            f"{'start' if x < 0 else int(x)}</text>"
         )
     return "".join(parts)
 
 
 def _horizontal_lines(up: Scale, width: int, wanted: int, unit: str = "") -> str:
     parts = []
-    for value in up.ticks(wanted):
+    ticks = up.ticks(wanted)
+    for value, text in zip(ticks, tick_texts(ticks, log=up.log), strict=True):
         y = up(value)
         parts.append(
             f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<text class="tick" x="{_LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">'
-            f"{_tick(value, up)}{unit}</text>"
+            f"{text}{unit}</text>"
         )
     return "".join(parts)
-
-
-def _tick(value: float, scale: Scale) -> str:
-    return f"{value:.0e}" if scale.log else number(value)
 
 
 def _line(line: Line, points: list[tuple[float, float]], across: Scale, up: Scale) -> str:

@@ -28,6 +28,7 @@ class RunData:
     run_dir: Path
     series: dict[str, list[Point]]
     phases: list[tuple[int, dict[str, float]]]  # seconds per phase of each rollout
+    rollout_seconds: list[float]  # of each rollout, phases and what lies between them
     samples: list[tuple[int, SampleRow]]
     config: dict[str, Any]
     origins: dict[str, str]
@@ -47,7 +48,7 @@ class RunData:
         return len({rollout_id for rollout_id, _ in self.phases})
 
     def seconds(self) -> float:
-        """Time spent in rollouts, without pauses between a crash and a resume."""
+        """Time at work, starts included, without pauses between a crash and a resume."""
         return sum(seconds for _, seconds in self.series.get(STEP_TIME, []))
 
     def total(self, name: str) -> float:
@@ -61,6 +62,7 @@ def read_run(run_dir: str | Path) -> RunData:
             f"{run_dir} is not a folder. Name the folder of a run, such as runs/quickstart."
         )
     records = list(read_lines(run_dir / METRICS_FILE))
+    rollouts = [record for record in records if record["kind"] == "perf"]
     resolved = _read_yaml(run_dir / RESOLVED_FILE)
     environment = run_dir / ENVIRONMENT_FILE
     times = [record["time"] for record in records]
@@ -70,6 +72,7 @@ def read_run(run_dir: str | Path) -> RunData:
         phases=[
             (r["rollout_id"], phase_times(_numbers(r))) for r in records if r["kind"] == "perf"
         ],
+        rollout_seconds=[r[STEP_TIME] for r in rollouts if r.get(STEP_TIME)],
         samples=read_samples(run_dir),
         config={name: entry["value"] for name, entry in resolved.items()},
         origins={name: entry["origin"] for name, entry in resolved.items()},

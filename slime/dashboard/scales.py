@@ -42,7 +42,7 @@ def fit(values: list[float], start: float, end: float, *, log: bool = False) -> 
         return Scale(low=low, high=high, start=start, end=end, log=True)
     if high == low:
         air = abs(high) / 2 or 1.0
-        return Scale(low=low - air, high=high + air, start=start, end=end)
+        return Scale(low=low - air if low < 0 else 0.0, high=high + air, start=start, end=end)
     air = (high - low) * 0.06
     floor = 0.0 if low >= 0 and low < (high - low) / 2 else low - air
     return Scale(low=floor, high=high + air, start=start, end=end)
@@ -57,6 +57,19 @@ def nice_ticks(low: float, high: float, wanted: int) -> list[float]:
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= raw * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def tick_texts(ticks: list[float], *, log: bool = False) -> list[str]:
+    """As many decimals as tell neighbours apart, the same for all: 0.0, 0.5, 1.0."""
+    if log or not ticks:
+        return [f"{value:.0e}" for value in ticks]
+    step = ticks[1] - ticks[0] if len(ticks) > 1 else abs(ticks[0]) or 1.0
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    if round(step * 10**decimals, 6) % 1:  # 2.5 of a unit
+        decimals += 1
+    if decimals > 5:
+        return [f"{value:.{max(0, decimals - 5)}e}" for value in ticks]
+    return [f"{value:,.{decimals}f}" for value in ticks]
 
 
 def log_ticks(low: float, high: float) -> list[float]:

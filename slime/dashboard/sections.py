@@ -239,9 +239,8 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
     if tokens := run.total(names.RESPONSE_TOKENS):
         tiles.append(("Response tokens", count(tokens), "generated for training"))
     if seconds := run.seconds():
-        tiles.append(
-            ("Time", duration(seconds), f"{duration(seconds / max(run.rollouts(), 1))} a rollout")
-        )
+        each = sum(run.rollout_seconds) / max(len(run.rollout_seconds), 1)
+        tiles.append(("Time", duration(seconds), f"{duration(each)} a rollout"))
     if points := run.series.get(names.TOKENS_PER_SECOND):
         mean = sum(value for _, value in points) / len(points)
         tiles.append(("Generation", f"{count(mean)}/s", "tokens, mean over rollouts"))
