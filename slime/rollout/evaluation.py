@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_datasets: dict[str, PromptDataset] = {}
+_datasets: dict[tuple[object, ...], PromptDataset] = {}  # read once per run
 
 
 async def evaluate(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
@@ -88,7 +88,8 @@ def _make_groups(args: Args, dataset: EvalDataset) -> list[Group]:
 
 
 def _load(args: Args, dataset: EvalDataset) -> PromptDataset:
-    if dataset.name not in _datasets:
+    key = (dataset.path, dataset.input_key, dataset.label_key, args.rm_type, args.hf_checkpoint)
+    if key not in _datasets:
         data_format = DataFormat(
             input_key=dataset.input_key,
             label_key=dataset.label_key,
@@ -102,8 +103,8 @@ def _load(args: Args, dataset: EvalDataset) -> PromptDataset:
             label_flag="--eval-label-key",
         )
         tokenizer = load_tokenizer(args.hf_checkpoint)
-        _datasets[dataset.name] = load_prompts(dataset.path, data_format, tokenizer)
-    return _datasets[dataset.name]
+        _datasets[key] = load_prompts(dataset.path, data_format, tokenizer)
+    return _datasets[key]
 
 
 def _stop_if_all_failed(samples: list[Sample], name: str) -> None:

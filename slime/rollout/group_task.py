@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from slime.rollout.base_types import GenerateFunction
-from slime.rollout.rm_hub import async_rm, group_rm
+from slime.rollout.rm_hub import Reward, async_rm, group_rm
 from slime.rollout.samples import fill_empty_response, mark_failed
 from slime.rollout.sampling import SamplingParams
 from slime.rollout.turn import generate
@@ -45,7 +45,7 @@ async def run_group(
     )
     samples = [sample for execution in executions for sample in execution]
     if not score_alone:
-        await _score_group(args, samples)
+        await _score_group(args, samples, evaluation)
     for sample in samples:
         if sample.status == Status.FAILED:
             fill_empty_response(sample, eos_token_id(args.hf_checkpoint))
@@ -73,7 +73,7 @@ async def _run_sample(
     _number_siblings(samples, sample)
     for one in samples:
         if score and one.status in _GENERATED and one.reward is None:
-            await _guard("reward", [one], _score(args, one))
+            await _guard("reward", [one], _score(args, one, evaluation))
         on_sample(one)
     return samples
 
@@ -128,21 +128,33 @@ def _check_generated(samples: list[Sample], where: str) -> None:
                 )
 
 
-async def _score(args: Args, sample: Sample) -> None:
-    sample.reward = await async_rm(args, sample)
+async def _score(args: Args, sample: Sample, evaluation: bool) -> None:
+    sample.reward = _check_key(args, await async_rm(args, sample), evaluation)
 
 
-async def _score_group(args: Args, samples: list[Sample]) -> None:
+async def _score_group(args: Args, samples: list[Sample], evaluation: bool) -> None:
     generated = [sample for sample in samples if sample.status in _GENERATED]
     if len(generated) < len(samples) and any(s.status == Status.ABORTED for s in samples):
         return  # the group will be scored once it is whole
     if generated and any(sample.reward is None for sample in generated):
-        await _guard("reward", generated, _score_together(args, generated))
+        await _guard("reward", generated, _score_together(args, generated, evaluation))
 
 
-async def _score_together(args: Args, samples: list[Sample]) -> None:
+async def _score_together(args: Args, samples: list[Sample], evaluation: bool) -> None:
     for sample, reward in zip(samples, await group_rm(args, samples), strict=True):
-        sample.reward = reward
+        sample.reward = _check_key(args, reward, evaluation)
+
+
+def _check_key(args: Args, reward: Reward, evaluation: bool) -> Reward:
+    """A dictionary without the number the run asks for is a wrong setting, not a bad sample."""
+    flag = "--eval-reward-key" if evaluation else "--reward-key"
+    key = args.eval_reward_key if evaluation else args.reward_key
+    if isinstance(reward, dict) and key not in reward:
+        is_now = f", not {key}" if key else ""
+        raise UserError(
+            f"the reward is a dictionary: set {flag} to one of {sorted(reward)}{is_now}"
+        )
+    return reward
 
 
 async def _guard(

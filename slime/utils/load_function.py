@@ -20,8 +20,8 @@ def load_function(
 ) -> Callable[..., Any]:
     """The function at `package.module.name`; it must take the call `protocol.__call__` describes.
 
-    A parameter with a default in the Protocol is optional: hooks may leave it out, and callers ask
-    `accepts(fn, name)` before passing it.
+    A parameter with a default in the Protocol is optional, and so is `**kwargs`: hooks may leave them
+    out, and callers ask `accepts(fn, name)` before passing one.
     """
     fn = _import(path, flag)
     expected = (
@@ -121,14 +121,12 @@ def _binding_problem(
             continue
         if parameter.kind is parameter.KEYWORD_ONLY:
             keywords[parameter.name] = None
-        elif parameter.kind is parameter.VAR_KEYWORD:
-            keywords[f"any_{parameter.name}"] = None
-        else:
+        elif parameter.kind is not parameter.VAR_KEYWORD:
             positional.append(None)
     try:
         signature.bind(*positional, **keywords)
     except TypeError as error:
-        return str(error).replace("'any_kwargs'", "**kwargs")
+        return str(error)
     return None
 
 

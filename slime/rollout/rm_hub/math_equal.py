@@ -17,13 +17,17 @@ from pathlib import Path
 
 import orjson
 
+from slime.utils.errors import UserError
+
 TIME_LIMIT_S = 5.0
 _START_LIMIT_S = 60.0
 _LONGEST_ANSWER = 1000  # characters; nobody writes a gradable answer that long
 _REMEMBERED = 4096
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:(?:,|\{,\})\d{3})+(?:\.\d+)?")
 _DROPPED = re.compile(
-    r"\\(?:left|right|displaystyle|,|!|;|:| |quad|%|\$)|\\(?:text|mathrm|mathbf|textbf|mbox)(?=\{)|[$\s%~]"
+    r"\\(?:left|right|displaystyle|,|!|;|:| |quad|%|\$)"
+    r"|\\(?:text|mathrm|mathbf|textbf|mbox)(?=\{)|[$%~]|(?<!\d)\s+|\s+(?!\d)"
 )
 _UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}$")
 
@@ -46,16 +50,18 @@ def normal_form(text: str) -> str:
     shorter = _UNITS.sub("", text)
     text = shorter if shorter.strip() else text
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))|\{,\}", "", text)
     text = re.sub(r"\^\{?\\circ\}?|\\degree", "", text)
     text = _DROPPED.sub("", text)
+    if _THOUSANDS.fullmatch(text):
+        text = re.sub(r"[{},]", "", text)
     return text.removeprefix("{").removesuffix("}") if re.fullmatch(r"\{[^{}]*\}", text) else text
 
 
 class MathWorkers:
     """A few worker processes of one event loop, started when first needed."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self._time_limit_s = time_limit_s
         self._idle: asyncio.Queue[asyncio.subprocess.Process | None] = asyncio.Queue()
         for _ in range(count):
             self._idle.put_nowait(None)
@@ -74,7 +80,7 @@ class MathWorkers:
         try:
             if worker is None or worker.returncode is not None:
                 worker = await _start()
-            reply = await asyncio.wait_for(_exchange(worker, label, answer), TIME_LIMIT_S)
+            reply = await asyncio.wait_for(_exchange(worker, label, answer), self._time_limit_s)
             if reply is None:
                 worker = _end(worker)
             return bool(reply)
@@ -94,13 +100,20 @@ async def _start() -> asyncio.subprocess.Process:
         str(Path(__file__).with_name("math_worker.py")),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
-        await asyncio.wait_for(_exchange(worker, "1", "1"), _START_LIMIT_S)  # imports are done
-    except BaseException:
+        ready = await asyncio.wait_for(_exchange(worker, "x+x", "2x"), _START_LIMIT_S)
+    except BaseException as error:
         _end(worker)
+        if isinstance(error, asyncio.TimeoutError):
+            raise UserError(f"the math grader did not start in {_START_LIMIT_S:.0f} s") from None
         raise
+    if ready is not True:  # without this, every answer would be graded wrong and nobody would know
+        _end(worker)
+        assert worker.stderr is not None
+        reason = (await worker.stderr.read()).decode(errors="replace").strip().splitlines()
+        raise UserError(f"the math grader does not work: {reason[-1] if reason else ready}")
     return worker
 
 

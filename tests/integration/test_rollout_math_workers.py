@@ -1,0 +1,97 @@
+"""math-verify in worker processes: hard inputs cost their time limit and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime.rollout.rm_hub import deepscaler, math_boxed, math_equal
+from slime.rollout.rm_hub.math_equal import TIME_LIMIT_S, MathWorkers
+from slime.utils.errors import UserError
+from slime.utils.http import run
+from tests.odd_texts import ODD
+
+
+@pytest.mark.parametrize("grade", [math_boxed.grade, deepscaler.grade], ids=["math", "deepscaler"])
+def test_odd_text_never_raises_and_stays_in_its_time(grade):
+    for text in ODD:
+        start = time.monotonic()
+        assert run(grade(f"</think>{text}", r"\frac{17}{3}")) in (0.0, 1.0)
+        assert time.monotonic() - start < TIME_LIMIT_S + 20  # starting a worker included
+
+
+def test_a_worker_that_computes_too_long_is_replaced_and_nobody_else_waits():
+    """Generation shares the event loop: it must keep turning while a comparison hangs."""
+
+    async def scenario():
+        workers = MathWorkers(count=1, time_limit_s=1.0)
+        assert await workers.equal("x+x", "2x")
+        ticks = 0
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        start = time.monotonic()
+        assert await workers.equal("x^{9^{9^{9^9}}}", "10^{10^{10^{10}}}") is False
+        waited = time.monotonic() - start
+        ticking.cancel()
+        assert 1.0 <= waited < 5.0
+        assert ticks > waited / 0.01 * 0.3
+        assert await workers.equal("y+y", "2y")
+
+    run(scenario())
+
+
+def test_a_cancelled_question_does_not_answer_the_next_one():
+    async def scenario():
+        workers = MathWorkers(count=1)
+        assert await workers.equal("x+x", "2x")
+        question = asyncio.create_task(workers.equal("z+z", "2z"))
+        await asyncio.sleep(0)
+        question.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await question
+        assert not await workers.equal("x+1", "x+2")
+
+    run(scenario())
+
+
+def test_a_killed_worker_costs_one_answer_at_most():
+    async def scenario():
+        workers = MathWorkers(count=1)
+        assert await workers.equal("x+x", "2x")
+        (worker,) = [
+            child
+            for child in psutil.Process().children()
+            if any("math_worker" in part for part in child.cmdline())
+            and child.pid == workers._idle._queue[0].pid  # type: ignore[attr-defined]
+        ]
+        worker.kill()
+        worker.wait(10)
+        await workers.equal("x+y", "y+x")
+        assert await workers.equal("y+y", "2y")
+
+    run(scenario())
+
+
+def test_a_grader_that_cannot_start_is_an_error_and_not_a_zero(tmp_path, monkeypatch):
+    """A Python without math-verify grades nothing."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho \"No module named 'math_verify'\" >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    assert Path(math_equal.__file__).with_name("math_worker.py").exists()
+
+    async def scenario():
+        with pytest.raises(UserError, match="No module named 'math_verify'"):
+            await MathWorkers(count=1).equal("x+x", "2x")
+
+    run(scenario())
