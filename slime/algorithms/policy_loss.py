@@ -57,27 +57,19 @@ def policy_loss(
     columns = {"clip_fraction": clipped, "ppo_kl": -token_ratio}
 
     if correction is not None:
-        corrected = correction(
-            pg_loss=pg,
-            old_log_probs=_old_log_probs(inputs, False),
-            rollout_log_probs=_required(inputs.rollout_log_probs, "rollout_log_probs"),
-            loss_mask=mask,
-            cu_seqlens=inputs.cu_seqlens,
-            cp_group=cp_group,
-        )
-        pg = torch.where(corrected.loss_mask > 0, corrected.pg_loss, 0.0)
-        columns |= corrected.metrics
-
+        pg, metrics = _correct(inputs, pg, correction, cp_group)
+        columns |= metrics
     pg_loss = _weighted(inputs, pg) if reduce_pg is None else reduce_pg(pg)
     terms = {"pg_loss": pg_loss}
     loss = pg_loss
     if inputs.ref_log_probs is not None:
         kl = kl_estimate(inputs.log_probs * mask, inputs.ref_log_probs * mask, kl_loss_type)
         terms["kl_loss"] = _weighted(inputs, kl * token_ratio.exp() if use_unbiased_kl else kl)
-        loss = loss + kl_loss_coef * terms["kl_loss"]
+        loss = loss + kl_loss_coef * terms["kl_loss"] if kl_loss_coef else loss
     if inputs.entropy is not None:
         terms["entropy"] = _weighted(inputs, inputs.entropy)
-        loss = loss - entropy_coef * terms["entropy"]
+        # A coefficient of 0 must not send a gradient of zeros through every logit.
+        loss = loss - entropy_coef * terms["entropy"] if entropy_coef else loss
     terms |= {name: _weighted(inputs, column) for name, column in columns.items()}
     return LossOutput(loss=loss, metrics=_metrics(inputs, {"loss": loss, **terms}))
 
@@ -137,6 +129,23 @@ def _gspo_log_ratio(
         log_ratio, inputs.loss_mask, inputs.cu_seqlens, mean=True, cp_group=cp_group
     )
     return sequence + (log_ratio - log_ratio.detach())
+
+
+def _correct(
+    inputs: LossInputs,
+    pg: torch.Tensor,
+    correction: Correction,
+    cp_group: dist.ProcessGroup | None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    corrected = correction(
+        pg_loss=pg,
+        old_log_probs=_old_log_probs(inputs, False),
+        rollout_log_probs=_required(inputs.rollout_log_probs, "rollout_log_probs"),
+        loss_mask=inputs.loss_mask,
+        cu_seqlens=inputs.cu_seqlens,
+        cp_group=cp_group,
+    )
+    return torch.where(corrected.loss_mask > 0, corrected.pg_loss, 0.0), corrected.metrics
 
 
 def _old_log_probs(inputs: LossInputs, use_rollout_logprobs: bool) -> torch.Tensor:

@@ -281,6 +281,14 @@ def test_entropy_is_rewarded():
     torch.testing.assert_close(grad, -0.01 * packed.loss_weights)
 
 
+def test_entropy_that_is_only_watched_costs_no_backward_pass():
+    packed = pack(batch_and_log_probs(), [0, 1], ParallelInfo())
+    entropy = packed.loss_mask.clone().requires_grad_()
+    log_probs = packed.teacher_log_probs.requires_grad_()
+    policy_loss(loss_inputs(packed, log_probs=log_probs, entropy=entropy)).loss.backward()
+    assert entropy.grad is None and log_probs.grad is not None
+
+
 def test_ratios_against_the_engine():
     batch = batch_and_log_probs()
     rows = [list(range(N))]
