@@ -34,7 +34,9 @@ CONFIG = {
 }
 
 
-def write_run(run_dir: Path, *, rollouts: int = 60, planned: int = 60, seed: int = 0) -> Path:
+def write_run(
+    run_dir: Path, *, rollouts: int = 60, planned: int = 60, groups: int = 16, seed: int = 0
+) -> Path:
     """A reward that climbs along a logistic curve, noise of the size 128 samples give, samples to match."""
     rng = random.Random(seed)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -50,7 +52,7 @@ def write_run(run_dir: Path, *, rollouts: int = 60, planned: int = 60, seed: int
     for rollout_id in range(rollouts):
         level = skill(rollout_id)
         log(rollout_id, "rollout", _rollout(level, rng))
-        append_samples(run_dir, rollout_id, _samples(level, rng, rollout_id))
+        append_samples(run_dir, rollout_id, _samples(level, rng, rollout_id, groups))
         log(rollout_id, "train", _train(level, rng))
         perf = {
             "perf/generate_time": rng.gauss(1.25, 0.08),
@@ -110,9 +112,9 @@ def _evaluation(level: float, rng: random.Random) -> dict[str, float]:
     }
 
 
-def _samples(level: float, rng: random.Random, rollout_id: int) -> list[SampleRow]:
+def _samples(level: float, rng: random.Random, rollout_id: int, groups: int) -> list[SampleRow]:
     rows = []
-    for group in range(16):
+    for group in range(groups):
         a, b = rng.randrange(100), rng.randrange(100)
         rights = [rng.random() < level for _ in range(8)]
         mean = sum(rights) / 8

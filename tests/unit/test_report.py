@@ -197,7 +197,7 @@ def test_values_that_are_not_numbers_leave_a_gap(tmp_path: Path):
 
 
 def test_a_long_run_stays_a_page_of_bounded_size(tmp_path: Path):
-    run_dir = write_run(tmp_path / "run", rollouts=700, planned=700)
+    run_dir = write_run(tmp_path / "run", rollouts=700, planned=700, groups=2)
     path = write_report(run_dir)
     assert path.stat().st_size < 3_000_000
     page = Page(path.read_text())
