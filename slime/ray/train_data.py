@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from slime.algorithms.advantages import normalize_group_rewards
+from slime.algorithms.advantages import normalize_group_rewards, overlong_penalty
 from slime.rollout.base_types import ConvertSamples, RewardPostProcess
 from slime.utils.arguments import Args
 from slime.utils.dp_schedule import loss_weights, make_schedule
@@ -81,6 +81,13 @@ def _rewards(args: Args, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]
         raw, rewards = hook(args, samples)
         return np.asarray(raw, np.float32), np.asarray(rewards, np.float32)
     raw = np.array([s.get_reward_value(args.reward_key) for s in samples], np.float32)
+    if args.overlong_buffer_len:
+        raw = raw + overlong_penalty(
+            np.array([s.response_length for s in samples]),
+            max_response_len=args.rollout_max_response_len,
+            buffer_len=args.overlong_buffer_len,
+            factor=args.overlong_penalty_factor,
+        )
     if args.disable_rewards_normalization or args.loss_type == "sft_loss":
         return raw, raw
     groups = np.array([s.group_index for s in samples])

@@ -33,6 +33,16 @@ def test_rewards_are_normalised_within_uneven_groups():
     np.testing.assert_array_equal(batch.raw_rewards, [r for rs in rewards.values() for r in rs])
 
 
+def test_overlong_answers_lose_reward_before_normalisation():
+    args = make_args(
+        rollout_max_response_len=8, overlong_buffer_len=4, overlong_penalty_factor=2.0
+    )
+    batch = samples_to_batch(args, [sample(0, 0, 1.0, length=3), sample(1, 0, 1.0, length=6)])
+    # Tokens 5..8 are punished linearly up to 2: the sixth has covered half of the way.
+    np.testing.assert_allclose(batch.raw_rewards, [1.0, 1.0 - 2.0 * 2 / 4])
+    assert batch.rewards[0] > 0 > batch.rewards[1]
+
+
 def test_a_failed_sample_neither_learns_nor_moves_its_siblings():
     healthy = [sample(0, 0, 1.0), sample(1, 0, 0.0)]
     failed = sample(2, 0, 0.0, status=Status.FAILED, remove_sample=True)
@@ -44,13 +54,17 @@ def test_a_failed_sample_neither_learns_nor_moves_its_siblings():
 
 
 def test_removed_samples_keep_their_row_without_weight():
-    batch = samples_to_batch(make_args(), [sample(0, 0, 1.0, remove_sample=True), sample(1, 0, 0.0)])
+    batch = samples_to_batch(
+        make_args(), [sample(0, 0, 1.0, remove_sample=True), sample(1, 0, 0.0)]
+    )
     assert [m.tolist() for m in batch.loss_masks] == [[0, 0, 0], [1, 1, 1]]
 
 
 def test_log_probs_for_some_samples_only_are_refused():
     with pytest.raises(UserError, match="1 of 2 samples have rollout_log_probs"):
-        samples_to_batch(make_args(), [sample(0, 0, 1.0), sample(1, 0, 0.0, rollout_log_probs=None)])
+        samples_to_batch(
+            make_args(), [sample(0, 0, 1.0), sample(1, 0, 0.0, rollout_log_probs=None)]
+        )
 
 
 def test_nothing_to_train_on_is_said():
