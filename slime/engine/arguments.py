@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from slime.utils.errors import ConfigError
+from slime.utils.flags.embedded import HARMLESS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +65,15 @@ def parse_engine_args(argv: list[str] | None = None) -> EngineArgs:
         section = parser.add_argument_group(group)
         for name, settings in options.items():
             section.add_argument(_flag(name), **settings)
-    defaults = {f.name: f.default for f in fields(EngineArgs)}
-    given = {
-        name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
-    }
-    harmless = set(given) - set(defaults)
-    return EngineArgs(**{name: value for name, value in given.items() if name not in harmless})
+    section = parser.add_argument_group("SGLang's, accepted and without effect here")
+    for name in sorted(HARMLESS):
+        section.add_argument(_flag(name), nargs="*", metavar="VALUE")
+    given = vars(parser.parse_args(argv))
+    if given.pop("tp_size") not in (None, 1):
+        raise ConfigError("--tp-size: the embedded engine runs on one device; leave it out")
+    return EngineArgs(
+        **{name: v for name, v in given.items() if v is not None and name not in HARMLESS}
+    )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -95,6 +99,7 @@ _OPTIONS: dict[str, dict[str, dict]] = {
             "choices": _DTYPES,
             "help": "auto: the checkpoint's; float32 becomes bfloat16 on CUDA",
         },
+        "tp_size": {"type": int, "help": "1, the only size there is"},
         "device": {"choices": ["cpu", "cuda"], "help": "default: cuda where there is one"},
         "context_length": {"type": int, "help": "default: the model's"},
         "served_model_name": {"help": "name shown by /v1/models; default: the path"},
@@ -105,10 +110,6 @@ _OPTIONS: dict[str, dict[str, dict]] = {
         "port": {"type": int, "help": "0: any free port"},
         "port_file": {"help": 'file to write {"port": ..., "pid": ...} to once it listens'},
         "log_level": {"choices": ["debug", "info", "warning", "error"]},
-        "skip_server_warmup": {
-            **_SWITCH,
-            "help": "accepted for SGLang's sake; there is no warm-up",
-        },
     },
     "scheduling and memory": {
         "max_running_requests": {"type": int, "help": "requests generated at the same time"},

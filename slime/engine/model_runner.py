@@ -169,7 +169,7 @@ def _load_model(
     else:
         model = AutoModelForCausalLM.from_pretrained(args.model_path, **options)
     model = cast(PreTrainedModel, model)
-    model.to(device=device)  # pyright: ignore[reportArgumentType]
+    torch.nn.Module.to(model, device)
     model.eval()
     for parameter in model.parameters():
         parameter.requires_grad_(False)

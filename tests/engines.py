@@ -1,0 +1,124 @@
+"""Engines for tests: one in this process without HTTP, and one as a server process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.engine.arguments import EngineArgs
+from slime.engine.engine import Engine
+from slime.engine.request import Request
+from slime.engine.sampling_params import parse_sampling_params
+from slime.utils.env import child_env
+from slime.utils.sync_http import get_json, post_json
+
+TOKEN = "token-of-the-tests"
+
+
+class LocalEngine:
+    """An engine stepping in its own thread of this process; `generate` waits for all prompts."""
+
+    def __init__(self, model_path: str | Path, **options: Any) -> None:
+        self._done = threading.Condition()
+        self.engine = Engine(
+            EngineArgs(model_path=str(model_path), random_seed=0, **options), self._notify, self._notify
+        )
+        self.engine.start()
+
+    def generate(
+        self, prompts: list[list[int]], *, seeds: list[int] | None = None, start_len: int = -1, **params: Any
+    ) -> list[Request]:
+        requests = [
+            Request(
+                rid=f"r{i}",
+                token_ids=list(ids),
+                prompt_len=len(ids),
+                params=parse_sampling_params(params),
+                seed=seeds[i] if seeds else i,
+                eos_ids=frozenset() if params.get("ignore_eos") else self.engine.eos_ids,
+                return_logprob=True,
+                logprob_start_len=start_len,
+            )
+            for i, ids in enumerate(prompts)
+        ]
+        self.engine.submit(requests)
+        self.wait(requests)
+        return requests
+
+    def wait(self, requests: list[Request], timeout: float = 60.0) -> None:
+        with self._done:
+            finished = self._done.wait_for(
+                lambda: self.engine.failure or all(r.finish for r in requests), timeout
+            )
+        assert self.engine.failure is None, self.engine.failure
+        assert finished, "requests did not finish in time"
+
+    def close(self) -> None:
+        self.engine.stop()
+
+    def _notify(self, _: list[Request] | None = None) -> None:
+        with self._done:
+            self._done.notify_all()
+
+
+@contextlib.contextmanager
+def local_engine(model_path: str | Path, **options: Any) -> Iterator[LocalEngine]:
+    engine = LocalEngine(model_path, **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineServer:
+    """A running server process."""
+
+    url: str
+    pid: int
+    token: str = TOKEN
+
+    def post(self, route: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> Any:
+        return post_json(f"{self.url}{route}", body or {}, token=self.token, timeout=timeout)
+
+    def get(self, route: str) -> Any:
+        return get_json(f"{self.url}{route}", token=self.token)
+
+
+@contextlib.contextmanager
+def engine_server(
+    model_path: str | Path, *options: str, token: str | None = TOKEN
+) -> Iterator[EngineServer]:
+    """`python -m slime.engine.server` at a free port; ended with the `with`."""
+    with tempfile.TemporaryDirectory() as folder:
+        port_file = Path(folder) / "port.json"
+        log_file = Path(folder) / "log"
+        command = [sys.executable, "-m", "slime.engine.server", "--model-path", str(model_path)]
+        command += ["--port", "0", "--port-file", str(port_file), *options]
+        env = child_env(OMP_NUM_THREADS="1", SLIME_ENGINE_TOKEN=token or "")
+        with log_file.open("w") as log:
+            process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + 90
+            while not port_file.exists():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"the engine did not start:\n{log_file.read_text()}")
+                time.sleep(0.05)
+            port = json.loads(port_file.read_text())["port"]
+            yield EngineServer(url=f"http://127.0.0.1:{port}", pid=process.pid)
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
