@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 import time
 import weakref
@@ -41,7 +42,14 @@ def background_loop() -> asyncio.AbstractEventLoop:
         if _loop is None or _loop.is_closed():
             _loop = asyncio.new_event_loop()
             threading.Thread(target=_loop.run_forever, name="slime-http", daemon=True).start()
+            atexit.register(_close, _loop)
         return _loop
+
+
+def _close(loop: asyncio.AbstractEventLoop) -> None:
+    existing = _sessions.pop(loop, None)
+    if existing is not None and loop.is_running():
+        asyncio.run_coroutine_threadsafe(existing.close(), loop).result(timeout=5)
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,0 +1,460 @@
+"""The default rollout function against scripted engines over HTTP."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from slime.rollout import progress
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.engine_pool import EnginePool, EngineUnreachableError, install_pool
+from slime.rollout.sampling import hash32
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils.errors import UserError
+from slime.utils.types import Status
+from tests import rollout_hooks
+from tests.fake_engine import FakeEngine, Reply
+from tests.prompts import rollout_args, sums
+from tests.tiny import EOS_ID, make_byte_tokenizer
+
+TOKENIZER = make_byte_tokenizer()
+HOOKS = "tests.rollout_hooks"
+
+
+@pytest.fixture
+def engines():
+    """Starts engines and installs a pool over them: `engines(script, count=2, concurrency=4)`."""
+    with ExitStack() as stack:
+
+        def start(script=lambda request: Reply(), count=1, **pool_options):
+            started = [stack.enter_context(FakeEngine(script)) for _ in range(count)]
+            install_pool(EnginePool([engine.url for engine in started], **pool_options))
+            return started
+
+        yield start
+        install_pool(None)
+
+
+@pytest.fixture(autouse=True)
+def clear_seen():
+    rollout_hooks.seen.clear()
+
+
+def flat(output):
+    return [sample for group in output.samples for sample in group]
+
+
+def answer(request):
+    """The right answer on every second request."""
+    left, right = request.prompt.removesuffix("=").split("+")
+    value = int(left) + int(right) if request.number % 2 else -1
+    return Reply(text=rf"\boxed{{{value}}}", latency_s=0.005)
+
+
+def test_samples_carry_tokens_log_probs_versions_and_rewards(tmp_path, engines):
+    (engine,) = engines(answer)
+    engine.weight_version = "7"
+    args = rollout_args(tmp_path, rm_type="math", rollout_batch_size=4, n_samples_per_prompt=2)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert [s.index for s in flat(output)] == list(range(8))
+    for sample in flat(output):
+        prompt = TOKENIZER.encode(sample.prompt)
+        response = [*TOKENIZER.encode(sample.response), EOS_ID]
+        assert sample.tokens == prompt + response
+        assert sample.response_length == len(response) == len(sample.loss_mask)
+        assert sample.rollout_log_probs == [-0.5 - i / 100 for i in range(len(response))]
+        assert sample.weight_versions == [7] * len(response)
+        assert sample.status == Status.COMPLETED
+        assert sample.reward == float(sample.response == rf"\boxed{{{sample.label}}}")
+    assert output.metrics["rollout/reward_mean"] == 0.5
+    assert {tuple(r.input_ids) for r in engine.requests} == {
+        tuple(TOKENIZER.encode(row["input"])) for row in sums(4)
+    }
+
+
+def test_sampling_parameters_reach_the_engine(tmp_path, engines):
+    (engine,) = engines()
+    args = rollout_args(
+        tmp_path, rollout_temperature=0.7, rollout_top_p=0.9, rollout_top_k=5,
+        rollout_stop=["</end>"], rollout_stop_token_ids=[9], rollout_max_response_len=11,
+    )  # fmt: skip
+    generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert engine.requests[0].sampling_params == {
+        "temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_new_tokens": 11,
+        "stop": ["</end>"], "stop_token_ids": [9], "no_stop_trim": True,
+        "skip_special_tokens": False, "spaces_between_special_tokens": False,
+    }  # fmt: skip
+
+
+def test_status_and_length_limits(tmp_path, engines):
+    engines(lambda request: Reply(text="abcdefgh"))
+    args = rollout_args(tmp_path, rollout_max_response_len=5)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert {(s.status, s.response) for s in flat(output)} == {(Status.TRUNCATED, "abcde")}
+    assert output.metrics["rollout/truncated"] == 1.0
+
+    args = rollout_args(tmp_path, rollout_max_context_len=7, rollout_max_response_len=5)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert {len(s.tokens) for s in flat(output)} == {7}  # prompts have 4 tokens
+
+
+def test_weight_versions_follow_the_spans(tmp_path, engines):
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 4}]
+    engines(lambda request: Reply(text="abc", versions=spans))
+    args = rollout_args(tmp_path)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert flat(output)[0].weight_versions == [3, 3, 4, 4]
+
+
+def test_result_order_does_not_depend_on_timing(tmp_path, engines):
+    dice = random.Random(3)
+    engines(lambda request: Reply(text=request.prompt, latency_s=dice.random() * 0.1))
+    args = rollout_args(tmp_path, sums(40), rollout_batch_size=20, n_samples_per_prompt=3)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert [s.index for s in flat(output)] == list(range(60))
+    assert all(s.response == s.prompt for s in flat(output))
+
+
+def test_concurrency_is_bounded_per_engine_and_balanced(tmp_path, engines):
+    both = engines(lambda request: Reply(latency_s=0.02), count=2, concurrency=8)
+    args = rollout_args(tmp_path, sums(40), rollout_batch_size=40, n_samples_per_prompt=4)
+    generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert [engine.max_in_flight for engine in both] == [8, 8]
+    counts = [len(engine.requests) for engine in both]
+    assert sum(counts) == 160 and min(counts) > 60
+
+
+def test_siblings_share_an_engine_for_its_prefix_cache(tmp_path, engines):
+    both = engines(lambda request: Reply(latency_s=0.01), count=2)
+    args = rollout_args(tmp_path, sums(10), rollout_batch_size=10, n_samples_per_prompt=4)
+    generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    places = [{request.prompt for request in engine.requests} for engine in both]
+    assert not places[0] & places[1] and all(len(place) == 5 for place in places)
+
+
+def test_deterministic_mode_seeds_each_sample_from_its_index(tmp_path, engines):
+    (engine,) = engines()
+    args = rollout_args(tmp_path).replace(deterministic=True, rollout_seed=5)
+    generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    seeds = sorted(request.sampling_params["sampling_seed"] for request in engine.requests)
+    assert seeds == sorted(hash32(5, index) for index in range(4))
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+# ---- surplus, filters, aborts: nothing lost, nothing twice
+
+
+def accounted(source, outputs, dropped):
+    """Every group handed out is kept, dropped or in the buffer, exactly once."""
+    kept = [group[0].group_index for output in outputs for group in output.samples]
+    waiting = [group[0].group_index for group in source.buffer]
+    assert sorted(kept + waiting + dropped) == list(range(source.next_group_index))
+    assert not source._in_flight
+
+
+def test_surplus_groups_go_back_and_come_first_next_time(tmp_path, engines):
+    slow = {"3+1=", "4+1="}
+    engines(lambda r: Reply(latency_s=5.0 if r.prompt in slow else 0.01))
+    args = rollout_args(tmp_path, rollout_batch_size=4, over_sampling_batch_size=6)
+    source = RolloutDataSourceWithBuffer(args)
+    start = time.monotonic()
+    first = generate_rollout(args, 0, source)
+    assert time.monotonic() - start < 3.0
+    assert [g[0].group_index for g in first.samples] == [0, 1, 2, 5]
+    assert [g[0].group_index for g in source.buffer] == [3, 4]
+    for sample in [s for g in source.buffer for s in g]:
+        assert sample.response_length == 0 and sample.status == Status.PENDING
+        assert sample.tokens == TOKENIZER.encode(sample.prompt)
+    accounted(source, [first], [])
+    slow.clear()
+    second = generate_rollout(args, 1, source)
+    assert {3, 4} & {g[0].group_index for g in second.samples}
+    accounted(source, [first, second], [])
+
+
+def test_many_rollouts_with_filter_and_surplus_account_for_every_group(tmp_path, engines):
+    dice = random.Random(1)
+    engines(lambda request: Reply(latency_s=dice.random() * 0.02), count=2, concurrency=8)
+    args = rollout_args(
+        tmp_path, sums(7), rollout_batch_size=3, over_sampling_batch_size=5, rollout_shuffle=True,
+        dynamic_sampling_filter_path=f"{HOOKS}.keep_even_groups",
+        rollout_all_samples_process_path=f"{HOOKS}.note_all_groups",
+    )  # fmt: skip
+    source = RolloutDataSourceWithBuffer(args)
+    outputs = [generate_rollout(args, rollout_id, source) for rollout_id in range(6)]
+    decided = [index for _, indices, _ in rollout_hooks.seen for index in indices]
+    dropped = [index for index in decided if index % 2]
+    accounted(source, outputs, dropped)
+    assert all(len(output.samples) == 3 for output in outputs)
+    assert sum(o.metrics.get("rollout/dropped_odd_group", 0) for o in outputs) == len(dropped)
+    indices = [s.index for output in outputs for s in flat(output)]
+    assert len(indices) == len(set(indices))
+
+
+def test_filter_may_return_a_bool(tmp_path, engines):
+    engines()
+    args = rollout_args(tmp_path, dynamic_sampling_filter_path=f"{HOOKS}.keep_as_bool")
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert [g[0].group_index for g in output.samples] == [2, 3]
+    assert output.metrics["rollout/dropped_filter"] == 2
+
+
+def test_zero_std_filter_of_the_hub(tmp_path, engines):
+    engines(answer)
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    args = rollout_args(tmp_path, rm_type="math", dynamic_sampling_filter_path=path)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert output.metrics["rollout/zero_std_groups"] == 0
+    assert all({s.reward for s in group} == {0.0, 1.0} for group in output.samples)
+
+
+def test_deterministic_mode_picks_groups_by_order_not_by_speed(tmp_path, engines):
+    dice = random.Random(7)
+    engines(lambda request: Reply(latency_s=dice.random() * 0.05))
+
+    def picked():
+        args = rollout_args(
+            tmp_path, rollout_batch_size=3, over_sampling_batch_size=6,
+            dynamic_sampling_filter_path=f"{HOOKS}.keep_even_groups",
+        ).replace(deterministic=True)  # fmt: skip
+        source = RolloutDataSourceWithBuffer(args)
+        outputs = [generate_rollout(args, i, source) for i in range(3)]
+        kept = [[g[0].group_index for g in output.samples] for output in outputs]
+        return kept, [g[0].group_index for g in source.buffer]
+
+    first = picked()
+    assert first[0][0] == [0, 2, 4] and first == picked()
+
+
+def test_partial_rollout_continues_where_it_was_cut(tmp_path, engines):
+    text = "abcdefghij" * 2
+    stalled = {"2+1="}
+
+    def script(request):
+        prompt, _, done = request.prompt.partition("=")
+        slow = f"{prompt}=" in stalled
+        return Reply(text=text[len(done) :], latency_s=1.0 if slow else 0.3)
+
+    (engine,) = engines(script)
+    args = rollout_args(
+        tmp_path, rollout_batch_size=2, over_sampling_batch_size=3, n_samples_per_prompt=1
+    ).replace(partial_rollout=True)
+    source = RolloutDataSourceWithBuffer(args)
+    first = generate_rollout(args, 0, source)
+    assert [g[0].group_index for g in first.samples] == [0, 1]
+    partial = source.buffer[0][0]
+    assert partial.status == Status.ABORTED and 0 < partial.response_length < len(text)
+    cut, old_log_probs = partial.response_length, list(partial.rollout_log_probs)
+    assert text.startswith(partial.response)
+    stalled.clear()
+    engine.weight_version = "9"
+    args = args.replace(over_sampling_batch_size=2)
+    second = generate_rollout(args, 1, source)
+    resumed = next(s for s in flat(second) if s.group_index == 2)
+    assert resumed.response == text and resumed.status == Status.COMPLETED
+    assert resumed.rollout_log_probs[:cut] == old_log_probs
+    assert resumed.weight_versions == [0] * cut + [9] * (len(text) + 1 - cut)
+    assert resumed.loss_mask == [1] * (len(text) + 1)
+    assert engine.requests[-1].sampling_params["max_new_tokens"] <= 32
+
+
+def test_partial_rollout_can_mask_older_tokens(tmp_path, engines):
+    stalled = {"2"}
+    engines(lambda r: Reply(text="abcdef", latency_s=0.9 if r.prompt[0] in stalled else 0.3))
+    args = rollout_args(
+        tmp_path, rollout_batch_size=2, over_sampling_batch_size=3, n_samples_per_prompt=1
+    ).replace(partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
+    source = RolloutDataSourceWithBuffer(args)
+    generate_rollout(args, 0, source)
+    cut = source.buffer[0][0].response_length
+    stalled.clear()
+    args = args.replace(over_sampling_batch_size=2)
+    second = generate_rollout(args, 1, source)
+    resumed = next(s for s in flat(second) if s.group_index == 2)
+    assert cut > 0 and resumed.loss_mask == [0] * cut + [1] * (resumed.response_length - cut)
+
+
+def test_an_abort_by_someone_else_is_made_up_for(tmp_path, engines):
+    def script(request):
+        if request.number < 2:
+            return Reply(text="cut off", finish="abort")
+        return Reply(text="whole")
+
+    (engine,) = engines(script)
+    args = rollout_args(tmp_path)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert {(s.response, s.status) for s in flat(output)} == {("whole", Status.COMPLETED)}
+    assert len(engine.requests) == 6
+
+
+# ---- failures of hooks
+
+
+def test_reward_that_raises_marks_its_sample_only(tmp_path, engines):
+    engines()
+    args = rollout_args(tmp_path, custom_rm_path=f"{HOOKS}.reward_fails_on_odd")
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    for sample in flat(output):
+        if sample.index % 2:
+            assert sample.status == Status.FAILED and sample.remove_sample
+            assert sample.reward == 0.0
+            assert sample.metadata["error"] == f"ValueError: cannot score {sample.index}"
+        else:
+            assert sample.status == Status.COMPLETED and sample.reward == 1.0
+    assert output.metrics["rollout/failed"] == 2
+    assert output.metrics["rollout/reward_mean"] == 1.0  # of the samples that have one
+
+
+def test_generation_that_raises_leaves_a_row_that_can_be_trained_on_with_no_weight(
+    tmp_path, engines
+):
+    engines()
+    args = rollout_args(tmp_path, custom_generate_function_path=f"{HOOKS}.generate_fails_on_odd")
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    failed = [s for s in flat(output) if s.status == Status.FAILED]
+    assert [s.index for s in failed] == [1, 3]
+    for sample in failed:
+        assert sample.metadata["error_stage"] == "generate"
+        assert 0 < sample.response_length < len(sample.tokens)
+        assert sample.loss_mask == [0] and sample.remove_sample
+
+
+@pytest.mark.parametrize("filter_path", [None, f"{HOOKS}.keep_even_groups"])
+def test_all_samples_failing_stops_with_the_first_traceback(tmp_path, engines, filter_path):
+    engines()
+    args = rollout_args(
+        tmp_path,
+        custom_rm_path=f"{HOOKS}.reward_always_fails",
+        dynamic_sampling_filter_path=filter_path,
+    )
+    source = RolloutDataSourceWithBuffer(args)
+    with pytest.raises(UserError) as caught:
+        generate_rollout(args, 3, source)
+    text = str(caught.value)
+    assert "every sample of rollout 3 failed" in text and "ValueError: the judge is out" in text
+    assert "reward_always_fails" in text  # where it was raised
+
+
+def test_a_request_the_engine_refuses_fails_its_sample(tmp_path, engines):
+    def script(request):
+        if request.prompt.startswith("1"):
+            return Reply(text="The input is too long", status=400)
+        return Reply()
+
+    (engine,) = engines(script)
+    args = rollout_args(tmp_path)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    failed = [s for s in flat(output) if s.status == Status.FAILED]
+    assert [s.index for s in failed] == [2, 3]
+    assert "The input is too long" in failed[0].metadata["error"]
+    assert len(engine.requests) == 4  # not repeated
+
+
+def test_misaligned_columns_of_a_custom_generate_are_caught(tmp_path, engines):
+    engines()
+    args = rollout_args(tmp_path, custom_generate_function_path=f"{HOOKS}.generate_misaligned")
+    with pytest.raises(UserError, match=r"1 entries of loss_mask for 3 response tokens"):
+        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+
+
+def test_blocking_reward_does_not_hold_up_generation(tmp_path, engines):
+    engines(lambda request: Reply(latency_s=0.01))
+    args = rollout_args(tmp_path, rollout_batch_size=8, custom_rm_path=f"{HOOKS}.reward_blocking")
+    start = time.monotonic()
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert len(flat(output)) == 16 and time.monotonic() - start < 16 * 0.3 / 2
+
+
+# ---- engines that fail
+
+
+def test_requests_move_to_another_engine_when_one_dies(tmp_path, engines):
+    both = engines(lambda request: Reply(latency_s=0.2), count=2)
+    args = rollout_args(tmp_path, rollout_batch_size=8, n_samples_per_prompt=4)
+    threading.Timer(0.1, both[0].stop).start()
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert {s.status for s in flat(output)} == {Status.COMPLETED}
+    assert len(flat(output)) == 32
+
+
+def test_server_errors_are_tried_again(tmp_path, engines):
+    def script(request):
+        return Reply(text="busy", status=503) if request.number % 3 == 0 else Reply(text="done")
+
+    engines(script)
+    args = rollout_args(tmp_path)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert {s.response for s in flat(output)} == {"done"}
+
+
+def test_dropped_connections_are_tried_again(tmp_path, engines):
+    engines(lambda r: Reply(drop=True) if r.number < 3 else Reply(text="done"))
+    args = rollout_args(tmp_path)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert {s.response for s in flat(output)} == {"done"}
+
+
+def test_no_engine_at_all_is_one_clear_error_and_loses_no_group(tmp_path, engines):
+    (engine,) = engines(deadline_s=0.5)
+    engine.stop()
+    args = rollout_args(tmp_path)
+    source = RolloutDataSourceWithBuffer(args)
+    with pytest.raises(EngineUnreachableError) as caught:
+        generate_rollout(args, 0, source)
+    assert engine.url in str(caught.value)
+    assert [g[0].group_index for g in source.buffer] == [0, 1]
+    engine.restart()
+    again = generate_rollout(args, 0, source)
+    assert [g[0].group_index for g in again.samples] == [0, 1]
+
+
+def test_requests_on_an_engine_that_is_removed_are_made_again(tmp_path):
+    """A hung engine answers nothing; the health check takes it out of the pool."""
+    hung = FakeEngine(lambda request: Reply(latency_s=60))
+    good = FakeEngine(lambda request: Reply(text="done"))
+    with hung, good:
+        pool = EnginePool([hung.url, good.url])
+        install_pool(pool)
+        args = rollout_args(tmp_path, rollout_batch_size=4)
+        threading.Timer(0.3, pool.set_urls, [[good.url]]).start()
+        output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+        assert {s.response for s in flat(output)} == {"done"}
+        assert hung.requests and sum(pool.in_flight.values()) == 0
+    install_pool(None)
+
+
+def test_engines_may_arrive_after_generation_began(tmp_path):
+    with FakeEngine() as engine:
+        pool = EnginePool([])
+        install_pool(pool)
+        args = rollout_args(tmp_path)
+        threading.Timer(0.2, pool.set_urls, [[engine.url]]).start()
+        output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+        assert len(flat(output)) == 4
+    install_pool(None)
+
+
+def test_progress_is_visible_while_a_rollout_runs(tmp_path, engines):
+    engines(lambda request: Reply(text="abc", latency_s=0.02 * (1 + request.number)))
+    args = rollout_args(tmp_path, rollout_batch_size=5)
+    watched = []
+    stop = threading.Event()
+
+    def watch():
+        while not stop.wait(0.005):
+            watched.append(progress.current())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    generate_rollout(args, 2, RolloutDataSourceWithBuffer(args))
+    stop.set()
+    watcher.join()
+    running = [p for p in watched if p.rollout_id == 2 and not p.finished]
+    assert {p.kept_groups for p in running} >= {1, 2, 3}
+    last = progress.current()
+    assert (last.kept_groups, last.generated_samples, last.finished) == (5, 10, True)
+    assert last.response_tokens == 10 * len("abc$")

@@ -1,0 +1,109 @@
+"""Hooks that tests name by import path."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from slime.rollout.base_types import DynamicFilterOutput
+from slime.rollout.rm_hub import async_rm
+from slime.rollout.samples import clone_sample
+from slime.rollout.sglang_rollout import generate
+from slime.utils.types import Status
+
+seen: list[object] = []  # what hooks want tests to know; tests clear it
+
+
+async def reward_length(args, sample):
+    return float(len(sample.response))
+
+
+def reward_blocking(args, sample):
+    time.sleep(0.3)
+    return 1.0
+
+
+async def reward_fails_on_odd(args, sample):
+    if sample.index % 2:
+        raise ValueError(f"cannot score {sample.index}")
+    return 1.0
+
+
+async def reward_always_fails(args, sample):
+    raise ValueError("the judge is out")
+
+
+async def reward_dictionary(args, sample):
+    return {"score": 0.5, "detail": "fine"}
+
+
+async def reward_group(args, samples):
+    order = sorted(samples, key=lambda s: s.index)
+    return [float(order.index(sample)) for sample in samples]
+
+
+async def reward_group_short(args, samples):
+    return [1.0]
+
+
+async def generate_two_turns(args, sample, sampling_params, evaluation=False):
+    seen.append(("evaluation", evaluation))
+    sample = await generate(args, sample, sampling_params)
+    if sample.status == Status.ABORTED:
+        return sample
+    tool = [1, 2, 3]
+    sample.append_response_tokens(tokens=tool, trainable=False)
+    sample.response += "<tool>"
+    return await generate(args, sample, sampling_params)
+
+
+async def generate_two_samples(args, sample, sampling_params):
+    first = await generate(args, sample, sampling_params)
+    return [first, clone_sample(first)]
+
+
+async def generate_fails_on_odd(args, sample, sampling_params):
+    if sample.index % 2:
+        raise RuntimeError("the sandbox broke")
+    return await generate(args, sample, sampling_params)
+
+
+async def generate_misaligned(args, sample, sampling_params):
+    sample = await generate(args, sample, sampling_params)
+    sample.loss_mask = [1]
+    return sample
+
+
+async def generate_with_metadata(args, sample, sampling_params):
+    sample = await generate(args, sample, sampling_params)
+    sample.train_metadata = {"turns": 1}
+    sample.reward = await async_rm(args, sample)
+    return sample
+
+
+async def generate_slowly(args, sample, sampling_params):
+    await asyncio.sleep(30)
+    return sample
+
+
+def keep_even_groups(args, samples, **kwargs):
+    return DynamicFilterOutput(keep=samples[0].group_index % 2 == 0, reason="odd_group")
+
+
+def keep_as_bool(args, samples):
+    return samples[0].group_index >= 2
+
+
+def newest_first(args, rollout_id, buffer, num_samples):
+    seen.append(("rollout_id", rollout_id))
+    return [buffer.pop() for _ in range(min(num_samples, len(buffer)))]
+
+
+def remove_long(args, groups):
+    for group in groups:
+        for sample in group:
+            sample.remove_sample = sample.response_length > 3
+
+
+def note_all_groups(args, all_groups, data_source):
+    seen.append(("all", [group[0].group_index for group in all_groups], len(data_source)))
