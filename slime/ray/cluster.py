@@ -42,6 +42,7 @@ def actor_env(args: Args, *, processes_here: int = 1, token: str) -> dict[str, s
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        "TQDM_DISABLE": "1",  # bars of libraries; progress is the display's business
         "SLIME_ENGINE_TOKEN": token,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(p for p in paths if p)),
         **args.train_env_vars,

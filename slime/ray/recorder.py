@@ -7,6 +7,9 @@ from contextlib import contextmanager
 
 from slime.dashboard.live import LiveDisplay
 from slime.utils.arguments import Args
+from slime.utils.flops import peak_flops
+from slime.utils.machine import gpus
+from slime.utils.throughput import throughput_metrics
 from slime.utils.timer import Timer
 from slime.utils.tracking import Tracker
 
@@ -19,6 +22,13 @@ class Recorder:
         self._tracker = Tracker(args, args.run_dir)
         self._display = LiveDisplay(args)
         self._metrics: dict[str, float] = {}
+        cards = gpus()
+        train_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+        self._gpus = {
+            "train_gpus": train_gpus,
+            "num_gpus": train_gpus + (0 if args.colocate else args.rollout_num_gpus),
+            "peak_flops": peak_flops(cards[0].name) if cards else None,
+        }
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -36,6 +46,7 @@ class Recorder:
         comes again when it is resumed, is of the kind "start".
         """
         self._metrics.update(self._timer.take())
+        self._metrics.update(throughput_metrics(self._metrics, **self._gpus))
         by_kind: dict[str, dict[str, float]] = {}
         for name, value in self._metrics.items():
             kind = name.split("/", 1)[0]

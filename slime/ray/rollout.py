@@ -17,6 +17,7 @@ import ray
 
 from slime.ray.debug_data import load_debug_samples, save_debug_samples
 from slime.ray.engine_group import EngineGroup
+from slime.ray.sample_rows import batch_rows, sample_row
 from slime.ray.train_data import samples_to_batch, split_batch
 from slime.rollout.base_types import (
     DataSource,
@@ -28,11 +29,12 @@ from slime.rollout.base_types import (
 from slime.rollout.engine_pool import EnginePool, install_pool
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.utils.arguments import Args
+from slime.utils.flops import ModelShape, train_flops
 from slime.utils.load_function import load_class, load_function
 from slime.utils.logging import setup_logging
 from slime.utils.reports import RolloutResult
-from slime.utils.sample_log import SampleRow, append_samples
-from slime.utils.types import EngineInfo, RolloutBatch, Sample
+from slime.utils.sample_log import append_samples
+from slime.utils.types import EngineInfo, Sample
 
 _STATE_FILE = "rollout.json"
 
@@ -55,6 +57,8 @@ class RolloutManager:
         self.data_source: Any = source(args)
         self.pool = EnginePool([], token=token, concurrency=args.sglang_server_concurrency)
         install_pool(self.pool)
+        config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
+        self.shape = ModelShape.from_hf_config(config)
         self.dp_size, self.cp_size = 1, 1
         self._state_before: dict[str, Any] | None = None
 
@@ -111,7 +115,8 @@ class RolloutManager:
             return RolloutResult(metrics=metrics)
         self.engines.release()
         batch = samples_to_batch(self.args, samples)
-        append_samples(self.args.run_dir, rollout_id, _sample_rows(samples, batch))
+        metrics["perf/train_flops"] = train_flops(self.shape, batch.total_lens)
+        append_samples(self.args.run_dir, rollout_id, batch_rows(samples, batch))
         parts = split_batch(self.args, batch, dp_size=self.dp_size, cp_size=self.cp_size)
         return RolloutResult(batch_refs=[ray.put(part) for part in parts], metrics=metrics)
 
@@ -122,6 +127,12 @@ class RolloutManager:
     def eval(self, rollout_id: int) -> dict[str, float]:
         result = self.eval_rollout(self.args, rollout_id, self.data_source, evaluation=True)
         output = as_eval_output(result, self.eval_path)
+        for name, dataset in output.data.items():
+            rows = [
+                sample_row(s, self.args.eval_reward_key, kind=f"eval/{name}")
+                for s in dataset.samples
+            ]
+            append_samples(self.args.run_dir, rollout_id, rows)
         return {**eval_metrics(self.args, output.data), **(output.metrics or {})}
 
     # ---- checkpoint
@@ -177,33 +188,3 @@ def _flatten(groups: list[Any]) -> list[Sample]:
     for item in groups:
         flat.extend([item] if isinstance(item, Sample) else _flatten(item))
     return flat
-
-
-def _sample_rows(samples: list[Sample], batch: RolloutBatch) -> list[SampleRow]:
-    """Rows for people to read; the advantage is the normalised reward the trainer starts from."""
-    by_index = {sample.index: sample for sample in samples}
-    rows = []
-    for index, raw, reward in zip(
-        batch.sample_indices.tolist(),
-        batch.raw_rewards.tolist(),
-        batch.rewards.tolist(),
-        strict=True,
-    ):
-        sample = by_index[index]
-        rows.append(
-            SampleRow(
-                prompt=sample.prompt
-                if isinstance(sample.prompt, str)
-                else json.dumps(sample.prompt),
-                response=sample.response,
-                reward=raw,
-                advantage=reward,
-                status=sample.status.value,
-                group_index=sample.group_index,
-                index=index,
-                prompt_length=len(sample.tokens) - sample.response_length,
-                response_length=sample.response_length,
-                label=None if sample.label is None else str(sample.label),
-            )
-        )
-    return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,8 @@ from slime.utils.load_function import load_function
 from slime.utils.logging import setup_logging
 from slime.utils.run_folder import open_run_folder
 from slime.utils.tracking import cut_back, logged_rollouts
+
+logger = logging.getLogger(__name__)
 
 
 class Run:
@@ -66,7 +69,7 @@ class Run:
                 self._finish()
         finally:
             self._stop()
-            write_report(self.args.run_dir)
+            self._write_report()
         if error is None or stopped:
             print("\n".join(closing_lines(self.args.run_dir)))
         return stopped
@@ -162,6 +165,12 @@ class Run:
             if self.args.save_hf:
                 Path(self.args.save_hf).parent.mkdir(parents=True, exist_ok=True)
                 self.actor.export_hf(self.args.save_hf.format(rollout_id=last))
+
+    def _write_report(self) -> None:
+        try:
+            write_report(self.args.run_dir)
+        except OSError as error:  # a full disk must not hide how the run itself ended
+            logger.warning("no report.html: %s", error)
 
     def _stop(self) -> None:
         for name in ("rollout", "actor"):
