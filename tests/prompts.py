@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.utils.arguments import Args
+from slime.utils.types import Sample
 from tests.args import make_args
 from tests.tiny import make_byte_tokenizer
 
@@ -46,3 +48,7 @@ def rollout_args(tmp_path: Path, rows: list[Any] | None = None, **overrides: Any
         **overrides,
     }
     return make_args(**values)
+
+
+def flat(output: RolloutFnTrainOutput) -> list[Sample]:
+    return [sample for group in output.samples for sample in group]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from contextlib import ExitStack
 
 import pytest
 
@@ -18,34 +17,11 @@ from slime.utils.errors import UserError
 from slime.utils.types import Status
 from tests import rollout_hooks
 from tests.fake_engine import FakeEngine, Reply
-from tests.prompts import rollout_args, sums
+from tests.prompts import flat, rollout_args, sums
 from tests.tiny import EOS_ID, make_byte_tokenizer
 
 TOKENIZER = make_byte_tokenizer()
 HOOKS = "tests.rollout_hooks"
-
-
-@pytest.fixture
-def engines():
-    """Starts engines and installs a pool over them: `engines(script, count=2, concurrency=4)`."""
-    with ExitStack() as stack:
-
-        def start(script=lambda request: Reply(), count=1, **pool_options):
-            started = [stack.enter_context(FakeEngine(script)) for _ in range(count)]
-            install_pool(EnginePool([engine.url for engine in started], **pool_options))
-            return started
-
-        yield start
-        install_pool(None)
-
-
-@pytest.fixture(autouse=True)
-def clear_seen():
-    rollout_hooks.seen.clear()
-
-
-def flat(output):
-    return [sample for group in output.samples for sample in group]
 
 
 def answer(request):
@@ -55,8 +31,8 @@ def answer(request):
     return Reply(text=rf"\boxed{{{value}}}", latency_s=0.005)
 
 
-def test_samples_carry_tokens_log_probs_versions_and_rewards(tmp_path, engines):
-    (engine,) = engines(answer)
+def test_samples_carry_tokens_log_probs_versions_and_rewards(tmp_path, fake_engines):
+    (engine,) = fake_engines(answer)
     engine.weight_version = "7"
     args = rollout_args(tmp_path, rm_type="math", rollout_batch_size=4, n_samples_per_prompt=2)
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
@@ -76,8 +52,8 @@ def test_samples_carry_tokens_log_probs_versions_and_rewards(tmp_path, engines):
     }
 
 
-def test_sampling_parameters_reach_the_engine(tmp_path, engines):
-    (engine,) = engines()
+def test_sampling_parameters_reach_the_engine(tmp_path, fake_engines):
+    (engine,) = fake_engines()
     args = rollout_args(
         tmp_path, rollout_temperature=0.7, rollout_top_p=0.9, rollout_top_k=5,
         rollout_stop=["</end>"], rollout_stop_token_ids=[9], rollout_max_response_len=11,
@@ -90,8 +66,8 @@ def test_sampling_parameters_reach_the_engine(tmp_path, engines):
     }  # fmt: skip
 
 
-def test_status_and_length_limits(tmp_path, engines):
-    engines(lambda request: Reply(text="abcdefgh"))
+def test_status_and_length_limits(tmp_path, fake_engines):
+    fake_engines(lambda request: Reply(text="abcdefgh"))
     args = rollout_args(tmp_path, rollout_max_response_len=5)
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert {(s.status, s.response) for s in flat(output)} == {(Status.TRUNCATED, "abcde")}
@@ -102,25 +78,25 @@ def test_status_and_length_limits(tmp_path, engines):
     assert {len(s.tokens) for s in flat(output)} == {7}  # prompts have 4 tokens
 
 
-def test_weight_versions_follow_the_spans(tmp_path, engines):
+def test_weight_versions_follow_the_spans(tmp_path, fake_engines):
     spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 4}]
-    engines(lambda request: Reply(text="abc", versions=spans))
+    fake_engines(lambda request: Reply(text="abc", versions=spans))
     args = rollout_args(tmp_path)
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert flat(output)[0].weight_versions == [3, 3, 4, 4]
 
 
-def test_result_order_does_not_depend_on_timing(tmp_path, engines):
+def test_result_order_does_not_depend_on_timing(tmp_path, fake_engines):
     dice = random.Random(3)
-    engines(lambda request: Reply(text=request.prompt, latency_s=dice.random() * 0.1))
+    fake_engines(lambda request: Reply(text=request.prompt, latency_s=dice.random() * 0.1))
     args = rollout_args(tmp_path, sums(40), rollout_batch_size=20, n_samples_per_prompt=3)
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert [s.index for s in flat(output)] == list(range(60))
     assert all(s.response == s.prompt for s in flat(output))
 
 
-def test_concurrency_is_bounded_per_engine_and_balanced(tmp_path, engines):
-    both = engines(lambda request: Reply(latency_s=0.02), count=2, concurrency=8)
+def test_concurrency_is_bounded_per_engine_and_balanced(tmp_path, fake_engines):
+    both = fake_engines(lambda request: Reply(latency_s=0.02), count=2, concurrency=8)
     args = rollout_args(tmp_path, sums(40), rollout_batch_size=40, n_samples_per_prompt=4)
     generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert [engine.max_in_flight for engine in both] == [8, 8]
@@ -128,16 +104,16 @@ def test_concurrency_is_bounded_per_engine_and_balanced(tmp_path, engines):
     assert sum(counts) == 160 and min(counts) > 60
 
 
-def test_siblings_share_an_engine_for_its_prefix_cache(tmp_path, engines):
-    both = engines(lambda request: Reply(latency_s=0.01), count=2)
+def test_siblings_share_an_engine_for_its_prefix_cache(tmp_path, fake_engines):
+    both = fake_engines(lambda request: Reply(latency_s=0.01), count=2)
     args = rollout_args(tmp_path, sums(10), rollout_batch_size=10, n_samples_per_prompt=4)
     generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     places = [{request.prompt for request in engine.requests} for engine in both]
     assert not places[0] & places[1] and all(len(place) == 5 for place in places)
 
 
-def test_deterministic_mode_seeds_each_sample_from_its_index(tmp_path, engines):
-    (engine,) = engines()
+def test_deterministic_mode_seeds_each_sample_from_its_index(tmp_path, fake_engines):
+    (engine,) = fake_engines()
     args = rollout_args(tmp_path).replace(deterministic=True, rollout_seed=5)
     generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     seeds = sorted(request.sampling_params["sampling_seed"] for request in engine.requests)
@@ -156,9 +132,9 @@ def accounted(source, outputs, dropped):
     assert not source._in_flight
 
 
-def test_surplus_groups_go_back_and_come_first_next_time(tmp_path, engines):
+def test_surplus_groups_go_back_and_come_first_next_time(tmp_path, fake_engines):
     slow = {"3+1=", "4+1="}
-    engines(lambda r: Reply(latency_s=5.0 if r.prompt in slow else 0.01))
+    fake_engines(lambda r: Reply(latency_s=5.0 if r.prompt in slow else 0.01))
     args = rollout_args(tmp_path, rollout_batch_size=4, over_sampling_batch_size=6)
     source = RolloutDataSourceWithBuffer(args)
     start = time.monotonic()
@@ -176,9 +152,9 @@ def test_surplus_groups_go_back_and_come_first_next_time(tmp_path, engines):
     accounted(source, [first, second], [])
 
 
-def test_many_rollouts_with_filter_and_surplus_account_for_every_group(tmp_path, engines):
+def test_many_rollouts_with_filter_and_surplus_account_for_every_group(tmp_path, fake_engines):
     dice = random.Random(1)
-    engines(lambda request: Reply(latency_s=dice.random() * 0.02), count=2, concurrency=8)
+    fake_engines(lambda request: Reply(latency_s=dice.random() * 0.02), count=2, concurrency=8)
     args = rollout_args(
         tmp_path, sums(7), rollout_batch_size=3, over_sampling_batch_size=5, rollout_shuffle=True,
         dynamic_sampling_filter_path=f"{HOOKS}.keep_even_groups",
@@ -195,16 +171,16 @@ def test_many_rollouts_with_filter_and_surplus_account_for_every_group(tmp_path,
     assert len(indices) == len(set(indices))
 
 
-def test_filter_may_return_a_bool(tmp_path, engines):
-    engines()
+def test_filter_may_return_a_bool(tmp_path, fake_engines):
+    fake_engines()
     args = rollout_args(tmp_path, dynamic_sampling_filter_path=f"{HOOKS}.keep_as_bool")
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert [g[0].group_index for g in output.samples] == [2, 3]
     assert output.metrics["rollout/dropped_filter"] == 2
 
 
-def test_zero_std_filter_of_the_hub(tmp_path, engines):
-    engines(answer)
+def test_zero_std_filter_of_the_hub(tmp_path, fake_engines):
+    fake_engines(answer)
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
     args = rollout_args(tmp_path, rm_type="math", dynamic_sampling_filter_path=path)
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
@@ -212,9 +188,9 @@ def test_zero_std_filter_of_the_hub(tmp_path, engines):
     assert all({s.reward for s in group} == {0.0, 1.0} for group in output.samples)
 
 
-def test_deterministic_mode_picks_groups_by_order_not_by_speed(tmp_path, engines):
+def test_deterministic_mode_picks_groups_by_order_not_by_speed(tmp_path, fake_engines):
     dice = random.Random(7)
-    engines(lambda request: Reply(latency_s=dice.random() * 0.05))
+    fake_engines(lambda request: Reply(latency_s=dice.random() * 0.05))
 
     def picked():
         args = rollout_args(
@@ -230,7 +206,7 @@ def test_deterministic_mode_picks_groups_by_order_not_by_speed(tmp_path, engines
     assert first[0][0] == [0, 2, 4] and first == picked()
 
 
-def test_partial_rollout_continues_where_it_was_cut(tmp_path, engines):
+def test_partial_rollout_continues_where_it_was_cut(tmp_path, fake_engines):
     text = "abcdefghij" * 2
     stalled = {"2+1="}
 
@@ -239,7 +215,7 @@ def test_partial_rollout_continues_where_it_was_cut(tmp_path, engines):
         slow = f"{prompt}=" in stalled
         return Reply(text=text[len(done) :], latency_s=1.0 if slow else 0.3)
 
-    (engine,) = engines(script)
+    (engine,) = fake_engines(script)
     args = rollout_args(
         tmp_path, rollout_batch_size=2, over_sampling_batch_size=3, n_samples_per_prompt=1
     ).replace(partial_rollout=True)
@@ -262,9 +238,9 @@ def test_partial_rollout_continues_where_it_was_cut(tmp_path, engines):
     assert engine.requests[-1].sampling_params["max_new_tokens"] <= 32
 
 
-def test_partial_rollout_can_mask_older_tokens(tmp_path, engines):
+def test_partial_rollout_can_mask_older_tokens(tmp_path, fake_engines):
     stalled = {"2"}
-    engines(lambda r: Reply(text="abcdef", latency_s=0.9 if r.prompt[0] in stalled else 0.3))
+    fake_engines(lambda r: Reply(text="abcdef", latency_s=0.9 if r.prompt[0] in stalled else 0.3))
     args = rollout_args(
         tmp_path, rollout_batch_size=2, over_sampling_batch_size=3, n_samples_per_prompt=1
     ).replace(partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
@@ -278,13 +254,13 @@ def test_partial_rollout_can_mask_older_tokens(tmp_path, engines):
     assert cut > 0 and resumed.loss_mask == [0] * cut + [1] * (resumed.response_length - cut)
 
 
-def test_an_abort_by_someone_else_is_made_up_for(tmp_path, engines):
+def test_an_abort_by_someone_else_is_made_up_for(tmp_path, fake_engines):
     def script(request):
         if request.number < 2:
             return Reply(text="cut off", finish="abort")
         return Reply(text="whole")
 
-    (engine,) = engines(script)
+    (engine,) = fake_engines(script)
     args = rollout_args(tmp_path)
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert {(s.response, s.status) for s in flat(output)} == {("whole", Status.COMPLETED)}
@@ -294,8 +270,8 @@ def test_an_abort_by_someone_else_is_made_up_for(tmp_path, engines):
 # ---- failures of hooks
 
 
-def test_reward_that_raises_marks_its_sample_only(tmp_path, engines):
-    engines()
+def test_reward_that_raises_marks_its_sample_only(tmp_path, fake_engines):
+    fake_engines()
     args = rollout_args(tmp_path, custom_rm_path=f"{HOOKS}.reward_fails_on_odd")
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     for sample in flat(output):
@@ -310,9 +286,9 @@ def test_reward_that_raises_marks_its_sample_only(tmp_path, engines):
 
 
 def test_generation_that_raises_leaves_a_row_that_can_be_trained_on_with_no_weight(
-    tmp_path, engines
+    tmp_path, fake_engines
 ):
-    engines()
+    fake_engines()
     args = rollout_args(tmp_path, custom_generate_function_path=f"{HOOKS}.generate_fails_on_odd")
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     failed = [s for s in flat(output) if s.status == Status.FAILED]
@@ -324,8 +300,8 @@ def test_generation_that_raises_leaves_a_row_that_can_be_trained_on_with_no_weig
 
 
 @pytest.mark.parametrize("filter_path", [None, f"{HOOKS}.keep_even_groups"])
-def test_all_samples_failing_stops_with_the_first_traceback(tmp_path, engines, filter_path):
-    engines()
+def test_all_samples_failing_stops_with_the_first_traceback(tmp_path, fake_engines, filter_path):
+    fake_engines()
     args = rollout_args(
         tmp_path,
         custom_rm_path=f"{HOOKS}.reward_always_fails",
@@ -339,13 +315,13 @@ def test_all_samples_failing_stops_with_the_first_traceback(tmp_path, engines, f
     assert "reward_always_fails" in text  # where it was raised
 
 
-def test_a_request_the_engine_refuses_fails_its_sample(tmp_path, engines):
+def test_a_request_the_engine_refuses_fails_its_sample(tmp_path, fake_engines):
     def script(request):
         if request.prompt.startswith("1"):
             return Reply(text="The input is too long", status=400)
         return Reply()
 
-    (engine,) = engines(script)
+    (engine,) = fake_engines(script)
     args = rollout_args(tmp_path)
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     failed = [s for s in flat(output) if s.status == Status.FAILED]
@@ -354,15 +330,15 @@ def test_a_request_the_engine_refuses_fails_its_sample(tmp_path, engines):
     assert len(engine.requests) == 4  # not repeated
 
 
-def test_misaligned_columns_of_a_custom_generate_are_caught(tmp_path, engines):
-    engines()
+def test_misaligned_columns_of_a_custom_generate_are_caught(tmp_path, fake_engines):
+    fake_engines()
     args = rollout_args(tmp_path, custom_generate_function_path=f"{HOOKS}.generate_misaligned")
     with pytest.raises(UserError, match=r"1 entries of loss_mask for 3 response tokens"):
         generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
 
 
-def test_blocking_reward_does_not_hold_up_generation(tmp_path, engines):
-    engines(lambda request: Reply(latency_s=0.01))
+def test_blocking_reward_does_not_hold_up_generation(tmp_path, fake_engines):
+    fake_engines(lambda request: Reply(latency_s=0.01))
     args = rollout_args(tmp_path, rollout_batch_size=8, custom_rm_path=f"{HOOKS}.reward_blocking")
     start = time.monotonic()
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
@@ -372,8 +348,8 @@ def test_blocking_reward_does_not_hold_up_generation(tmp_path, engines):
 # ---- engines that fail
 
 
-def test_requests_move_to_another_engine_when_one_dies(tmp_path, engines):
-    both = engines(lambda request: Reply(latency_s=0.2), count=2)
+def test_requests_move_to_another_engine_when_one_dies(tmp_path, fake_engines):
+    both = fake_engines(lambda request: Reply(latency_s=0.2), count=2)
     args = rollout_args(tmp_path, rollout_batch_size=8, n_samples_per_prompt=4)
     threading.Timer(0.1, both[0].stop).start()
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
@@ -381,25 +357,25 @@ def test_requests_move_to_another_engine_when_one_dies(tmp_path, engines):
     assert len(flat(output)) == 32
 
 
-def test_server_errors_are_tried_again(tmp_path, engines):
+def test_server_errors_are_tried_again(tmp_path, fake_engines):
     def script(request):
         return Reply(text="busy", status=503) if request.number % 3 == 0 else Reply(text="done")
 
-    engines(script)
+    fake_engines(script)
     args = rollout_args(tmp_path)
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert {s.response for s in flat(output)} == {"done"}
 
 
-def test_dropped_connections_are_tried_again(tmp_path, engines):
-    engines(lambda r: Reply(drop=True) if r.number < 3 else Reply(text="done"))
+def test_dropped_connections_are_tried_again(tmp_path, fake_engines):
+    fake_engines(lambda r: Reply(drop=True) if r.number < 3 else Reply(text="done"))
     args = rollout_args(tmp_path)
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert {s.response for s in flat(output)} == {"done"}
 
 
-def test_no_engine_at_all_is_one_clear_error_and_loses_no_group(tmp_path, engines):
-    (engine,) = engines(deadline_s=0.5)
+def test_no_engine_at_all_is_one_clear_error_and_loses_no_group(tmp_path, fake_engines):
+    (engine,) = fake_engines(deadline_s=0.5)
     engine.stop()
     args = rollout_args(tmp_path)
     source = RolloutDataSourceWithBuffer(args)
@@ -438,8 +414,8 @@ def test_engines_may_arrive_after_generation_began(tmp_path):
     install_pool(None)
 
 
-def test_progress_is_visible_while_a_rollout_runs(tmp_path, engines):
-    engines(lambda request: Reply(text="abc", latency_s=0.02 * (1 + request.number)))
+def test_progress_is_visible_while_a_rollout_runs(tmp_path, fake_engines):
+    fake_engines(lambda request: Reply(text="abc", latency_s=0.02 * (1 + request.number)))
     args = rollout_args(tmp_path, rollout_batch_size=5)
     watched = []
     stop = threading.Event()
