@@ -13,6 +13,8 @@ from slime.utils.throughput import throughput_metrics
 from slime.utils.timer import Timer
 from slime.utils.tracking import Tracker
 
+_LEARNING = ("rollout", "train")
+
 
 class Recorder:
     """Clock, display and tracker behind one phase() and one log()."""
@@ -39,20 +41,19 @@ class Recorder:
         """Keep metrics for the next log()."""
         self._metrics.update(metrics)
 
-    def log(self, rollout_id: int, *, starting: bool = False) -> None:
-        """One line per kind of metric, the part of its name before the slash.
+    def log_learning(self, rollout_id: int) -> None:
+        """What was learned from the rollout, one line per kind, before a checkpoint counts it as done."""
+        self._write(rollout_id, {k: v for k, v in self._metrics.items() if _kind(k) in _LEARNING})
 
-        The times cover everything since the previous log. What belongs to the start of a run, and so
-        comes again when it is resumed, is of the kind "start".
+    def log(self, rollout_id: int, *, starting: bool = False) -> None:
+        """The rest: evaluation, and times since the previous call.
+
+        What belongs to the start of a run, and so comes again when it is resumed, is of kind "start".
         """
         self._metrics.update(self._timer.take())
         self._metrics.update(throughput_metrics(self._metrics, **self._gpus))
-        by_kind: dict[str, dict[str, float]] = {}
-        for name, value in self._metrics.items():
-            kind = name.split("/", 1)[0]
-            by_kind.setdefault("start" if starting and kind != "eval" else kind, {})[name] = value
-        for kind, values in by_kind.items():
-            self._tracker.log(values, rollout_id=rollout_id, kind=kind)
+        rest = {k: v for k, v in self._metrics.items() if _kind(k) not in _LEARNING}
+        self._write(rollout_id, rest, perf_as="start" if starting else "perf")
         self._display.update({"rollout_id": rollout_id, **self._metrics})
         self._metrics = {}
 
@@ -62,3 +63,16 @@ class Recorder:
     def close(self) -> None:
         self._display.close()
         self._tracker.close()
+
+    def _write(self, rollout_id: int, metrics: dict[str, float], perf_as: str = "perf") -> None:
+        by_kind: dict[str, dict[str, float]] = {}
+        for name, value in metrics.items():
+            kind = _kind(name)
+            by_kind.setdefault(perf_as if kind == "perf" else kind, {})[name] = value
+        for kind, values in by_kind.items():
+            self._tracker.log(values, rollout_id=rollout_id, kind=kind)
+
+
+def _kind(name: str) -> str:
+    """`rollout`, `train`, `eval` or `perf`: the part before the slash."""
+    return name.split("/", 1)[0]

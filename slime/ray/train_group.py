@@ -71,6 +71,7 @@ class TrainGroup:
             reports = self._all("train", rollout_id, [[ref] for ref in batch_refs])
         self.last_trained, self.trained_version = rollout_id, self.weight_version
         self.recorder.add(reports[0].metrics)
+        self.recorder.log_learning(rollout_id)
 
     def update_weights(self, rollout: RolloutGroup, rollout_id: int | None = None) -> None:
         """Give every engine the current weights and prove that they hold them.

@@ -39,7 +39,7 @@ class SyncReport:
             "perf/update_weights_seconds": self.seconds,
             "perf/update_weights_checksum_seconds": self.checksum_seconds,
             "perf/update_weights_gb_per_s": self.nbytes / max(self.seconds, 1e-9) / 1e9,
-            "rollout/weight_version": float(self.version),
+            "perf/weight_version": float(self.version),
         }
 
     def __str__(self) -> str:
