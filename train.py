@@ -23,17 +23,17 @@ def train(args: Args) -> int:
         rollout, actor = run.rollout, run.actor
         actor.update_weights(
             rollout
-        )  # engines start from --hf-checkpoint; after a resume they must not
+        )  # engines start from --hf-checkpoint, a resumed trainer does not
         run.first_eval()
         for rollout_id in range(run.start_rollout_id, run.num_rollout):
             batch = rollout.generate(rollout_id)  # frees engine memory itself when colocated
-            actor.train(rollout_id, batch)  # wakes, trains, sleeps itself when colocated
+            actor.train(rollout_id, batch)  # wakes up itself when colocated
             if run.due(args.save_interval, rollout_id):
                 run.save(rollout_id)
             if run.stopping:
                 run.log(rollout_id)
                 break
-            actor.update_weights(rollout, rollout_id)  # onloads engines, pushes, verifies, resumes
+            actor.update_weights(rollout, rollout_id)  # pushes, verifies; sleeps when colocated
             if run.due(args.eval_interval, rollout_id):
                 rollout.eval(rollout_id)
             run.log(rollout_id)

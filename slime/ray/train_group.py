@@ -63,6 +63,7 @@ class TrainGroup:
 
     def train(self, rollout_id: int, batch_refs: list[Any]) -> None:
         if not self._actors:
+            self.recorder.log_learning(rollout_id)
             return
         with self.recorder.phase("train"):
             if self.args.offload_train:
