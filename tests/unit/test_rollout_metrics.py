@@ -1,0 +1,80 @@
+"""Numbers about rollouts and evaluations against direct counts."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from slime.rollout.base_types import EvalResult
+from slime.rollout.metrics import dropped_metrics, eval_metrics, pass_at_k, rollout_metrics
+from slime.utils.types import Sample, Status
+
+
+def sample(reward, length, status=Status.COMPLETED, group=0, prompt=2):
+    return Sample(
+        reward=reward,
+        tokens=[0] * (prompt + length),
+        response_length=length,
+        status=status,
+        group_index=group,
+    )
+
+
+GROUPS = [
+    [sample(1.0, 3), sample(0.0, 5, Status.TRUNCATED)],
+    [sample(1.0, 4, group=1), sample(1.0, 2, group=1)],
+    [sample(0.0, 1, Status.FAILED, group=2), sample(0.5, 6, group=2, prompt=7)],
+]
+
+
+def test_rollout_metrics_leave_failed_samples_out():
+    args = SimpleNamespace(reward_key=None, log_passrate=False)
+    assert rollout_metrics(args, GROUPS) == {
+        "rollout/samples": 6,
+        "rollout/failed": 1,
+        "rollout/tokens": 3 + 5 + 4 + 2 + 6,
+        "rollout/reward_mean": (1 + 0 + 1 + 1 + 0.5) / 5,
+        "rollout/response_len_mean": 20 / 5,
+        "rollout/response_len_max": 6,
+        "rollout/prompt_len_mean": (2 * 4 + 7) / 5,
+        "rollout/truncated": 1 / 5,
+        "rollout/zero_std_groups": 2,  # the second, and the third with its one reward
+    }
+
+
+def test_pass_rate_on_request_and_reward_key():
+    args = SimpleNamespace(reward_key="acc", log_passrate=True)
+    groups = [[sample({"acc": 1.0}, 1), sample({"acc": 0.0}, 1)], [sample({"acc": 0}, 1)] * 2]
+    metrics = rollout_metrics(args, groups)
+    assert metrics["rollout/pass@1"] == 0.25 and metrics["rollout/pass@2"] == 0.5
+
+
+def test_all_failed():
+    args = SimpleNamespace(reward_key=None, log_passrate=True)
+    metrics = rollout_metrics(args, [[sample(0.0, 1, Status.FAILED)]])
+    assert metrics == {"rollout/samples": 1, "rollout/failed": 1, "rollout/tokens": 0}
+
+
+@pytest.mark.parametrize("total", [1, 3, 6])
+def test_pass_at_k_counts_every_draw(total):
+    for correct in range(total + 1):
+        rewards = np.array([1] * correct + [0] * (total - correct))
+        for k in range(1, total + 1):
+            draws = [rewards[list(pick)].max() for pick in combinations(range(total), k)]
+            assert pass_at_k(total, correct, k) == pytest.approx(np.mean(draws))
+
+
+def test_pass_at_k_of_many_samples_does_not_overflow():
+    assert 0 < pass_at_k(10_000, 1, 5_000) == pytest.approx(0.5)
+
+
+def test_eval_metrics_without_samples():
+    data = {"a": EvalResult(rewards=[1.0, 0.0], truncated=[True, False])}
+    assert eval_metrics(None, data) == {"eval/a/reward": 0.5, "eval/a/truncated": 0.5}
+
+
+def test_dropped_reasons():
+    assert dropped_metrics({"zero_std_0": 3}) == {"rollout/dropped_zero_std_0": 3.0}
