@@ -12,8 +12,56 @@ from slime.utils.flags.parser import read_command_line
 from slime.utils.flags.registry import all_flags, options, own_flags
 from slime.utils.flags.tables import read_table, sglang_flags
 
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
 # Names without defaults are switches that are off, or values that are unset or derived.
-OWN = ["train-backend=megatron", "debug-rollout-only", "debug-train-only", "load-debug-rollout-data", "rollout-engine=auto", "config", "dry-run", "run-dir", "actor-num-nodes=1", "actor-num-gpus-per-node=8", "rollout-num-gpus", "rollout-num-gpus-per-engine=1", "num-gpus-per-node=8", "colocate", "offload", "offload-train", "offload-rollout", "distributed-backend=nccl", "distributed-timeout-minutes=10", "train-env-vars={}", "update-weight-buffer-size=536870912", "update-weights-interval=1", "update-weight-transport", "update-weight-disk-dir", "check-weight-update-equal=True", "hf-checkpoint", "model-name", "custom-model-provider-path", "log-probs-chunk-size=1024", "recompute-loss-function", "only-train-params-name-list", "freeze-params-name-list", "qkv-format=thd", "custom-megatron-init-path", "custom-megatron-before-log-prob-hook-path", "custom-megatron-before-train-step-hook-path", "fsdp-cpu-offload", "gradient-checkpointing", "attn-implementation", "bf16", "fp32", "rollout-function-path=slime.rollout.sglang_rollout.generate_rollout", "rollout-temperature=1.0", "rollout-top-p=1.0", "rollout-top-k=-1", "rollout-max-context-len", "rollout-max-prompt-len", "rollout-max-response-len", "rollout-stop", "rollout-stop-token-ids", "rollout-skip-special-tokens", "rollout-shuffle", "rollout-seed=42", "over-sampling-batch-size", "dynamic-sampling-filter-path", "partial-rollout", "mask-offpolicy-in-partial-rollout", "custom-generate-function-path", "buffer-filter-path", "rollout-sample-filter-path", "rollout-all-samples-process-path", "rollout-data-postprocess-path", "sglang-server-concurrency=512", "rollout-external", "rollout-external-engine-addrs", "max-weight-staleness", "num-rollout", "num-epoch", "data-source-path=slime.rollout.data_source.RolloutDataSourceWithBuffer", "prompt-data", "apply-chat-template", "apply-chat-template-kwargs={}", "input-key=input", "label-key", "metadata-key=metadata", "tool-key=tools", "start-rollout-id", "rollout-batch-size", "n-samples-per-prompt=1", "global-batch-size", "num-steps-per-rollout", "micro-batch-size=1", "balance-data", "use-dynamic-batch-size", "max-tokens-per-gpu", "log-probs-max-tokens-per-gpu", "eval-interval", "eval-prompt-data", "eval-config", "skip-eval-before-train", "eval-function-path", "n-samples-per-eval-prompt=1", "eval-temperature", "eval-top-p", "eval-top-k", "eval-max-response-len", "eval-input-key", "eval-label-key", "advantage-estimator=grpo", "eps-clip=0.2", "eps-clip-high", "eps-clip-c", "value-clip=0.2", "kl-coef=0.0", "use-kl-loss", "kl-loss-coef=0.0", "kl-loss-type=k1", "use-unbiased-kl", "entropy-coef=0.0", "gamma=1.0", "lambd=1.0", "normalize-advantages", "disable-grpo-std-normalization", "disable-rewards-normalization", "calculate-per-token-loss", "loss-type=policy_loss", "custom-loss-function-path", "custom-advantage-function-path", "use-tis", "tis-clip=2.0", "tis-clip-low=0.0", "custom-tis-function-path", "tis-level=token", "tis-mode=truncate", "overlong-buffer-len", "overlong-penalty-factor=1.0", "custom-pg-loss-reducer-function-path", "use-rollout-logprobs", "get-mismatch-metrics", "num-critic-only-steps=0", "critic-load", "critic-save", "critic-lr", "ref-update-interval", "use-routing-replay", "use-rollout-routing-replay", "use-opd", "opd-type", "opd-kl-coef=1.0", "opd-teacher-load", "ref-load", "load", "ckpt-step", "save", "save-interval", "save-total-limit", "async-save", "no-save-optim", "save-hf", "seed=1234", "clip-grad=1.0", "lr=1e-06", "optimizer=adam", "min-lr=0.0", "lr-decay-style=linear", "lr-warmup-iters=0", "lr-warmup-fraction", "lr-decay-iters", "weight-decay=0.01", "adam-beta1=0.9", "adam-beta2=0.999", "adam-eps=1e-08", "rm-type", "reward-key", "eval-reward-key", "group-rm", "rm-url", "custom-rm-path", "custom-reward-post-process-path", "custom-convert-samples-to-train-data-path", "use-fault-tolerance=True", "rollout-health-check-interval=30.0", "rollout-health-check-timeout=30.0", "rollout-health-check-first-wait=0.0", "use-wandb", "wandb-mode", "wandb-dir", "wandb-key", "wandb-host", "wandb-team", "wandb-group", "wandb-project", "wandb-run-id", "use-tensorboard", "tb-project-name", "tb-experiment-name", "log-passrate", "save-debug-rollout-data", "save-debug-train-data", "profile-target", "custom-rollout-log-function-path", "custom-eval-rollout-log-function-path", "loss-mask-type=qwen"]
+OWN = words("""
+train-backend=megatron debug-rollout-only debug-train-only load-debug-rollout-data
+rollout-engine=auto config dry-run run-dir actor-num-nodes=1 actor-num-gpus-per-node=8
+rollout-num-gpus rollout-num-gpus-per-engine=1 num-gpus-per-node=8 colocate offload offload-train
+offload-rollout distributed-backend=nccl distributed-timeout-minutes=10 train-env-vars={}
+update-weight-buffer-size=536870912 update-weights-interval=1 update-weight-transport
+update-weight-disk-dir check-weight-update-equal=True hf-checkpoint model-name
+custom-model-provider-path log-probs-chunk-size=1024 recompute-loss-function
+only-train-params-name-list freeze-params-name-list qkv-format=thd custom-megatron-init-path
+custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path
+fsdp-cpu-offload gradient-checkpointing attn-implementation bf16 fp32
+rollout-function-path=slime.rollout.sglang_rollout.generate_rollout rollout-temperature=1.0
+rollout-top-p=1.0 rollout-top-k=-1 rollout-max-context-len rollout-max-prompt-len
+rollout-max-response-len rollout-stop rollout-stop-token-ids rollout-skip-special-tokens
+rollout-shuffle rollout-seed=42 over-sampling-batch-size dynamic-sampling-filter-path
+partial-rollout mask-offpolicy-in-partial-rollout custom-generate-function-path buffer-filter-path
+rollout-sample-filter-path rollout-all-samples-process-path rollout-data-postprocess-path
+sglang-server-concurrency=512 rollout-external rollout-external-engine-addrs max-weight-staleness
+num-rollout num-epoch data-source-path=slime.rollout.data_source.RolloutDataSourceWithBuffer
+prompt-data apply-chat-template apply-chat-template-kwargs={} input-key=input label-key
+metadata-key=metadata tool-key=tools start-rollout-id rollout-batch-size n-samples-per-prompt=1
+global-batch-size num-steps-per-rollout micro-batch-size=1 balance-data use-dynamic-batch-size
+max-tokens-per-gpu log-probs-max-tokens-per-gpu eval-interval eval-prompt-data eval-config
+skip-eval-before-train eval-function-path n-samples-per-eval-prompt=1 eval-temperature eval-top-p
+eval-top-k eval-max-response-len eval-input-key eval-label-key advantage-estimator=grpo
+eps-clip=0.2 eps-clip-high eps-clip-c value-clip=0.2 kl-coef=0.0 use-kl-loss kl-loss-coef=0.0
+kl-loss-type=k1 use-unbiased-kl entropy-coef=0.0 gamma=1.0 lambd=1.0 normalize-advantages
+disable-grpo-std-normalization disable-rewards-normalization calculate-per-token-loss
+loss-type=policy_loss custom-loss-function-path custom-advantage-function-path use-tis tis-clip=2.0
+tis-clip-low=0.0 custom-tis-function-path tis-level=token tis-mode=truncate overlong-buffer-len
+overlong-penalty-factor=1.0 custom-pg-loss-reducer-function-path use-rollout-logprobs
+get-mismatch-metrics num-critic-only-steps=0 critic-load critic-save critic-lr ref-update-interval
+use-routing-replay use-rollout-routing-replay use-opd opd-type opd-kl-coef=1.0 opd-teacher-load
+ref-load load ckpt-step save save-interval save-total-limit async-save no-save-optim save-hf
+seed=1234 clip-grad=1.0 lr=1e-06 optimizer=adam min-lr=0.0 lr-decay-style=linear lr-warmup-iters=0
+lr-warmup-fraction lr-decay-iters weight-decay=0.01 adam-beta1=0.9 adam-beta2=0.999 adam-eps=1e-08
+rm-type reward-key eval-reward-key group-rm rm-url custom-rm-path custom-reward-post-process-path
+custom-convert-samples-to-train-data-path use-fault-tolerance=True
+rollout-health-check-interval=30.0 rollout-health-check-timeout=30.0
+rollout-health-check-first-wait=0.0 use-wandb wandb-mode wandb-dir wandb-key wandb-host wandb-team
+wandb-group wandb-project wandb-run-id use-tensorboard tb-project-name tb-experiment-name
+log-passrate save-debug-rollout-data save-debug-train-data profile-target
+custom-rollout-log-function-path custom-eval-rollout-log-function-path loss-mask-type=qwen
+""")
 
 CHOICES = {
     "train_backend": "megatron fsdp",
@@ -31,21 +79,51 @@ CHOICES = {
     "qkv_format": "thd bshd",
 }
 
-MEGATRON = ["--swiglu", "--disable-bias-linear", "--add-qkv-bias", "--qk-layernorm", "--group-query-attention", "--num-query-groups", "--kv-channels", "--normalization", "--norm-epsilon", "--use-rotary-position-embeddings", "--position-embedding-type", "--rotary-base", "--rotary-percent", "--rotary-interleaved", "--use-rope-scaling", "--rotary-scaling-factor", "--no-rope-fusion", "--untie-embeddings-and-output-weights", "--vocab-size", "--make-vocab-size-divisible-by", "--max-position-embeddings", "--seq-length", "--post-self-attn-layernorm", "--post-mlp-layernorm", "--num-experts", "--moe-layer-freq", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size", "--moe-router-topk", "--moe-router-score-function", "--moe-router-pre-softmax", "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "--moe-router-load-balancing-type", "--moe-router-topk-scaling-factor", "--moe-router-num-groups", "--moe-router-group-topk", "--moe-router-dtype", "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-token-drop-policy", "--moe-aux-loss-coeff", "--moe-token-dispatcher-type", "--moe-enable-deepep", "--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim", "--mscale", "--mscale-all-dim", "--mtp-num-layers", "--attention-backend", "--attention-softmax-in-fp32", "--attention-dropout", "--hidden-dropout", "--accumulate-allreduce-grads-in-fp32", "--overlap-grad-reduce", "--overlap-param-gather", "--optimizer", "--lr", "--min-lr", "--lr-decay-style", "--lr-warmup-iters", "--lr-warmup-fraction", "--lr-decay-iters", "--weight-decay", "--adam-beta1", "--adam-beta2", "--adam-eps", "--clip-grad", "--transformer-impl", "--ckpt-format", "--use-distributed-optimizer", "--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size", "--context-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size", "--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--use-precision-aware-optimizer", "--num-layers-per-virtual-pipeline-stage", "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads"]
+MEGATRON = words("""
+--swiglu --disable-bias-linear --add-qkv-bias --qk-layernorm --group-query-attention
+--num-query-groups --kv-channels --normalization --norm-epsilon --use-rotary-position-embeddings
+--position-embedding-type --rotary-base --rotary-percent --rotary-interleaved --use-rope-scaling
+--rotary-scaling-factor --no-rope-fusion --untie-embeddings-and-output-weights --vocab-size
+--make-vocab-size-divisible-by --max-position-embeddings --seq-length --post-self-attn-layernorm
+--post-mlp-layernorm --num-experts --moe-layer-freq --moe-ffn-hidden-size
+--moe-shared-expert-intermediate-size --moe-router-topk --moe-router-score-function
+--moe-router-pre-softmax --moe-router-enable-expert-bias --moe-router-bias-update-rate
+--moe-router-load-balancing-type --moe-router-topk-scaling-factor --moe-router-num-groups
+--moe-router-group-topk --moe-router-dtype --moe-grouped-gemm --moe-permute-fusion
+--moe-token-drop-policy --moe-aux-loss-coeff --moe-token-dispatcher-type --moe-enable-deepep
+--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim
+--v-head-dim --mscale --mscale-all-dim --mtp-num-layers --attention-backend
+--attention-softmax-in-fp32 --attention-dropout --hidden-dropout
+--accumulate-allreduce-grads-in-fp32 --overlap-grad-reduce --overlap-param-gather --optimizer --lr
+--min-lr --lr-decay-style --lr-warmup-iters --lr-warmup-fraction --lr-decay-iters --weight-decay
+--adam-beta1 --adam-beta2 --adam-eps --clip-grad --transformer-impl --ckpt-format
+--use-distributed-optimizer --tensor-model-parallel-size --sequence-parallel
+--pipeline-model-parallel-size --context-parallel-size --expert-model-parallel-size
+--expert-tensor-parallel-size --recompute-granularity --recompute-method --recompute-num-layers
+--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
+--num-layers-per-virtual-pipeline-stage --num-layers --hidden-size --ffn-hidden-size
+--num-attention-heads
+""")
 
-SGLANG = ["mem-fraction-static", "enable-dp-attention", "dp-size", "ep-size", "moe-dense-tp-size", "enable-dp-lm-head", "cuda-graph-bs", "moe-a2a-backend", "deepep-mode", "speculative-algorithm", "speculative-num-draft-tokens", "tp-size", "enable-torch-compile", "enable-deterministic-inference", "context-length", "max-running-requests", "max-total-tokens", "chunked-prefill-size", "page-size", "dtype", "random-seed", "disable-radix-cache", "skip-server-warmup", "log-level", "cuda-graph-bs-decode", "cuda-graph-bs-prefill", "enable-return-routed-experts", "enable-memory-saver", "api-key"]
+SGLANG = words("""
+mem-fraction-static enable-dp-attention dp-size ep-size moe-dense-tp-size enable-dp-lm-head
+cuda-graph-bs moe-a2a-backend deepep-mode speculative-algorithm speculative-num-draft-tokens
+tp-size enable-torch-compile enable-deterministic-inference context-length max-running-requests
+max-total-tokens chunked-prefill-size page-size dtype random-seed disable-radix-cache
+skip-server-warmup log-level cuda-graph-bs-decode cuda-graph-bs-prefill
+enable-return-routed-experts enable-memory-saver api-key
+""")
 
 
 def test_slimes_own_flags_are_exactly_these_with_these_defaults():
     expected = dict(entry.split("=") if "=" in entry else (entry, "") for entry in OWN)
     assert len(expected) == len(OWN)
     shown = {
-        flag.option.removeprefix("--"): "" if flag.default in (None, False) else str(flag.default)
+        flag.option.removeprefix("--"): (
+            "" if flag.default is None or flag.default is False else str(flag.default)
+        )
         for flag in own_flags().values()
     }
-    # 0.0 == False: those flags have a number as their default
-    shown |= {o: "0.0" for o, d in expected.items() if d == "0.0" and o in shown}
-    shown |= {o: "0" for o, d in expected.items() if d == "0" and o in shown}
     assert shown == expected
 
 
@@ -96,8 +174,8 @@ def test_spellings_set_what_they_mean_in_megatron():
 
 
 def test_sglang_values():
-    argv = (
-        ["--sglang-cuda-graph-bs", "1", "2", "4", "8", "--sglang-moe-a2a-backend", "deepep", "--sglang-dp-size", "32"]
+    argv = words(
+        "--sglang-cuda-graph-bs 1 2 4 8 --sglang-moe-a2a-backend deepep --sglang-dp-size 32"
     )
     assert read_command_line(argv) == {
         "sglang_cuda_graph_bs": [1, 2, 4, 8],
@@ -173,14 +251,15 @@ def test_the_sglang_table_fits_the_installed_package():
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    spelled = {
-        option.replace("--", "--sglang-", 1)
-        for action in parser._actions
-        for option in action.option_strings
-        if option.startswith("--") and option not in ("--help", "--config")
-    }
-    known = {o for flag in sglang_flags() for o in (*flag.options, *flag.off_options)}
-    assert spelled <= known
+    for action in parser._actions:
+        for option in action.option_strings:
+            if option in ("-h", "--help", "--config"):
+                continue
+            flag = options()[option.replace("--", "--sglang-", 1)]
+            assert (action.nargs == 0) == (flag.kind == "bool"), option
+            assert (action.nargs in ("+", "*")) == flag.many, option
+            if flag.choices:
+                assert set(action.choices or ()) <= set(flag.choices), option
 
 
 def test_the_router_table_fits_the_installed_package():

@@ -79,6 +79,8 @@ def _default_and_spelling(value: ast.expr | None) -> tuple[Any, str | None]:
         value = given.get("default")
     if value is None:
         return None, spelling
+    if isinstance(value, ast.Attribute):  # AttnBackend.auto, torch.float32
+        return value.attr, spelling
     try:
         return evaluate(value), spelling
     except Unknown:

@@ -122,7 +122,7 @@ def _added(call: ast.Call, names: dict[str, Any]) -> dict[str, Any] | None:
         return None
     action = ast.unparse(given["action"]).strip("'\"") if "action" in given else ""
     shape = Shape(kind=ast.unparse(given["type"]) if "type" in given else "str")
-    if action == "store_true" or (action in _FLAG_ACTIONS and "type" not in given):
+    if action == "store_true" or (action in _FLAG_ACTIONS and not {"type", "nargs"} & set(given)):
         shape = Shape(kind="bool")
     _refine(shape, given, names)
     return _row(options, shape, None, _optional(given.get("help"), names) or "")
@@ -134,7 +134,7 @@ def _row(options: list[str], shape: Shape, default: Any, help: str) -> dict[str,
         "name": (PREFIX + options[0]).replace("-", "_"),
         "kind": shape.kind,
         "default": default,
-        "help": " ".join(help.split()) if help != "SUPPRESS" else "",
+        "help": " ".join(help.split()),
         "choices": shape.choices,
         "many": shape.many,
         "options": spelled,

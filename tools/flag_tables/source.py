@@ -56,7 +56,7 @@ def constants(module: ast.Module) -> dict[str, Any]:
 
 
 def evaluate(node: ast.expr, names: dict[str, Any] | None = None) -> Any:
-    """The value of a simple expression. A member of an enum or of torch is its own name."""
+    """The value of a simple expression; `names` are those it may use."""
     names = names or {}
     match node:
         case ast.Constant(value=value):
@@ -73,8 +73,8 @@ def evaluate(node: ast.expr, names: dict[str, Any] | None = None) -> Any:
             return "".join(_text(part, names) for part in parts)
         case ast.Name(id=name) if name in names:
             return names[name]
-        case ast.Attribute(attr=attr):
-            return names.get(ast.unparse(node), attr)
+        case ast.Attribute() if ast.unparse(node) in names:
+            return names[ast.unparse(node)]
     raise Unknown(ast.unparse(node))
 
 
