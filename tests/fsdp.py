@@ -33,19 +33,18 @@ class Case:
     flags: dict[str, Any] = field(default_factory=dict)
 
     def args(self, **more: Any) -> Args:
-        return make_args(
-            hf_checkpoint=self.model,
-            ref_load=self.ref,
-            rollout_batch_size=2,
-            n_samples_per_prompt=4,
-            global_batch_size=8 // self.steps,
-            lr=LR,
-            lr_decay_style="constant",
-            adam_eps=EPS,  # large enough that rounding of tiny gradients does not show in the update
-            weight_decay=DECAY,
-            **self.flags,
-            **more,
-        )
+        common = {
+            "hf_checkpoint": self.model,
+            "ref_load": self.ref,
+            "rollout_batch_size": 2,
+            "n_samples_per_prompt": 4,
+            "global_batch_size": 8 // self.steps,
+            "lr": LR,
+            "lr_decay_style": "constant",
+            "adam_eps": EPS,  # so large that rounding of tiny gradients does not show in the update
+            "weight_decay": DECAY,
+        }
+        return make_args(**{**common, **self.flags, **more})
 
 
 @dataclass(kw_only=True)

@@ -110,7 +110,12 @@ class FSDPTrainRayActor(TrainRayActor):
     def forward_backward(self, micro_batches: list[TrainBatch]) -> StepResult:
         """Leave the gradient of the whole step, of all ranks, in the parameters."""
         result = StepResult()
-        for micro_batch in micro_batches:
+        for number, micro_batch in enumerate(micro_batches):
+            if self.world_size == 1:
+                # Nothing to exchange: parameters stay gathered and gradients in place up to the last.
+                last = number + 1 == len(micro_batches)
+                self.model.module.set_requires_gradient_sync(last)
+                self.model.module.set_reshard_after_backward(last)
             loss = self._forward(micro_batch, result)
             # FSDP averages gradients over ranks; the loss is defined as a sum over them.
             (loss * self.parallel.dp_size).backward()

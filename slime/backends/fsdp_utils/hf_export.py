@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from slime.backends.fsdp_utils.loading import ShardedModel, persistent_buffers
 from slime.backends.weight_sync.disk import copy_model_files
-from slime.utils.hf_views import hf_views, keeps_experts_fused
+from slime.utils.hf_views import hf_views
 
 _FILE_BYTES = 4 << 30
 
@@ -27,10 +27,9 @@ def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, t
     parameter: it is to be read before the next training step.
     """
     hf = model.module.hf
-    fused = keeps_experts_fused(hf.config.model_type)
     for name, param in {**model.params, **persistent_buffers(hf)}.items():
         tensor = _whole(param, dtype)
-        yield from hf_views([(name, tensor)], fused_in_checkpoint=fused)
+        yield from hf_views([(name, tensor)], model_type=hf.config.model_type)
 
 
 def hf_buckets(

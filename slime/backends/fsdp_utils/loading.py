@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from slime.backends.fsdp_utils.fused_norm import fuse_norms
 from slime.backends.fsdp_utils.model import (
     HeadOptions,
     PackedCausalLM,
@@ -68,6 +69,7 @@ def build_model(args: Args, mesh: DeviceMesh, *, trainable: bool) -> ShardedMode
     hf.train(trainable)
     hf.requires_grad_(trainable)
     _no_dropout(hf)
+    fuse_norms(hf)
     head = HeadOptions(temperature=args.rollout_temperature, chunk_size=args.log_probs_chunk_size)
     module = PackedCausalLM(hf, head)
     _shard(module, mesh, compute_dtype, offload=args.fsdp_cpu_offload)

@@ -1,0 +1,163 @@
+"""A run resumed from a checkpoint is the unbroken run, bit by bit; other numbers of ranks load it too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime.ray.train_data import split_batch
+from slime.utils.errors import UserError
+from tests.fsdp import Case, make_rows, start_actor, whole_weights
+from tests.ranks import run_ranks
+from tests.tiny import make_tiny_checkpoint
+
+TIMES = "perf/"
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    model = make_tiny_checkpoint(tmp_path_factory.mktemp("model") / "m", num_attention_heads=6)
+    flags = {"micro_batch_size": 4, "lr_decay_style": "linear", "lr_warmup_iters": 2}
+    return Case(model=str(model), flags=flags)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(case: Case, folder: Path) -> dict[str, Any]:
+    return run_ranks(_unbroken_and_resumed, 2, case, str(folder))[0]
+
+
+@pytest.fixture(scope="module")
+def one_rank(case: Case, folder: Path, two_ranks: dict[str, Any]) -> dict[str, Any]:
+    return run_ranks(_loaded_alone, 1, case, str(folder))[0]
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_resumed_run_is_bitwise_the_unbroken_one(kind, two_ranks):
+    resumed, unbroken = two_ranks[kind], two_ranks["unbroken"]
+    assert resumed["start"] == 2
+    assert resumed["metrics"] == unbroken["metrics"]
+    for name, weight in unbroken["weights"].items():
+        assert torch.equal(resumed["weights"][name], weight), name
+    assert torch.equal(resumed["random"], unbroken["random"])
+
+
+def test_another_number_of_ranks_loads_the_same_weights_and_continues(two_ranks, one_rank):
+    for name, weight in two_ranks["saved_weights"].items():
+        assert torch.equal(one_rank["loaded"][name], weight), name
+    for name, weight in two_ranks["unbroken"]["weights"].items():
+        torch.testing.assert_close(one_rank["weights"][name], weight, rtol=1e-4, atol=1e-6)
+
+
+def test_without_saved_moments_adam_starts_anew_but_the_schedule_goes_on(two_ranks, one_rank):
+    unbroken = two_ranks["unbroken"]["metrics"][0]
+    assert one_rank["no_optim"]["train/lr"] == unbroken["train/lr"]
+    assert one_rank["no_optim"]["train/grad_norm"] == pytest.approx(
+        unbroken["train/grad_norm"], rel=1e-4
+    )
+    assert one_rank["optimizer_files"] == {"with": True, "without": False}
+
+
+def test_reference_model_can_be_one_of_our_checkpoints(one_rank):
+    assert one_rank["ref_kl"] == pytest.approx(0.0, abs=1e-7)
+
+
+def test_checkpoint_of_another_architecture_is_refused_in_one_sentence(one_rank):
+    assert "another architecture (qwen3)" in one_rank["other_architecture"]
+    assert (
+        "model.embed_tokens.weight is [320, 64] there and [320, 32] here"
+        in one_rank["other_architecture"]
+    )
+    assert "not a checkpoint of the FSDP trainer" in one_rank["no_checkpoint"]
+
+
+def _train(actor: Any, rollout_ids: range, world_size: int, rank: int) -> list[dict[str, float]]:
+    metrics = []
+    for rollout_id in rollout_ids:
+        parts = split_batch(actor.args, make_rows(rollout_id), dp_size=world_size, cp_size=1)
+        report = actor.train(rollout_id, parts[rank])
+        metrics.append({k: v for k, v in report.metrics.items() if not k.startswith(TIMES)})
+    return metrics
+
+
+def _unbroken_and_resumed(rank: int, case: Case, folder: str) -> dict[str, Any]:
+    args = case.args(num_rollout=4, async_save=True)
+    actor = start_actor(args, rank, 2)
+    _train(actor, range(2), 2, rank)
+    saved_weights = whole_weights(actor)
+    for kind in ("sync", "async", "no_optim"):
+        Path(folder, kind).mkdir(exist_ok=True)
+    actor.save(1, f"{folder}/sync", force_sync=True)
+    actor.save(1, f"{folder}/async")  # still being written while the weights change
+    metrics = _train(actor, range(2, 4), 2, rank)
+    actor.wait_save()
+    result = {
+        "saved_weights": saved_weights,
+        "unbroken": {
+            "metrics": metrics,
+            "weights": whole_weights(actor),
+            "random": torch.rand(3),
+        },
+    }
+    for kind in ("sync", "async"):
+        resumed = start_actor(args, rank, 2, checkpoint=f"{folder}/{kind}")
+        start = resumed.load(f"{folder}/{kind}") + 1
+        result[kind] = {
+            "start": start,
+            "metrics": _train(resumed, range(2, 4), 2, rank),
+            "weights": whole_weights(resumed),
+            "random": torch.rand(3),
+        }
+    without = start_actor(
+        case.args(num_rollout=4, no_save_optim=True), rank, 2, checkpoint=f"{folder}/sync"
+    )
+    without.save_model(1, f"{folder}/no_optim")
+    return result
+
+
+def _loaded_alone(rank: int, case: Case, folder: str) -> dict[str, Any]:
+    args = case.args(num_rollout=4)
+    actor = start_actor(args, rank, 1, checkpoint=f"{folder}/async")
+    loaded = whole_weights(actor)
+    _train(actor, range(2, 4), 1, rank)
+    without = start_actor(args, rank, 1, checkpoint=f"{folder}/no_optim")
+    kl_flags = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
+    same = start_actor(case.args(ref_load=f"{folder}/sync", **kl_flags), rank, 1)
+    other = make_tiny_checkpoint(Path(folder, "other"), hidden_size=32)
+    return {
+        "loaded": loaded,
+        "weights": whole_weights(actor),
+        "no_optim": _train(without, range(2, 3), 1, rank)[0],
+        "optimizer_files": {
+            "with": _has_optimizer(Path(folder, "sync")),
+            "without": _has_optimizer(Path(folder, "no_optim")),
+        },
+        "ref_kl": _train(same, range(1), 1, rank)[0]["train/kl_loss"],
+        "other_architecture": _refusal(Case(model=str(other)), f"{folder}/sync"),
+        "no_checkpoint": _refusal(Case(model=str(other)), folder, load=True),
+    }
+
+
+def _has_optimizer(path: Path) -> bool:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    names = FileSystemReader(path / "fsdp").read_metadata().state_dict_metadata
+    return any(name.startswith("optimizer.") for name in names)
+
+
+def _refusal(case: Case, path: str, load: bool = False) -> str:
+    try:
+        if load:
+            start_actor(case.args(), 0, 1).load(path)
+        else:
+            start_actor(case.args(), 0, 1, checkpoint=path)
+    except UserError as error:
+        return str(error)
+    return "not refused"
