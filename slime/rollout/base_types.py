@@ -1,21 +1,20 @@
-"""What rollout functions return, and one Protocol per hook: the calls slime makes into user code.
+"""What rollout functions return, and one Protocol per hook of the rollout side.
 
+Hooks are the calls slime makes into user code; those of the trainer are in `slime/utils/hook_types.py`.
 Parameters with a default may be missing from a hook. `tests/contracts` has a good, a minimal and a
 wrong implementation of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.utils.errors import UserError
-from slime.utils.types import Group, RolloutBatch, Sample
+from slime.utils.types import Group, Sample
 
 if TYPE_CHECKING:
-    import torch
-
     from slime.utils.arguments import Args
 
 
@@ -99,54 +98,12 @@ class AllSamplesProcess(Protocol):
     def __call__(self, args: Args, all_groups: list[Group], data_source: DataSource) -> None: ...
 
 
-class RolloutDataPostprocess(Protocol):
-    def __call__(self, args: Args, rollout_id: int, rollout_data: RolloutBatch) -> None: ...
-
-
 class RewardPostProcess(Protocol):
     def __call__(self, args: Args, samples: list[Sample]) -> tuple[list[float], list[float]]: ...
 
 
 class ConvertSamples(Protocol):
     def __call__(self, args: Args, samples: list[Sample]) -> dict[str, Any]: ...
-
-
-class AdvantageFunction(Protocol):
-    def __call__(self, args: Args, rollout_data: RolloutBatch) -> None: ...
-
-
-class LossFunction(Protocol):
-    def __call__(
-        self,
-        args: Args,
-        batch: Any,
-        logits: torch.Tensor,
-        sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor],
-    ) -> tuple[torch.Tensor, dict[str, Any]]: ...
-
-
-class TisFunction(Protocol):
-    def __call__(
-        self,
-        *,
-        args: Args,
-        pg_loss: torch.Tensor,
-        train_log_probs: list[torch.Tensor],
-        rollout_log_probs: list[torch.Tensor],
-        loss_masks: list[torch.Tensor],
-        total_lengths: list[int],
-        response_lengths: list[int],
-    ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, Any]]: ...
-
-
-class PgLossReducer(Protocol):
-    def __call__(
-        self,
-        total_lengths: list[int],
-        response_lengths: list[int],
-        loss_masks: list[torch.Tensor],
-        calculate_per_token_loss: bool,
-    ) -> Callable[[torch.Tensor], torch.Tensor]: ...
 
 
 class RolloutLogFunction(Protocol):
@@ -168,32 +125,6 @@ class EvalLogFunction(Protocol):
         data: dict[str, EvalResult],
         extra_metrics: dict[str, float],
     ) -> bool | None: ...
-
-
-class ModelProvider(Protocol):
-    def __call__(
-        self, pre_process: bool, post_process: bool, vp_stage: int | None = None
-    ) -> Any: ...
-
-
-class MegatronInit(Protocol):
-    def __call__(self, args: Args) -> None: ...
-
-
-class BeforeLogProbHook(Protocol):
-    def __call__(self, args: Args, model: Any, store_prefix: str) -> None: ...
-
-
-class BeforeTrainStepHook(Protocol):
-    def __call__(
-        self,
-        args: Args,
-        rollout_id: int,
-        step_id: int,
-        model: Any,
-        optimizer: Any,
-        opt_param_scheduler: Any,
-    ) -> None: ...
 
 
 def as_train_output(result: Any, path: str) -> RolloutFnTrainOutput:

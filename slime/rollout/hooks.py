@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slime.rollout import base_types as t
+from slime.rollout import base_types as rollout
 from slime.rollout.rm_hub.types import BOXED, check_rm_type
+from slime.utils import hook_types as trainer
 from slime.utils.errors import ConfigError
 from slime.utils.load_function import load_class, load_function
 
@@ -13,28 +14,28 @@ if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
 HOOKS: dict[str, type] = {
-    "rollout_function_path": t.RolloutFunction,
-    "eval_function_path": t.RolloutFunction,
-    "custom_generate_function_path": t.GenerateFunction,
-    "custom_rm_path": t.RewardFunction,
-    "dynamic_sampling_filter_path": t.DynamicSamplingFilter,
-    "buffer_filter_path": t.BufferFilter,
-    "rollout_sample_filter_path": t.RolloutSampleFilter,
-    "rollout_all_samples_process_path": t.AllSamplesProcess,
-    "rollout_data_postprocess_path": t.RolloutDataPostprocess,
-    "custom_reward_post_process_path": t.RewardPostProcess,
-    "custom_convert_samples_to_train_data_path": t.ConvertSamples,
-    "custom_advantage_function_path": t.AdvantageFunction,
-    "custom_loss_function_path": t.LossFunction,
-    "custom_tis_function_path": t.TisFunction,
-    "custom_pg_loss_reducer_function_path": t.PgLossReducer,
-    "custom_rollout_log_function_path": t.RolloutLogFunction,
-    "custom_eval_rollout_log_function_path": t.EvalLogFunction,
-    "data_source_path": t.DataSource,
-    "custom_model_provider_path": t.ModelProvider,
-    "custom_megatron_init_path": t.MegatronInit,
-    "custom_megatron_before_log_prob_hook_path": t.BeforeLogProbHook,
-    "custom_megatron_before_train_step_hook_path": t.BeforeTrainStepHook,
+    "rollout_function_path": rollout.RolloutFunction,
+    "eval_function_path": rollout.RolloutFunction,
+    "custom_generate_function_path": rollout.GenerateFunction,
+    "custom_rm_path": rollout.RewardFunction,
+    "dynamic_sampling_filter_path": rollout.DynamicSamplingFilter,
+    "buffer_filter_path": rollout.BufferFilter,
+    "rollout_sample_filter_path": rollout.RolloutSampleFilter,
+    "rollout_all_samples_process_path": rollout.AllSamplesProcess,
+    "rollout_data_postprocess_path": trainer.RolloutDataPostprocess,
+    "custom_reward_post_process_path": rollout.RewardPostProcess,
+    "custom_convert_samples_to_train_data_path": rollout.ConvertSamples,
+    "custom_advantage_function_path": trainer.AdvantageFunction,
+    "custom_loss_function_path": trainer.LossFunction,
+    "custom_tis_function_path": trainer.TisFunction,
+    "custom_pg_loss_reducer_function_path": trainer.PgLossReducer,
+    "custom_rollout_log_function_path": rollout.RolloutLogFunction,
+    "custom_eval_rollout_log_function_path": rollout.EvalLogFunction,
+    "data_source_path": rollout.DataSource,
+    "custom_model_provider_path": trainer.ModelProvider,
+    "custom_megatron_init_path": trainer.MegatronInit,
+    "custom_megatron_before_log_prob_hook_path": trainer.BeforeLogProbHook,
+    "custom_megatron_before_train_step_hook_path": trainer.BeforeTrainStepHook,
 }
 _CLASSES = ("data_source_path",)
 _ASYNC = ("custom_generate_function_path",)
@@ -54,7 +55,7 @@ def _check(name: str, path: str, flag: str, protocol: type, group_rm: bool) -> N
         load_class(path, flag=flag, protocol=protocol)
         return
     if name == "custom_rm_path" and group_rm:
-        protocol = t.GroupRewardFunction
+        protocol = rollout.GroupRewardFunction
     load_function(path, flag=flag, protocol=protocol, must_be_async=name in _ASYNC)
 
 
