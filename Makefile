@@ -1,0 +1,46 @@
+# make help lists the targets. Everything is installed into .venv and nowhere else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS := dev,parquet,tensorboard,wandb
+PINS := pyproject.toml constraints.txt tools/install.sh
+CHECKED := slime tests tools benchmarks examples train.py
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test check format venv clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+quickstart: $(VENV)/.installed  ## install, make a tiny model and train it: minutes on two CPU cores
+	$(BIN)/slime quickstart $(ARGS)
+
+test: $(VENV)/.installed-dev  ## the whole CPU test suite; a part of it: make test ARGS=tests/unit
+	$(BIN)/python -m pytest $(or $(ARGS),tests)
+
+check: $(VENV)/.installed-dev  ## formatting, lint and types
+	$(BIN)/ruff format --check $(wildcard $(CHECKED))
+	$(BIN)/ruff check $(wildcard $(CHECKED))
+	$(BIN)/pyright
+
+format: $(VENV)/.installed-dev  ## format the code, and fix what lint can fix
+	$(BIN)/ruff format $(wildcard $(CHECKED))
+	$(BIN)/ruff check --fix $(wildcard $(CHECKED))
+
+venv: $(VENV)/.installed-dev  ## install everything for development into .venv
+
+clean:  ## delete .venv and caches; runs/ stays
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) is missing, or has no venv module (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(PINS) | $(VENV)/bin/python
+	tools/install.sh $(BIN)/python
+	@touch $@
+
+$(VENV)/.installed-dev: $(PINS) | $(VENV)/bin/python
+	tools/install.sh $(BIN)/python $(EXTRAS)
+	@touch $@ $(VENV)/.installed

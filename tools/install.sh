@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Installs slime, editable, with pinned versions: tools/install.sh PYTHON [EXTRAS]
+#   tools/install.sh .venv/bin/python             what the quickstart needs
+#   tools/install.sh .venv/bin/python dev,wandb   with extras of pyproject.toml
+#
+# The one rule for torch: a machine with an NVIDIA GPU gets the CUDA build, which is what PyPI has;
+# any other machine gets the CPU build, a tenth of the size.
+set -euo pipefail
+
+python=${1:?usage: tools/install.sh PYTHON [EXTRAS]}
+extras=${2:-}
+root=$(cd "$(dirname "$0")/.." && pwd)
+torch_version=$(sed -n 's/^torch==//p' "$root/constraints.txt")
+cpu_index=https://download.pytorch.org/whl/cpu
+
+pip_install() {
+    "$python" -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+has_nvidia_gpu() {
+    [ -n "$(ls -A /proc/driver/nvidia/gpus 2>/dev/null)" ] && return
+    command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU
+}
+
+if [ "$(uname -s)" != Linux ]; then
+    echo "slime runs on Linux; on Windows use WSL2, on macOS a Linux virtual machine or container." >&2
+    exit 1
+fi
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+    echo "slime needs Python 3.10 or newer; choose another with: make PYTHON=python3.12 ..." >&2
+    exit 1
+fi
+
+if has_nvidia_gpu; then
+    echo "An NVIDIA GPU is here: installing torch $torch_version for CUDA."
+    pip_install --constraint "$root/constraints.txt" "torch==$torch_version"
+else
+    echo "No NVIDIA GPU is here: installing torch $torch_version for the CPU."
+    # The configured index first: a mirror may carry the CPU build, and PyPI answers at once that it
+    # does not.
+    pip_install --no-deps --only-binary :all: "torch==$torch_version+cpu" 2>/dev/null ||
+        pip_install --no-deps --only-binary :all: --extra-index-url "$cpu_index" \
+            "torch==$torch_version+cpu"
+fi
+pip_install --constraint "$root/constraints.txt" --editable "$root${extras:+[$extras]}"
