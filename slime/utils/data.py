@@ -7,7 +7,6 @@ twice per epoch); every mistake in one is reported with file, line and the flag 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from slime.utils.data_spec import DataSpec
 from slime.utils.errors import ConfigError
 from slime.utils.types import Sample
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SPEC = re.compile(
-    r"(?P<path>.*?)(?:@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?(?::weight=(?P<weight>[^:]*))?"
-)
 _TOKENIZE_CHUNK = 1024
 
 
@@ -44,29 +41,6 @@ class DataFormat:
     data_flag: str = "--prompt-data"
     input_flag: str = "--input-key"
     label_flag: str = "--label-key"
-
-
-@dataclass(kw_only=True, frozen=True)
-class DataSpec:
-    """`train.jsonl@[0:100]:weight=2` is path="train.jsonl", rows=slice(0, 100), weight=2.0."""
-
-    path: str
-    rows: slice = field(default_factory=lambda: slice(None))
-    weight: float = 1.0
-
-    @classmethod
-    def parse(cls, text: str, flag: str = "--prompt-data") -> DataSpec:
-        match = _SPEC.fullmatch(text)
-        path = match["path"] if match else ""
-        if not match or not path or re.search(r"@\[.*\]$", path):
-            raise ConfigError(f"{flag} {text}: write a path, path@[0:100] or path:weight=2")
-        if path.startswith("reasoning-gym:"):
-            raise ConfigError(
-                f"{flag} {text}: reasoning-gym tasks are not supported yet; give a file"
-            )
-        return cls(
-            path=path, rows=_parse_slice(match), weight=_parse_weight(match["weight"], flag, text)
-        )
 
 
 class PromptDataset:
@@ -149,25 +123,6 @@ def read_rows(path: str, flag: str = "--prompt-data") -> Iterator[tuple[str, dic
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, rendered: bool) -> list[int]:
     """Prompt ids; a chat template has already written the special tokens a plain text still needs."""
     return list(tokenizer.encode(text, add_special_tokens=not rendered))
-
-
-def _parse_slice(match: re.Match[str]) -> slice:
-    if match["start"] is None:
-        return slice(None)
-    start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
-    return slice(start, stop)
-
-
-def _parse_weight(text: str | None, flag: str, spec: str) -> float:
-    if text is None:
-        return 1.0
-    try:
-        weight = float(text)
-    except ValueError:
-        weight = 0.0
-    if not 0 < weight < 1e6:
-        raise ConfigError(f"{flag} {spec}: weight must be a number above 0, not {text!r}")
-    return weight
 
 
 def _read_jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,16 +1,22 @@
 """The command-line surface: every flag that scripts rely on, with its default; and the tables."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
+from slime.utils.arguments import Args, parse_args
 from slime.utils.errors import ConfigError
 from slime.utils.flags import docs
 from slime.utils.flags.embedded import EMBEDDED_OPTIONS
+from slime.utils.flags.later import LATER
 from slime.utils.flags.megatron import megatron_flags
 from slime.utils.flags.parser import read_command_line
-from slime.utils.flags.registry import all_flags, options, own_flags
+from slime.utils.flags.registry import GROUPS, all_flags, options, own_flags
 from slime.utils.flags.tables import read_table, sglang_flags
+
+ROOT = Path(__file__).parents[2]
 
 
 def words(text: str) -> list[str]:
@@ -127,6 +133,10 @@ def test_slimes_own_flags_are_exactly_these_with_these_defaults():
     assert shown == expected
 
 
+def test_arguments_have_the_fields_of_every_group():
+    assert set(GROUPS) <= set(Args.__mro__)
+
+
 @pytest.mark.parametrize(("name", "choices"), CHOICES.items())
 def test_choices(name, choices):
     assert own_flags()[name].choices == tuple(choices.split())
@@ -135,6 +145,29 @@ def test_choices(name, choices):
 def test_every_own_flag_is_described():
     for flag in own_flags().values():
         assert flag.help and flag.group and not flag.help.endswith("."), flag.name
+
+
+# What these say is used up when the arguments are resolved.
+USED_WHILE_RESOLVING = words("""
+offload num_gpus_per_node distributed_backend optimizer qkv_format num_steps_per_rollout eval_prompt_data
+eval_config n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k eval_max_response_len
+eval_input_key eval_label_key
+""")
+
+
+def test_no_flag_is_ignored():
+    """Each is read somewhere, used while resolving, or refused as not available."""
+    files = [p for p in (ROOT / "slime").rglob("*.py") if p.parent.name != "flags"]
+    files = [p for p in files if p != ROOT / "slime" / "utils" / "arguments.py"]
+    text = "\n".join(path.read_text() for path in [*files, ROOT / "train.py"])
+    read = set(re.findall(r"args\.(\w+)", text)) | set(re.findall(r"[\"'](\w+)[\"']", text))
+    elsewhere = {*LATER, *USED_WHILE_RESOLVING, "config"}
+    ignored = [
+        flag.name
+        for flag in own_flags().values()
+        if flag.name not in read | elsewhere and flag.backend != "megatron"
+    ]
+    assert ignored == []
 
 
 def test_megatrons_spellings_are_registered():
@@ -185,6 +218,41 @@ def test_sglang_values():
     with pytest.raises(ConfigError, match="did you mean deepep"):
         read_command_line(["--sglang-moe-a2a-backend", "deepp"])
     assert read_command_line(["--sglang-tensor-parallel-size", "2"]) == {"sglang_tp_size": 2}
+
+
+GLM_355B = """
+--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4
+--context-parallel-size 2 --expert-model-parallel-size 16 --expert-tensor-parallel-size 1
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+--use-dynamic-batch-size --max-tokens-per-gpu 16384
+--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl
+--entropy-coef 0.00 --eps-clip 0.2 --eps-clip-high 0.28
+--optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9
+--adam-beta2 0.98 --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d
+--use-precision-aware-optimizer
+--rollout-num-gpus-per-engine 32 --sglang-mem-fraction-static 0.7 --sglang-enable-dp-attention
+--sglang-dp-size 32 --sglang-ep-size 32 --sglang-moe-dense-tp-size 1 --sglang-enable-dp-lm-head
+--sglang-cuda-graph-bs 1 2 4 8 16 24 32 --sglang-moe-a2a-backend deepep --sglang-deepep-mode auto
+--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32
+--attention-softmax-in-fp32 --attention-backend flash --moe-enable-deepep
+--moe-token-dispatcher-type flex
+--prompt-data dapo-math-17k.jsonl --input-key prompt --label-key label --apply-chat-template
+--rollout-shuffle --rm-type deepscaler --num-rollout 3000 --rollout-batch-size 32
+--n-samples-per-prompt 8 --rollout-max-response-len 8192 --rollout-temperature 1
+--global-batch-size 256 --balance-data
+--eval-interval 20 --eval-prompt-data aime aime-2024.jsonl --n-samples-per-eval-prompt 16
+--eval-max-response-len 16384 --eval-top-p 1
+--hf-checkpoint GLM-4.5-FP8/ --ref-load GLM-4.5_torch_dist/ --load GLM-4.5_slime/
+--save GLM-4.5_slime/ --save-interval 20
+--actor-num-nodes 8 --actor-num-gpus-per-node 8 --colocate --rollout-engine sglang
+"""
+
+
+def test_a_large_published_command_line_is_understood():
+    """Nothing is wrong with it but that its trainer is not available in this version."""
+    with pytest.raises(ConfigError) as error:
+        parse_args(words(GLM_355B), offline=True)
+    assert str(error.value).startswith("--train-backend megatron is not available")
 
 
 def test_no_two_flags_share_an_option():

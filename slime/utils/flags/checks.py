@@ -124,6 +124,8 @@ def check_cluster(draft: Draft) -> None:
         )
     if draft["distributed_backend"] == "nccl" and not draft.gpus:
         draft.lacking("--distributed-backend nccl needs GPUs: use gloo, or leave it out")
+    if draft["distributed_backend"] == "gloo" and draft.gpus:
+        raise ConfigError("--distributed-backend gloo is for machines without a GPU: leave it out")
     _check_transport(draft)
 
 

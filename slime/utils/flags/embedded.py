@@ -6,6 +6,7 @@ refused   the embedded engine cannot do it: setting it is an error at validation
 
 The engine takes this table from here (`slime.engine` may import `slime.utils`, not the other way
 round). Names are ServerArgs' own, without `sglang_`; a name in neither set is refused.
+docs/arguments.md shows this table: `python -m slime.utils.flags.docs` writes it anew.
 """
 
 from __future__ import annotations

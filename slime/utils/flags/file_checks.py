@@ -19,7 +19,8 @@ def check_files(draft: Draft) -> None:
         draft.need_file(draft["ref_load"], "--ref-load")
     _check_prompts(draft)
     for dataset in draft["eval_datasets"]:
-        draft.need_file(data_path(dataset.path), f"--eval-prompt-data {dataset.name}")
+        option = f"--eval-prompt-data {dataset.name}"
+        draft.need_file(data_path(dataset.path, option), option)
     pattern = draft["load_debug_rollout_data"]
     if pattern is not None:
         path = pattern if "{" not in pattern else str(Path(pattern.split("{")[0] + "x").parent)
@@ -49,8 +50,7 @@ def _check_prompts(draft: Draft) -> None:
     if not specs and built_in and not draft["debug_train_only"]:
         raise ConfigError("--prompt-data is missing: give a jsonl or parquet file with prompts")
     for spec in specs:
-        if not spec.startswith("reasoning-gym:"):
-            draft.need_file(data_path(spec), "--prompt-data")
+        draft.need_file(data_path(spec), "--prompt-data")
 
 
 def _check_packages(draft: Draft) -> None:

@@ -26,7 +26,9 @@ LATER: dict[str, str] = {
     "use_rollout_routing_replay": "leave it out",
     "use_opd": "leave it out",
     "opd_type": "leave it out",
+    "opd_kl_coef": "leave it out",
     "opd_teacher_load": "leave it out",
+    "save_debug_train_data": "use --save-debug-rollout-data",
     "recompute_loss_function": "leave it out; --log-probs-chunk-size bounds the memory of the loss",
     "profile_target": "leave it out",
 }
@@ -52,10 +54,4 @@ def refuse_later(draft: Draft) -> None:
         if str(draft[name] or "").removeprefix("boxed_") == value:
             raise ConfigError(
                 f"{option_of(name)} {value} is not available in this version: {advice}"
-            )
-    for spec in draft["prompt_data"] or []:
-        if spec.startswith("reasoning-gym:"):
-            raise ConfigError(
-                f"--prompt-data {spec}: reasoning-gym is not available in this version: give a jsonl or "
-                "parquet file"
             )

@@ -155,6 +155,3 @@ class Reward:
     custom_convert_samples_to_train_data_path: str | None = flag(
         None, "fn(args, samples) -> dictionary of columns"
     )
-
-
-GROUPS: tuple[type[Any], ...] = (Rollout, Data, Eval, Reward)

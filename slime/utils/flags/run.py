@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from slime.utils.flags.spec import flag
 
@@ -157,6 +157,3 @@ class Tracking:
     custom_eval_rollout_log_function_path: str | None = flag(
         None, "fn(rollout_id, args, data, extra_metrics); True skips the default log"
     )
-
-
-GROUPS: tuple[type[Any], ...] = (Mode, Cluster, Weights, FaultTolerance, Tracking)

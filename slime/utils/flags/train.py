@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from slime.utils.flags.spec import flag
 
@@ -18,7 +18,7 @@ class Model:
         None, "folder with the model in Hugging Face format: config, tokenizer, first weights"
     )
     model_name: str | None = flag(
-        None, "model family for weight names, where config.json does not tell"
+        None, "model family for weight names, where config.json does not tell", backend="megatron"
     )
     bf16: bool = flag(False, "train in bfloat16 (master weights fp32); the default on a GPU")
     fp32: bool = flag(False, "train in float32; the default without a GPU")
@@ -215,6 +215,3 @@ class Sft:
     loss_mask_type: Literal["qwen", "qwen3", "distill_qwen"] = flag(
         "qwen", "chat format that tells which tokens of a conversation are trained on"
     )
-
-
-GROUPS: tuple[type[Any], ...] = (Model, Optimizer, Checkpoint, Algorithm, Sft)

@@ -1,0 +1,54 @@
+"""How a file of prompts is written on the command line; kept apart so that parsing stays light."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from slime.utils.errors import ConfigError
+
+_SPEC = re.compile(
+    r"(?P<path>.*?)(?:@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?(?::weight=(?P<weight>[^:]*))?"
+)
+
+
+@dataclass(kw_only=True, frozen=True)
+class DataSpec:
+    """`train.jsonl@[0:100]:weight=2` is path="train.jsonl", rows=slice(0, 100), weight=2.0."""
+
+    path: str
+    rows: slice = field(default_factory=lambda: slice(None))
+    weight: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str, flag: str = "--prompt-data") -> DataSpec:
+        match = _SPEC.fullmatch(text)
+        path = match["path"] if match else ""
+        if not match or not path or re.search(r"@\[.*\]$", path):
+            raise ConfigError(f"{flag} {text}: write a path, path@[0:100] or path:weight=2")
+        if path.startswith("reasoning-gym:"):
+            raise ConfigError(
+                f"{flag} {text}: reasoning-gym tasks are not supported yet; give a file"
+            )
+        return cls(
+            path=path, rows=_parse_slice(match), weight=_parse_weight(match["weight"], flag, text)
+        )
+
+
+def _parse_slice(match: re.Match[str]) -> slice:
+    if match["start"] is None:
+        return slice(None)
+    start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
+    return slice(start, stop)
+
+
+def _parse_weight(text: str | None, flag: str, spec: str) -> float:
+    if text is None:
+        return 1.0
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = 0.0
+    if not 0 < weight < 1e6:
+        raise ConfigError(f"{flag} {spec}: weight must be a number above 0, not {text!r}")
+    return weight
