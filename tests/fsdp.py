@@ -81,14 +81,14 @@ def start_actor(args: Args, rank: int, world_size: int, **options: Any) -> FSDPT
 
 
 def train_on_ranks(rank: int, world_size: int, cases: dict[str, Case]) -> dict[str, Outcome]:
-    return {name: _train_fsdp(case, rank, world_size) for name, case in cases.items()}
+    return {name: train_fsdp(case, rank, world_size) for name, case in cases.items()}
 
 
-def _train_fsdp(case: Case, rank: int, world_size: int) -> Outcome:
+def train_fsdp(case: Case, rank: int, world_size: int) -> Outcome:
     args = case.args()
     actor = start_actor(args, rank, world_size)
     mine = split_batch(args, make_rows(), dp_size=world_size, cp_size=1)[rank]
-    grads = _first_gradient(actor, mine)
+    grads = first_gradient(actor, mine)
     metrics = []
     for rollout_id in range(2):
         mine = split_batch(args, make_rows(rollout_id), dp_size=world_size, cp_size=1)[rank]
@@ -100,9 +100,11 @@ def whole_weights(actor: FSDPTrainRayActor) -> dict[str, torch.Tensor]:
     return {n: p.detach().full_tensor().clone() for n, p in actor.model.params.items()}
 
 
-def _first_gradient(actor: FSDPTrainRayActor, batch: RolloutBatch) -> dict[str, torch.Tensor]:
+def first_gradient(actor: FSDPTrainRayActor, batch: RolloutBatch) -> dict[str, torch.Tensor]:
     if actor.needs_ref:
         batch.ref_log_probs = actor.log_probs(batch, "ref")
+    if actor.needs_old(batch):
+        batch.old_log_probs = actor.log_probs(batch, "actor")
     actor.advantages(0, batch)
     actor.forward_backward(next(actor.steps(batch)))
     params = actor.optimizer.params
@@ -132,8 +134,8 @@ def train_naively(case: Case) -> Outcome:
     for rollout_id in range(2):
         rows = make_rows(rollout_id)
         with torch.no_grad():
-            old = [_row_log_probs(model, rows, i, args)[0] for i in range(len(rows))]
-            ref_log_probs = [_row_log_probs(ref, rows, i, args)[0] for i in range(len(rows))]
+            old = [naive_log_probs(model, rows, i, args)[0] for i in range(len(rows))]
+            ref_log_probs = [naive_log_probs(ref, rows, i, args)[0] for i in range(len(rows))]
         per_step = 8 // case.steps
         for step in range(case.steps):
             executions = range(step * per_step, (step + 1) * per_step)
@@ -157,7 +159,7 @@ def _naive_loss(
     """Mean over executions of the mean over their trained tokens, or the mean over all tokens."""
     token_losses: dict[int, list[torch.Tensor]] = {ROLLOUT_IDS[i]: [] for i in members}
     for i in members:
-        log_probs, entropy = _row_log_probs(model, rows, i, args)
+        log_probs, entropy = naive_log_probs(model, rows, i, args)
         advantage = torch.tensor(rows.rewards[i])
         ratio = (log_probs - old[i]).exp()
         bounded = ratio.clamp(1 - args.eps_clip, 1 + args.eps_clip)
@@ -175,7 +177,7 @@ def _naive_loss(
     return torch.stack(means).sum() / len(token_losses)
 
 
-def _row_log_probs(
+def naive_log_probs(
     model: torch.nn.Module, rows: RolloutBatch, row: int, args: Args
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.tensor(rows.tokens[row].astype(np.int64))

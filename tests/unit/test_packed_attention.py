@@ -1,0 +1,122 @@
+"""Packed attention against one sample at a time, written out with softmax."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from slime.backends.fsdp_utils.attention import packed_attention, packed_layout
+from slime.backends.fsdp_utils.fused_norm import fuse_norms, rms_norm
+from slime.utils.errors import UserError
+from slime.utils.types import TrainBatch
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+def _layout(lens: list[int]):
+    total = sum(lens)
+    zeros = torch.zeros(total)
+    return packed_layout(
+        TrainBatch(
+            tokens=zeros.long(),
+            position_ids=zeros.long(),
+            labels=zeros.long(),
+            loss_mask=zeros,
+            loss_weights=zeros,
+            cu_seqlens=torch.tensor(np.concatenate([[0], np.cumsum(lens)]), dtype=torch.int32),
+            max_seqlen=max(lens),
+            rows=list(range(len(lens))),
+            prompt_lens=[1] * len(lens),
+            response_lens=[n - 1 for n in lens],
+        )
+    )
+
+
+def _naive(query, key, value, lens, scaling, window):
+    """[1, T, heads, D] from [1, heads, T, D], sample by sample and head by head."""
+    out = torch.zeros(query.shape[2], HEADS, DIM)
+    start = 0
+    for length in lens:
+        place = slice(start, start + length)
+        distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+        seen = (distance >= 0) & (distance < (window or length))
+        for head in range(HEADS):
+            kv_head = head * KV_HEADS // HEADS
+            scores = query[0, head, place] @ key[0, kv_head, place].T * scaling
+            scores = scores.masked_fill(~seen, float("-inf"))
+            out[place, head] = scores.softmax(-1) @ value[0, kv_head, place]
+        start += length
+    return out.unsqueeze(0)
+
+
+@pytest.mark.parametrize(
+    "lens",
+    [[7], [5, 5, 5], [4, 5, 5], [1, 1, 2, 30], [30, 3, 29, 28, 3], [2, 3, 4, 5, 6, 7, 8, 9]],
+)
+@pytest.mark.parametrize("window", [None, 3, 100])
+def test_same_output_and_gradients_as_sample_by_sample(lens, window):
+    torch.manual_seed(0)
+    shapes = [(1, h, sum(lens), DIM) for h in (HEADS, KV_HEADS, KV_HEADS)]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    module = nn.Module()
+    found, _ = packed_attention(
+        module, *inputs, None, packed=_layout(lens), scaling=0.3, sliding_window=window
+    )
+    expected = _naive(*inputs, lens, 0.3, window)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    weight = torch.randn_like(expected)
+    for ours, theirs in zip(
+        torch.autograd.grad((found * weight).sum(), inputs),
+        torch.autograd.grad((expected * weight).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("need", ["softcap", "s_aux", "position_bias"])
+def test_what_it_cannot_do_is_refused(need):
+    q, k = torch.randn(1, HEADS, 3, DIM), torch.randn(1, KV_HEADS, 3, DIM)
+    with pytest.raises(UserError, match=need):
+        packed_attention(nn.Module(), q, k, k, None, packed=_layout([3]), **{need: 1.0})
+
+
+class FakeRMSNorm(nn.Module):
+    """As Hugging Face writes it; `offset` 1 is Gemma's way."""
+
+    def __init__(self, size: int, offset: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+        self.variance_epsilon = 1e-5
+        self.offset = offset
+
+    def forward(self, x):
+        variance = x.pow(2).mean(-1, keepdim=True)
+        return (self.weight + self.offset) * (x * torch.rsqrt(variance + self.variance_epsilon))
+
+
+def test_rms_norm_has_the_value_and_gradient_of_its_definition():
+    torch.manual_seed(0)
+    norm = FakeRMSNorm(16, 0.0)
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    upstream = torch.randn(2, 5, 16)
+    expected, found = norm(x), rms_norm(x, norm.weight, 1e-5)
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad((found * upstream).sum(), [x, norm.weight]),
+        torch.autograd.grad((expected * upstream).sum(), [x, norm.weight]),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_only_norms_that_compute_the_same_are_replaced():
+    class GemmaRMSNorm(FakeRMSNorm):
+        pass
+
+    model = nn.Sequential(FakeRMSNorm(8, 0.0), GemmaRMSNorm(8, 1.0), FakeRMSNorm(8, 0.0))
+    x = torch.randn(4, 8)
+    expected = model(x)
+    assert fuse_norms(model) == 2
+    torch.testing.assert_close(model(x), expected)
