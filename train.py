@@ -51,6 +51,9 @@ def main(argv: list[str] | None = None) -> int:
         # One raised in an actor arrives inside Ray's wrapper, whose text is a traceback.
         print(f"slime: {getattr(error, 'cause', error)}", file=sys.stderr)
         return error.exit_status
+    except KeyboardInterrupt:
+        print("slime: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

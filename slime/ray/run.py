@@ -121,6 +121,7 @@ class Run:
         engines = getattr(generate, "needs_engines", True) and not args.debug_train_only
         layout = plan_layout(args, with_trainer=not args.debug_rollout_only, with_engines=engines)
         self._owns_ray = connect()
+        self.stop_signal.install()
         placement = Placement(layout)
         token = secrets.token_hex(16)
         engine_env = actor_env(args, processes_here=max(1, len(layout.engines)), token=token)

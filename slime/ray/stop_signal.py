@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 class Terminated(Exception):
@@ -23,6 +24,10 @@ class StopSignal:
         self.received: int | None = None
         self._notify = notify
         self._interruptible = False
+        self._old: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """After connecting to Ray, which installs a handler of its own that ends the process."""
         self._old = {n: signal.signal(n, self._on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
 
     @contextmanager

@@ -12,6 +12,7 @@ from slime.ray.stop_signal import StopSignal, Terminated
 def stop_signal():
     said: list[str] = []
     stop = StopSignal(said.append)
+    stop.install()
     stop.said = said
     yield stop
     stop.restore()
@@ -39,5 +40,8 @@ def test_a_second_interrupt_does_not_wait(stop_signal):
 
 def test_handlers_are_given_back():
     before = signal.getsignal(signal.SIGTERM)
-    StopSignal(print).restore()
+    stop = StopSignal(print)
+    stop.install()
+    assert signal.getsignal(signal.SIGTERM) is not before
+    stop.restore()
     assert signal.getsignal(signal.SIGTERM) is before
