@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import fields, replace
-from typing import Any
 
 from slime.utils.types import Group, Sample, Status
 
-_FIELDS = [f.name for f in fields(Sample)]
 _TRACEBACK_LINES = 6
 
 
 def clone_sample(sample: Sample) -> Sample:
     """A copy with lists and dictionaries of its own."""
-    copies: dict[str, Any] = {
-        name: value.copy()
-        for name in _FIELDS
-        if isinstance(value := getattr(sample, name), (list, dict))
-    }
-    return replace(sample, **copies)
+    clone = object.__new__(type(sample))
+    for name, value in sample.__dict__.items():
+        clone.__dict__[name] = value.copy() if isinstance(value, (list, dict)) else value
+    return clone
 
 
 def clone_group(group: Group) -> Group:
