@@ -25,7 +25,7 @@ def train(args: Args) -> int:
             rollout
         )  # engines start from --hf-checkpoint, a resumed trainer does not
         run.first_eval()
-        for rollout_id in range(run.start_rollout_id, run.num_rollout):
+        for rollout_id in range(run.start_rollout_id, args.num_rollout):
             batch = rollout.generate(rollout_id)  # frees engine memory itself when colocated
             actor.train(rollout_id, batch)  # wakes up itself when colocated
             if run.due(args.save_interval, rollout_id):

@@ -14,28 +14,14 @@ from slime.utils.arguments import Args
 from slime.utils.device import device_id
 from slime.utils.env import child_env
 from slime.utils.errors import UserError
+from slime.utils.flags.embedded import HONOURED
 from slime.utils.types import EngineInfo
 
 _START_TIMEOUT_S = 300
 _STOP_TIMEOUT_S = 10
 _LAST_LINES = 15
-# Ours, not SGLang's: set by slime itself for every engine.
-_SERVER_OPTIONS = [
-    "context_length",
-    "dtype",
-    "mem_fraction_static",
-    "max_running_requests",
-    "max_total_tokens",
-    "chunked_prefill_size",
-    "max_prefill_tokens",
-    "page_size",
-    "random_seed",
-    "schedule_policy",
-    "disable_radix_cache",
-    "enable_deterministic_inference",
-    "log_level",
-    "trust_remote_code",
-]
+# The number of GPUs is slime's business: --sglang-tp-size is --rollout-num-gpus-per-engine.
+_SERVER_OPTIONS = sorted(HONOURED - {"tp_size"})
 
 
 class EngineActor:

@@ -88,9 +88,6 @@ class RolloutManager:
     def set_parallel(self, dp_size: int, cp_size: int) -> None:
         self.dp_size, self.cp_size = dp_size, cp_size
 
-    def num_prompts(self) -> int:
-        return len(self.data_source)
-
     def resume(self, tag: str) -> None:
         self.engines.resume(tag)
 

@@ -65,9 +65,6 @@ class RolloutGroup:
     def admit_engines(self) -> None:
         self._manager.get("admit_engines")
 
-    def num_prompts(self) -> int:
-        return self._manager.get("num_prompts")
-
     def resume(self, tag: str) -> None:
         self._manager.get("resume", tag)
 

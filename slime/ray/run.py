@@ -34,7 +34,6 @@ class Run:
 
     rollout: RolloutGroup
     actor: TrainGroup
-    num_rollout: int
 
     def __init__(self, args: Args):
         check_hooks(args)
@@ -45,6 +44,8 @@ class Run:
         setup_logging(args.run_dir, role="driver")
         cut_back(args.run_dir, self.start_rollout_id)
         self.recorder = Recorder(args)
+        for warning in args.warnings:
+            self.recorder.message(f"warning: {warning}")
         self.stop_signal = StopSignal(self.recorder.message)
         self._owns_ray = False
 
@@ -78,23 +79,22 @@ class Run:
         """Every `interval` rollouts, and after the last one."""
         if not interval:
             return False
-        return (rollout_id + 1) % interval == 0 or rollout_id + 1 == self.num_rollout
+        return (rollout_id + 1) % interval == 0 or rollout_id + 1 == self.args.num_rollout
 
     def first_eval(self) -> None:
         """Evaluate before any training; after a resume only where the old run died before doing so."""
         before = self.start_rollout_id - 1
-        due = (
-            not self.args.skip_eval_before_train
-            if before < 0
-            else self.due(self.args.eval_interval, before)
-        )
-        if (
-            due
-            and self.args.eval_interval
-            and before not in logged_rollouts(self.args.run_dir, "eval")
-        ):
+        if self._lacks_eval(before):
             self.rollout.eval(before)
         self.recorder.log(before, starting=True)
+
+    def _lacks_eval(self, rollout_id: int) -> bool:
+        args = self.args
+        if not args.eval_interval or rollout_id in logged_rollouts(args.run_dir, "eval"):
+            return False
+        if rollout_id < 0:
+            return not args.skip_eval_before_train
+        return self.due(args.eval_interval, rollout_id)
 
     def save(self, rollout_id: int) -> None:
         with self.recorder.phase("save"):
@@ -149,11 +149,6 @@ class Run:
         ray.get(waiting)
         self.actor.weight_version = self._checkpoints.weight_version
         self.rollout.set_parallel(*self.actor.parallel())
-        self.num_rollout = args.num_rollout or self._rollouts_of_epochs()
-
-    def _rollouts_of_epochs(self) -> int:
-        prompts = self.rollout.num_prompts()
-        return self.args.num_epoch * max(1, prompts // self.args.rollout_batch_size)
 
     def _finish(self) -> None:
         """A last checkpoint and the Hugging Face export."""
