@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from slime.engine.sampling_params import RequestError
 from slime.utils.checksum import format_checksum, tensor_checksum
-from slime.utils.hf_views import hf_views, keeps_experts_fused
+from slime.utils.hf_views import hf_views, module_weights
 from slime.utils.ipc import import_buffer
 from slime.utils.process_group import destroy_side_group, init_side_group
 
@@ -40,7 +40,7 @@ class WeightStore:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._fused = keeps_experts_fused(model.config.model_type)
+        self._model_type: str = model.config.model_type
         self._groups: dict[str, dist.ProcessGroup] = {}
         self.session_open = False
 
@@ -64,7 +64,7 @@ class WeightStore:
 
     def update_from_disk(self, model_path: str) -> None:
         """Every parameter from a checkpoint folder; nothing is touched unless all of them fit."""
-        views = self._views(with_aliases=True)
+        views = self._views()
         places = _find_tensors(Path(model_path))
         missing = [name for name, _ in self._named() if name not in places]
         unknown = [
@@ -124,7 +124,7 @@ class WeightStore:
             dist.broadcast(buffer, group=group, group_src=0)
             self._copy_from(buffer, metas)
             return
-        views = self._views(with_aliases=True)
+        views = self._views()
         for meta in metas:
             tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
             dist.broadcast(tensor, group=group, group_src=0)
@@ -134,7 +134,7 @@ class WeightStore:
         return {name: format_checksum(tensor_checksum(name, view)) for name, view in self._named()}
 
     def _copy_from(self, buffer: torch.Tensor, metas: list[TensorMeta]) -> None:
-        views = self._views(with_aliases=True)
+        views = self._views()
         for meta in metas:
             data = buffer[meta.offset : meta.offset + meta.num_bytes]
             if data.numel() != meta.num_bytes:
@@ -146,21 +146,14 @@ class WeightStore:
             views[meta.name].copy_(data.view(meta.dtype).view(meta.shape))
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
-        named = self._model.named_parameters()
-        return list(hf_views(((n, p.data) for n, p in named), fused_in_checkpoint=self._fused))
+        return list(hf_views(module_weights(self._model), model_type=self._model_type))
 
-    def _views(self, *, with_aliases: bool) -> dict[str, torch.Tensor]:
-        """With aliases: also the second name of a tied parameter (lm_head) and persistent buffers."""
-        if not with_aliases:
-            return dict(self._named())
-        return dict(
-            hf_views(
-                self._model.state_dict(keep_vars=False).items(), fused_in_checkpoint=self._fused
-            )
-        )
+    def _views(self) -> dict[str, torch.Tensor]:
+        """As `_named`, and the second name of a tied weight (lm_head) too."""
+        return dict(hf_views(self._model.state_dict().items(), model_type=self._model_type))
 
     def _check_metas(self, metas: Iterable[TensorMeta]) -> None:
-        views = self._views(with_aliases=True)
+        views = self._views()
         for meta in metas:
             if meta.name not in views:
                 raise RequestError(f"the model has no parameter {meta.name!r}")

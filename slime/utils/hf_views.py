@@ -46,14 +46,11 @@ def module_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
 
 
 def hf_views(
-    named: Iterable[tuple[str, torch.Tensor]],
-    *,
-    model_type: str = "",
-    fused_in_checkpoint: bool = False,
+    named: Iterable[tuple[str, torch.Tensor]], *, model_type: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(checkpoint name, view) for every (module name, tensor) of a model of this `model_type`."""
     gate, up, down = _MIXTRAL_PARTS if model_type in _MIXTRAL_LIKE else _DEFAULT_PARTS
-    keep_fused = fused_in_checkpoint or keeps_experts_fused(model_type)
+    keep_fused = model_type in _FUSED_IN_CHECKPOINT
     for name, tensor in named:
         match = _FUSED.match(name)
         if match is None or tensor.ndim != 3 or keep_fused:
@@ -69,9 +66,10 @@ def hf_views(
                 yield f"{prefix}.{expert}.{up}.weight", tensor[expert, half:]
 
 
-def keeps_experts_fused(model_type: str) -> bool:
-    """Whether checkpoints of this model type hold the experts fused, as the module does."""
-    return model_type in _FUSED_IN_CHECKPOINT
+def weight_dtype(module: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+    """What a weight has in a model that transformers loads as `dtype`: some stay in float32."""
+    kept = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
+    return torch.float32 if any(part in name for part in kept) else dtype
 
 
 def _rename(name: str, model_type: str) -> str:

@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,17 +52,21 @@ def engine_process(model_path: Path, folder: Path):
 
 
 @pytest.fixture(scope="module")
-def served(request, tmp_path_factory):
-    """A checkpoint and two engines that serve it."""
-    folder = tmp_path_factory.mktemp(request.param)
-    checkpoint = make_tiny_checkpoint(folder / "model", request.param)
-    (folder / "a").mkdir()
-    (folder / "b").mkdir()
-    with (
-        engine_process(checkpoint, folder / "a") as first,
-        engine_process(checkpoint, folder / "b") as second,
-    ):
-        yield checkpoint, [first, second]
+def serve(tmp_path_factory):
+    """family -> its checkpoint and two engines that serve it, started once."""
+    with ExitStack() as stack:
+
+        @cache
+        def start(family: str) -> tuple[Path, list[EngineInfo]]:
+            folder = tmp_path_factory.mktemp(family)
+            checkpoint = make_tiny_checkpoint(folder / "model", family)
+            engines = []
+            for name in ("a", "b"):
+                (folder / name).mkdir()
+                engines.append(stack.enter_context(engine_process(checkpoint, folder / name)))
+            return checkpoint, engines
+
+        yield start
 
 
 def trainer(rank: int, world_size: int, checkpoint: Path, **options) -> FSDPTrainRayActor:
@@ -112,12 +117,11 @@ def hf_log_probs(path: Path, tokens: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("served", "transport"),
+    ("family", "transport"),
     [("qwen3", "tensor"), ("qwen3", "distributed"), ("qwen3", "disk"), ("qwen3_moe", "tensor")],
-    indirect=["served"],
 )
-def test_two_ranks_update_two_engines(served, transport, tmp_path):
-    checkpoint, engines = served
+def test_two_ranks_update_two_engines(serve, family, transport, tmp_path):
+    checkpoint, engines = serve(family)
     options = {"update_weight_transport": transport}
     if transport == "tensor":
         options["colocate"] = True
@@ -166,9 +170,8 @@ def corrupted_update(rank: int, checkpoint: Path, engines: list[EngineInfo]) -> 
     return "no error"
 
 
-@pytest.mark.parametrize("served", ["qwen3"], indirect=True)
-def test_one_corrupted_tensor_stops_every_rank_by_name(served):
-    checkpoint, engines = served
+def test_one_corrupted_tensor_stops_every_rank_by_name(serve):
+    checkpoint, engines = serve("qwen3")
     first, second = run_ranks(corrupted_update, 2, checkpoint, engines)
     assert first.startswith(WeightMismatchError.__name__)
     for text in (first, second):

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime.utils.hf_views import hf_views, module_weights
+from slime.utils.hf_views import hf_views, module_weights, weight_dtype
 
 BASE = {
     "vocab_size": 64,
@@ -97,3 +97,12 @@ def test_tied_weights_are_given_once():
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
     untied = [name for name, _ in module_weights(make_model("qwen3", tie_word_embeddings=False))]
     assert "lm_head.weight" in untied
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3"])
+def test_dtypes_are_those_a_loaded_model_has(model_type, tmp_path):
+    make_model(model_type).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    expected = {name: tensor.dtype for name, tensor in module_weights(loaded)}
+    assert {name: weight_dtype(loaded, name, torch.bfloat16) for name in expected} == expected
+    assert (torch.float32 in expected.values()) == (model_type == "deepseek_v3")

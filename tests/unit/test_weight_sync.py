@@ -103,11 +103,12 @@ def test_servers_without_sessions_are_updated_too():
     engine.close()
 
 
-def test_weights_are_cast_to_what_engines_hold():
-    engine = FakeEngine({k: t.bfloat16() for k, t in weights(1).items()}, token=TOKEN)
+def test_mixed_dtypes_arrive_bit_by_bit():
     sent = weights(5)
-    tensor_sync(dtype=torch.bfloat16).update(buckets(sent), [engine.info], 1)
-    assert_holds(engine, {name: tensor.bfloat16() for name, tensor in sent.items()})
+    sent = {name: t if name == "norm" else t.bfloat16() for name, t in sent.items()}
+    engine = FakeEngine({k: torch.zeros_like(t) for k, t in sent.items()}, token=TOKEN)
+    tensor_sync().update(buckets(sent), [engine.info], 1)
+    assert_holds(engine, sent)
     engine.close()
 
 

@@ -21,6 +21,7 @@ from slime.backends.fsdp_utils.loading import (
 )
 from slime.backends.fsdp_utils.offload import Offloaded
 from slime.backends.fsdp_utils.optimizer import ShardedAdamW, trained_names
+from slime.backends.weight_sync import serving_dtype
 from slime.utils.checkpoint import find_checkpoint
 from slime.utils.device import current_device, device_type
 from slime.utils.packing import unpack
@@ -152,14 +153,10 @@ class FSDPTrainRayActor(TrainRayActor):
         # Over shared memory every rank serves the engines on its own device, else rank 0 serves all.
         keep = self.rank == 0 or self.args.update_weight_transport == "tensor"
         size = self.args.update_weight_buffer_size
-        return hf_buckets(self.model, self.serving_dtype, size, keep=keep)
+        return hf_buckets(self.model, serving_dtype(self.args), size, keep=keep)
 
     def export_hf(self, path: str) -> None:
-        export_hf(self.model, path, self.args.hf_checkpoint, self.serving_dtype)
-
-    @property
-    def serving_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.args.precision == "bf16" else torch.float32
+        export_hf(self.model, path, self.args.hf_checkpoint, serving_dtype(self.args))
 
     def sleep(self) -> None:
         """Parameters and optimizer state go to host memory; nothing to do on a CPU, which shares it."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from slime.backends.fsdp_utils.loading import ShardedModel, persistent_buffers
 from slime.backends.weight_sync.disk import copy_model_files
-from slime.utils.hf_views import hf_views
+from slime.utils.hf_views import hf_views, weight_dtype
 
 _FILE_BYTES = 4 << 30
 
@@ -28,7 +28,7 @@ def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, t
     """
     hf = model.module.hf
     for name, param in {**model.params, **persistent_buffers(hf)}.items():
-        tensor = _whole(param, dtype)
+        tensor = _whole(param, weight_dtype(hf, name, dtype))
         yield from hf_views([(name, tensor)], model_type=hf.config.model_type)
 
 

@@ -4,13 +4,13 @@ sync = make_weight_sync(args)                          one per trainer rank, kep
 report = sync.update(hf_buckets, engines, version)     every rank calls it, with its own iterator
 
          rank 0                           all ranks                          rank 0
-pause ──▶ begin session ──▶ for each bucket: gather, cast, sum, send ──▶ end ──▶ flush ──▶ compare
+pause ──▶ begin session ──▶ for each bucket: gather, sum, send ──▶ end ──▶ flush ──▶ compare
                                   TensorTransport        shared memory, CUDA IPC   checksums and
                                   DistributedTransport   gloo, NCCL broadcast      version, then
                                   DiskTransport          Hugging Face folder       continue
 """
 
-from slime.backends.weight_sync.sync import WeightSync, make_weight_sync
+from slime.backends.weight_sync.sync import WeightSync, make_weight_sync, serving_dtype
 from slime.backends.weight_sync.types import Bucket, WeightSyncError, WeightTransport
 from slime.utils.reports import SyncReport
 
@@ -21,4 +21,5 @@ __all__ = [
     "WeightSyncError",
     "WeightTransport",
     "make_weight_sync",
+    "serving_dtype",
 ]

@@ -63,7 +63,8 @@ class DistributedTransport:
         work = dist.broadcast(flat, group=self._group, group_src=0, async_op=True)
         failed = _first_failure(calls)
         if failed is not None:
-            self._abandon()
+            # Not destroyed: that would wait, with Python's lock held, for the broadcast to time out.
+            self._group = None
             engine, error = failed
             raise WeightSyncError(
                 f"bucket {bucket.index} did not arrive: engine {engine.url}: {error}"
@@ -126,14 +127,9 @@ class DistributedTransport:
                 engine.post("/destroy_weights_update_group", {"group_name": self._group_name}, 10.0)
             except HttpError:  # gone, with its share of the group
                 continue
-        self._abandon()
-
-    def _abandon(self) -> None:
         if self._group is not None:
-            group, self._group = self._group, None
-            _in_background(
-                partial(destroy_side_group, group)
-            )  # may wait for a broadcast to time out
+            destroy_side_group(self._group)
+            self._group = None
 
 
 def flatten(bucket: Bucket) -> torch.Tensor:

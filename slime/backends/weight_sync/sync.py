@@ -45,13 +45,17 @@ _DTYPES = {
 
 
 def make_weight_sync(args: Args) -> WeightSync:
-    served = args.sglang_dtype if args.sglang_dtype not in (None, "auto") else args.precision
     return WeightSync(
         _make_transport(args),
         token=read_env().engine_token,
-        dtype=_DTYPES[served],
         verify=args.check_weight_update_equal,
     )
+
+
+def serving_dtype(args: Args) -> torch.dtype:
+    """What the engines hold the weights in, and so what they must be sent in."""
+    name = args.sglang_dtype if args.sglang_dtype not in (None, "auto") else args.precision
+    return _DTYPES[name]
 
 
 class WeightSync:
@@ -66,12 +70,11 @@ class WeightSync:
         transport: WeightTransport,
         *,
         token: str | None,
-        dtype: torch.dtype | None = None,
         verify: bool = True,
         pause_mode: str = "retract",
     ) -> None:
         self.transport = transport
-        self._token, self._dtype, self._verify, self._pause_mode = token, dtype, verify, pause_mode
+        self._token, self._verify, self._pause_mode = token, verify, pause_mode
         self._rank_devices: list[str] = []
         remove_stale_segments()
 
@@ -115,7 +118,7 @@ class WeightSync:
         with _on_all_ranks("preparing the engines"):
             self._prepare(clients, mine, version)
         for index, tensors in enumerate(buckets):
-            bucket = Bucket(index=index, tensors=[self._served(*item) for item in tensors])
+            bucket = Bucket(index=index, tensors=[(name, t.detach()) for name, t in tensors])
             with _on_all_ranks(f"bucket {index}"):
                 self._send(bucket, sums, to_engines=bool(mine))
             nbytes += bucket.nbytes
@@ -168,12 +171,6 @@ class WeightSync:
         started = time.perf_counter()
         yield
         self._checksum_seconds += time.perf_counter() - started
-
-    def _served(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-        tensor = tensor.detach()
-        if self._dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(self._dtype)
-        return name, tensor
 
     def _engines_served(self, clients: list[EngineClient]) -> list[EngineClient]:
         if not self.transport.shares_device:
