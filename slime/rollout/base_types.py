@@ -128,11 +128,16 @@ class EvalLogFunction(Protocol):
 
 
 def as_train_output(result: Any, path: str) -> RolloutFnTrainOutput:
-    """What a rollout function returned; a bare list of groups is wrapped."""
-    if isinstance(result, RolloutFnTrainOutput):
-        return result
-    if isinstance(result, list) and all(_is_group(group) for group in result):
-        return RolloutFnTrainOutput(samples=result)
+    """What a rollout function returned; a bare list of groups is wrapped.
+
+    Inside a group, the several samples of one execution may form a list of their own: it is dissolved.
+    """
+    groups = result.samples if isinstance(result, RolloutFnTrainOutput) else result
+    if isinstance(groups, list) and all(isinstance(group, list) for group in groups):
+        flat = [_flatten(group) for group in groups]
+        if all(isinstance(sample, Sample) for group in flat for sample in group):
+            metrics = result.metrics if isinstance(result, RolloutFnTrainOutput) else {}
+            return RolloutFnTrainOutput(samples=flat, metrics=metrics)
     raise UserError(
         f"--rollout-function-path {path} returned {_describe(result)}; expected "
         "RolloutFnTrainOutput(samples=[[Sample, ...], ...]) or the list of groups itself"
@@ -166,11 +171,13 @@ def _eval_result(value: Any, path: str) -> EvalResult:
     )
 
 
-def _is_group(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(sample, Sample) for sample in value)
+def _flatten(group: list[Any]) -> list[Any]:
+    return [one for item in group for one in (_flatten(item) if isinstance(item, list) else [item])]
 
 
 def _describe(value: Any) -> str:
+    if isinstance(value, RolloutFnTrainOutput):
+        return f"a RolloutFnTrainOutput with samples {_describe(value.samples)}"
     if isinstance(value, list) and value:
         return f"a list of {type(value[0]).__name__}"
     return f"a {type(value).__name__}"

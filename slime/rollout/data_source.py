@@ -70,8 +70,8 @@ class RolloutDataSource:
         """The next `num_samples` groups of `n_samples_per_prompt` siblings each."""
         groups = self._take_buffered(num_samples)
         groups += [self._new_group() for _ in range(num_samples - len(groups))]
-        for group in groups:
-            self._in_flight[_group_index(group)] = clone_group(group)
+        if self._rollout_id is not None:
+            self._in_flight |= {_group_index(group): clone_group(group) for group in groups}
         return groups
 
     def add_samples(self, samples: list[Group]) -> None:
@@ -82,6 +82,7 @@ class RolloutDataSource:
             )
 
     def begin(self, rollout_id: int) -> None:
+        """A rollout that will say what became of its groups; without this they count as used at once."""
         self._rollout_id = rollout_id
 
     def finish(self, rollout_id: int, group_indices: Iterable[int]) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from slime.rollout.base_types import RolloutFunction, as_eval_output, as_train_output
+from slime.rollout.base_types import (
+    RolloutFnTrainOutput,
+    RolloutFunction,
+    as_eval_output,
+    as_train_output,
+)
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine_pool import EnginePool, install_pool
 from slime.rollout.hooks import check_hooks
@@ -47,7 +52,15 @@ def test_rollout_and_eval_functions(tmp_path, module):
     assert eval_metrics(args, evaluated.data)["eval/own/reward"] == 1.0
 
 
-@pytest.mark.parametrize("result", [None, 5, [Sample()], {"a": 1}, [[1]]])
+def test_lists_inside_a_group_are_dissolved():
+    one, two, three = Sample(index=1), Sample(index=2), Sample(index=3)
+    assert as_train_output([[[one, two], three]], "my.fn").samples == [[one, two, three]]
+
+
+WRONG = [None, 5, [Sample()], {"a": 1}, [[1]], RolloutFnTrainOutput(samples=[Sample()])]
+
+
+@pytest.mark.parametrize("result", WRONG)
 def test_rollout_functions_that_return_something_else(result):
     with pytest.raises(UserError, match=r"my.fn returned a .*expected RolloutFnTrainOutput"):
         as_train_output(result, "my.fn")

@@ -151,6 +151,7 @@ def test_partial_tokens_survive_the_state(tmp_path):
 def test_handing_out_keeps_a_pristine_copy_of_what_is_in_flight(tmp_path):
     args = rollout_args(tmp_path)
     source = RolloutDataSourceWithBuffer(args)
+    source.begin(0)
     (group,) = source.get_samples(1)
     before = [s.to_dict() for s in RolloutDataSourceWithBuffer(args).get_samples(1)[0]]
     group[0].append_response_tokens(tokens=[7], log_probs=[-1.0])
@@ -160,9 +161,19 @@ def test_handing_out_keeps_a_pristine_copy_of_what_is_in_flight(tmp_path):
     assert [s.to_dict() for s in resumed.get_samples(1)[0]] == before
 
 
+def test_a_rollout_function_that_tracks_nothing_has_used_what_it_took(tmp_path):
+    args = rollout_args(tmp_path)
+    source = RolloutDataSourceWithBuffer(args)
+    source.get_samples(3)
+    resumed = RolloutDataSourceWithBuffer(args)
+    resumed.load_state_dict(source.state_dict(0))
+    assert resumed.get_samples(1)[0][0].group_index == 3
+
+
 def test_save_and_load_under_the_flags(tmp_path):
     args = rollout_args(tmp_path).replace(save=str(tmp_path / "ck"), load=str(tmp_path / "ck"))
     source = RolloutDataSourceWithBuffer(args)
+    source.begin(0)
     source.finish(0, [g[0].group_index for g in source.get_samples(4)])
     source.save(0)
     resumed = RolloutDataSourceWithBuffer(args)
