@@ -103,7 +103,7 @@ def warmup_command(run_dir: Path, data: TaskData, size: Size, seed: int) -> list
         *("--num-rollout", str(size.warmup_rollouts)),
         *("--rollout-batch-size", str(rollout_batch)),
         *("--num-steps-per-rollout", str(_STEPS_PER_WARMUP_ROLLOUT)),
-        *("--lr", "3e-3", "--min-lr", "3e-4", "--lr-warmup-iters", "10"),
+        *("--lr", "3e-3", "--lr-warmup-iters", "10"),
         *("--save-hf", f"{run_dir}/warmup/hf"),
     ]
 
@@ -156,7 +156,6 @@ def _shared(seed: int) -> list[str]:
         *("--rollout-seed", str(seed)),
         *("--seed", str(seed)),
         *("--adam-beta2", "0.95"),
-        *("--weight-decay", "0"),
         "--use-dynamic-batch-size",
         *("--max-tokens-per-gpu", "8192"),
     ]
