@@ -82,7 +82,7 @@ def _number_siblings(samples: list[Sample], execution: Sample) -> None:
     """Several samples of one execution share its rollout_id and have an index each."""
     for number, one in enumerate(samples):
         one.group_index = execution.group_index
-        one.rollout_id = execution.rollout_id
+        one.rollout_id = execution.index if execution.rollout_id is None else execution.rollout_id
         if number and execution.index is not None:
             one.index = execution.index + (number << 40)  # beyond any index a data source counts to
 
