@@ -209,13 +209,20 @@ class Engine:
 
     def _wait_for_work(self) -> None:
         with self._wake:
-            self._wake.wait_for(lambda: self._commands or self._can_step())
+            self._wake.wait_for(
+                lambda: self._commands or self._can_run_exclusive() or self._can_step()
+            )
 
     def _can_step(self) -> bool:
         return self.pause_mode is None and not self.released and self.scheduler.has_requests
 
+    def _can_run_exclusive(self) -> bool:
+        return bool(self._exclusive) and (
+            self.pause_mode is not None or not self.scheduler.has_requests
+        )
+
     def _run_exclusive(self) -> None:
-        while self._exclusive and (self.pause_mode is not None or not self.scheduler.has_requests):
+        while self._can_run_exclusive():
             self._exclusive.popleft()()
         if not self._exclusive:
             while self._held:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -87,11 +88,21 @@ def load_codec(args: EngineArgs) -> TextCodec:
     if args.skip_tokenizer_init:
         return TextCodec(None)
     path = args.tokenizer_path or args.model_path
+    # Without these files transformers makes an empty tokenizer of the model's kind instead of failing.
+    if not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
+        raise _no_tokenizer(path, f"none of {', '.join(_TOKENIZER_FILES)}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"no tokenizer in {path} ({str(error).splitlines()[0]}); give its folder with "
-            "--tokenizer-path, or --skip-tokenizer-init to work with token ids only"
-        ) from error
+        raise _no_tokenizer(path, str(error).splitlines()[0]) from error
     return TextCodec(tokenizer)
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def _no_tokenizer(path: str, reason: str) -> UserError:
+    return UserError(
+        f"no tokenizer in {path} ({reason}); give its folder with --tokenizer-path, or "
+        "--skip-tokenizer-init to work with token ids only"
+    )

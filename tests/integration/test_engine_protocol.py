@@ -1,0 +1,386 @@
+"""The engine's HTTP, route by route, as SGLang's protocol has it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime.utils.sync_http import HttpError, get_json, post_json
+from tests.engines import EngineServer, engine_server
+from tests.tiny import EOS_ID, make_byte_tokenizer, make_tiny_checkpoint
+
+GREEDY = {"temperature": 0, "max_new_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("m"))
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path):
+    with engine_server(checkpoint, "--weight-version", "v0") as server:
+        yield server
+
+
+def greedy(checkpoint: Path, ids: list[int], max_new_tokens: int) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    out = model.generate(torch.tensor([ids]), max_new_tokens=max_new_tokens, do_sample=False)
+    return out[0, len(ids) :].tolist()
+
+
+def generate(server: EngineServer, **body):
+    return post_json(f"{server.url}/generate", body)  # no token: the route is open
+
+
+def refused(server: EngineServer, **body) -> tuple[int | None, str]:
+    with pytest.raises(HttpError) as error:
+        generate(server, **body)
+    return error.value.status, str(error.value)
+
+
+def test_text_and_ids_give_the_same_reply(server: EngineServer, checkpoint: Path):
+    tokenizer = make_byte_tokenizer()
+    ids = tokenizer.encode("hello wörld")
+    by_text = generate(server, text="hello wörld", sampling_params=GREEDY)
+    by_ids = generate(server, input_ids=ids, sampling_params=GREEDY)
+    expected = greedy(checkpoint, ids, 16)
+    assert by_text["output_ids"] == by_ids["output_ids"] == expected
+    assert by_text["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+    meta = by_ids["meta_info"]
+    assert meta["prompt_tokens"] == len(ids) and meta["completion_tokens"] == 16
+    assert meta["finish_reason"] == {"type": "length", "length": 16}
+    assert meta["weight_version"] == "v0"
+    assert meta["weight_versions"] == [{"version": "v0", "start": 0, "end": 16}]
+    assert "output_token_logprobs" not in meta
+
+
+def test_log_probs_come_as_triples(server: EngineServer):
+    reply = generate(
+        server,
+        input_ids=[5, 6, 7],
+        sampling_params=GREEDY,
+        return_logprob=True,
+        logprob_start_len=0,
+    )
+    meta = reply["meta_info"]
+    assert [entry[1] for entry in meta["input_token_logprobs"]] == [5, 6, 7]
+    assert meta["input_token_logprobs"][0] == [None, 5, None]
+    assert all(value <= 0 for value, *_ in meta["input_token_logprobs"][1:])
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == reply["output_ids"]
+    assert meta["output_token_logprobs_length"] == len(reply["output_ids"])
+    with_text = generate(
+        server,
+        input_ids=[5],
+        sampling_params=GREEDY,
+        return_logprob=True,
+        return_text_in_logprobs=True,
+    )
+    tokenizer = make_byte_tokenizer()
+    for _, token, text in with_text["meta_info"]["output_token_logprobs"]:
+        assert text == tokenizer.decode([token])
+
+
+def test_a_batch_answers_in_order_with_its_own_parameters(server: EngineServer):
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    params = [{"temperature": 0, "max_new_tokens": n} for n in (2, 5, 3)]
+    replies = generate(server, input_ids=prompts, sampling_params=params, rid="batch")
+    assert [r["meta_info"]["id"] for r in replies] == ["batch_0", "batch_1", "batch_2"]
+    for prompt, param, reply in zip(prompts, params, replies, strict=True):
+        assert reply == {
+            **reply,
+            "output_ids": generate(server, input_ids=prompt, sampling_params=param)["output_ids"],
+        }
+
+
+def test_n_samples_of_one_prompt_differ_and_are_repeatable(server: EngineServer):
+    params = {"n": 3, "sampling_seed": 1, "max_new_tokens": 12}
+    first = generate(server, text="abc", sampling_params=params)
+    again = generate(server, text="abc", sampling_params=params)
+    outputs = [tuple(r["output_ids"]) for r in first]
+    assert len(set(outputs)) == 3
+    assert outputs == [tuple(r["output_ids"]) for r in again]
+
+
+def test_stop_token_stop_string_and_end_of_text(server: EngineServer, checkpoint: Path):
+    ids = [10, 20, 30]
+    expected = greedy(checkpoint, ids, 16)
+    stop_id = expected[4]
+    stopped = generate(
+        server, input_ids=ids, sampling_params={**GREEDY, "stop_token_ids": [stop_id]}
+    )
+    end = expected.index(stop_id) + 1
+    assert stopped["output_ids"] == expected[:end]
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop_id}
+
+    # Every token is allowed but one of each kind, so the output is known letter by letter.
+    tokenizer = make_byte_tokenizer()
+    a, b = tokenizer.encode("ab")
+    spell = {
+        **GREEDY,
+        "logit_bias": {str(a): 100, str(b): 99.5},
+        "frequency_penalty": 2,
+        "max_new_tokens": 12,
+    }
+    plain = generate(server, input_ids=ids, sampling_params=spell)
+    assert set(plain["text"]) == {"a", "b"}
+    cut = generate(server, input_ids=ids, sampling_params={**spell, "stop": ["zz", "ba"]})
+    assert cut["text"] == plain["text"][: plain["text"].index("ba")]
+    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": "ba"}
+    kept = generate(
+        server, input_ids=ids, sampling_params={**spell, "stop": "ba", "no_stop_trim": True}
+    )
+    assert kept["text"] == cut["text"] + "ba"
+
+    to_end = {"temperature": 0, "max_new_tokens": 8, "logit_bias": {str(EOS_ID): 1000}}
+    ended = generate(server, input_ids=ids, sampling_params=to_end)
+    assert ended["output_ids"] == [EOS_ID] and ended["text"] == ""
+    assert ended["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS_ID}
+    ignoring = generate(server, input_ids=ids, sampling_params={**to_end, "ignore_eos": True})
+    assert ignoring["output_ids"] == [EOS_ID] * 8
+    later = generate(server, input_ids=ids, sampling_params={**to_end, "min_new_tokens": 3})
+    assert len(later["output_ids"]) == 4 and later["output_ids"].index(EOS_ID) == 3
+
+
+def test_no_new_tokens_still_gives_the_prompts_log_probs(server: EngineServer):
+    reply = generate(
+        server,
+        input_ids=[1, 2, 3, 4],
+        sampling_params={"max_new_tokens": 0},
+        return_logprob=True,
+        logprob_start_len=0,
+    )
+    assert reply["output_ids"] == []
+    assert len(reply["meta_info"]["input_token_logprobs"]) == 4
+
+
+def test_stream_is_cumulative_and_ends_with_done(server: EngineServer):
+    body = json.dumps({"input_ids": [1, 2], "sampling_params": GREEDY, "stream": True}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{server.url}/generate", body)) as response:
+        events = [
+            line[6:] for line in response.read().decode().split("\n") if line.startswith("data: ")
+        ]
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    for earlier, later in itertools.pairwise(chunks):
+        assert later["output_ids"][: len(earlier["output_ids"])] == earlier["output_ids"]
+        assert earlier["meta_info"]["finish_reason"] is None
+    whole = generate(server, input_ids=[1, 2], sampling_params=GREEDY)
+    assert chunks[-1]["output_ids"] == whole["output_ids"]
+    assert chunks[-1]["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_mistakes_in_a_request_are_named(server: EngineServer):
+    ids = {"input_ids": [1, 2]}
+    status, text = refused(server, **ids, sampling_params={"foo": 1})
+    assert status == 400 and '{"error":"unknown field `foo`, expected one of' in text
+    status, text = refused(server, **ids, sampling_params={"regex": "a+"})
+    assert status == 400 and "`regex` is not supported" in text
+    status, text = refused(server, **ids, return_hidden_states=True)
+    assert status == 400 and '{"error":{"message":"`return_hidden_states` is not supported' in text
+    status, text = refused(server, input_ids=[1] * 600)
+    assert status == 400
+    assert "The input (600 tokens) is longer than the model's context length (512 tokens)." in text
+    assert (
+        "maximum context length of 512 tokens"
+        in refused(server, **ids, sampling_params={"max_new_tokens": 600})[1]
+    )
+    assert "exactly one of" in refused(server)[1]
+    assert "exactly one of" in refused(server, text="a", input_ids=[1])[1]
+    assert "vocabulary of 320" in refused(server, input_ids=[1, 320])[1]
+    assert "vocabulary of 320" in refused(server, input_ids=[-1])[1]
+    assert "input_ids" in refused(server, input_ids=[])[1]
+    assert "`rid` has duplicates" in refused(server, input_ids=[[1], [2]], rid=["a", "a"])[1]
+    # unknown keys at the top are ignored, as SGLang ignores them
+    assert generate(server, **ids, sampling_params=GREEDY, colour="blue")["output_ids"]
+
+
+def test_control_routes_need_the_token_and_reading_routes_do_not(server: EngineServer):
+    for route in (
+        "/abort_request",
+        "/pause_generation",
+        "/update_weights_from_tensor",
+        "/flush_cache",
+        "/weights_checker",
+    ):
+        for token in (None, "wrong"):
+            with pytest.raises(HttpError, match="Authorization") as error:
+                post_json(f"{server.url}{route}", {}, token=token)
+            assert error.value.status == 401
+    for route in (
+        "/health",
+        "/health_generate",
+        "/model_info",
+        "/server_info",
+        "/get_model_info",
+        "/v1/models",
+    ):
+        get_json(f"{server.url}{route}")
+    assert get_json(f"{server.url}/model_info")["weight_version"] == "v0"
+    with pytest.raises(HttpError, match="status 404"):
+        server.post("/no_such_route")
+
+
+def test_abort_gives_the_partial_output(server: EngineServer):
+    long = {"max_new_tokens": 500, "ignore_eos": True}
+    with ThreadPoolExecutor() as pool:
+        futures = [
+            pool.submit(
+                generate,
+                server,
+                input_ids=[i],
+                sampling_params=long,
+                rid=f"a{i}",
+                return_logprob=True,
+            )
+            for i in range(2)
+        ]
+        wait_for(lambda: state(server)["num_running_reqs"] == 2)
+        server.post("/abort_request", {"rid": "nobody"})
+        server.post("/abort_request", {"rid": "a0"})
+        reply = futures[0].result()
+        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+        assert reply["meta_info"]["finish_reason"]["message"] == "Aborted"
+        assert len(reply["output_ids"]) == len(reply["meta_info"]["output_token_logprobs"]) < 500
+        assert state(server)["num_running_reqs"] == 1
+        server.post("/abort_request", {"abort_all": True})
+        assert futures[1].result()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_a_caller_that_goes_away_frees_its_request(server: EngineServer):
+    connection = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+    body = json.dumps(
+        {"input_ids": [3], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
+    )
+    connection.sendall(
+        f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    )
+    wait_for(lambda: state(server)["num_running_reqs"] == 1)
+    connection.close()
+    wait_for(lambda: state(server)["num_running_reqs"] == 0)
+    assert state(server)["num_used_tokens"] == 0
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+def test_pause_modes(server: EngineServer, mode: str):
+    params = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
+    whole = generate(server, input_ids=[9, 9, 9], sampling_params=params)
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(generate, server, input_ids=[9, 9, 9], sampling_params=params)
+        wait_for(lambda: state(server)["num_running_reqs"] == 1)
+        assert server.post("/pause_generation", {"mode": mode})["status"] == "ok"
+        steps = state(server)["num_steps"]
+        late = pool.submit(generate, server, input_ids=[7], sampling_params=GREEDY)
+        time.sleep(0.3)
+        assert not late.done()
+        assert state(server)["num_steps"] == steps
+        if mode == "in_place":
+            with pytest.raises(HttpError, match="Flush cache failed"):
+                server.post("/flush_cache")
+        else:
+            server.post("/flush_cache")
+        server.post("/continue_generation")
+        assert late.result()["meta_info"]["finish_reason"]["type"] == "length"
+        reply = running.result()
+    if mode == "abort":
+        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    else:
+        assert reply["output_ids"] == whole["output_ids"]
+        assert reply["meta_info"]["num_retractions"] == (1 if mode == "retract" else 0)
+    with pytest.raises(HttpError, match="mode must be one of"):
+        server.post("/pause_generation", {"mode": "softly"})
+
+
+def test_flush_forgets_prefixes(server: EngineServer):
+    prompt = list(range(40))
+    generate(server, input_ids=prompt, sampling_params=GREEDY)
+    assert (
+        generate(server, input_ids=prompt, sampling_params=GREEDY)["meta_info"]["cached_tokens"]
+        == 32
+    )
+    assert "flushed" in server.post("/flush_cache").lower()
+    assert (
+        generate(server, input_ids=prompt, sampling_params=GREEDY)["meta_info"]["cached_tokens"]
+        == 0
+    )
+
+
+def test_memory_is_released_and_comes_back(server: EngineServer):
+    before = generate(server, input_ids=[4, 2], sampling_params=GREEDY)["output_ids"]
+    server.post("/flush_cache")
+    assert server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}) is None
+    with pytest.raises(HttpError, match="weights are released"):
+        server.post("/update_weights_from_disk", {"model_path": "/nowhere"})
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(generate, server, input_ids=[4, 2], sampling_params=GREEDY)
+        time.sleep(0.2)
+        assert not waiting.done()
+        server.post("/resume_memory_occupation", {"tags": ["weights"]})
+        server.post("/resume_memory_occupation")
+        assert waiting.result()["output_ids"] == before
+    with pytest.raises(HttpError, match="tags must be"):
+        server.post("/release_memory_occupation", {"tags": ["everything"]})
+
+
+def test_ids_only_without_a_tokenizer(tmp_path: Path):
+    path = make_tiny_checkpoint(tmp_path / "m", with_tokenizer=False)
+    with engine_server(path, "--skip-tokenizer-init", token=None) as server:
+        reply = generate(server, input_ids=[1, 2, 3], sampling_params=GREEDY)
+        assert len(reply["output_ids"]) == 16 and "text" not in reply
+        assert "needs a tokenizer" in refused(server, text="a")[1]
+        assert (
+            "needs a tokenizer" in refused(server, input_ids=[1], sampling_params={"stop": "a"})[1]
+        )
+        # No token was set, so one was made up: control routes stay closed.
+        with pytest.raises(HttpError, match="401"):
+            post_json(f"{server.url}/flush_cache", {})
+
+
+def test_bad_starts_have_one_clear_message(checkpoint: Path, tmp_path: Path):
+    def start(*options: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "slime.engine.server", *options]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = start("--model-path", str(checkpoint), "--port", port)
+    assert result.returncode != 0 and f"cannot listen at 127.0.0.1:{port}" in result.stderr
+
+    result = start("--model-path", str(tmp_path / "none"), "--port", "0")
+    assert result.returncode != 0 and "no such folder" in result.stderr
+
+    encoder = tmp_path / "t5"
+    encoder.mkdir()
+    (encoder / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    result = start("--model-path", str(encoder), "--port", "0")
+    assert result.returncode != 0 and "'t5' is not a causal language model" in result.stderr
+
+    no_tokenizer = make_tiny_checkpoint(tmp_path / "m", with_tokenizer=False)
+    result = start("--model-path", str(no_tokenizer), "--port", "0")
+    assert result.returncode != 0 and "--skip-tokenizer-init" in result.stderr
+
+    result = start("--model-path", str(checkpoint), "--enable-lora")
+    assert result.returncode == 2 and "--enable-lora" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def state(server: EngineServer) -> dict:
+    return server.get("/server_info")["internal_states"][0]
+
+
+def wait_for(condition, timeout: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
