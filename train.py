@@ -21,15 +21,13 @@ def train(args: Args) -> int:
 
     with Run(args) as run:
         rollout, actor = run.rollout, run.actor
-        actor.update_weights(
-            rollout
-        )  # engines start from --hf-checkpoint, a resumed trainer does not
+        # Engines start from --hf-checkpoint; a resumed trainer does not.
+        actor.update_weights(rollout)
         run.first_eval()
         for rollout_id in range(run.start_rollout_id, args.num_rollout):
             batch = rollout.generate(rollout_id)  # frees engine memory itself when colocated
             actor.train(rollout_id, batch)  # wakes up itself when colocated
-            if run.due(args.save_interval, rollout_id):
-                run.save(rollout_id)
+            run.save_if_due(rollout_id)
             if run.stopping:
                 run.log(rollout_id)
                 break

@@ -79,6 +79,9 @@ class RolloutGroup:
     def load(self, path: str, rollout_id: int) -> None:
         self._manager.get("load", path, rollout_id)
 
+    def stop_engines(self) -> None:
+        self._manager.get("stop")
+
     def stop(self) -> None:
         # Should it be gone already, its engines ended with their parents.
         with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):

@@ -66,8 +66,10 @@ class Run:
     ) -> bool:
         stopped = isinstance(error, Terminated)
         try:
+            if stopped:
+                self._save_interrupted()
             if error is None or stopped:
-                self._finish()
+                self._checkpoints.finish(self.actor)
         finally:
             self._stop()
             self._write_report()
@@ -96,9 +98,14 @@ class Run:
             return not args.skip_eval_before_train
         return self.due(args.eval_interval, rollout_id)
 
-    def save(self, rollout_id: int) -> None:
-        with self.recorder.phase("save"):
-            self._checkpoints.save(rollout_id, self.actor, self.rollout)
+    def save_if_due(self, rollout_id: int) -> None:
+        """A checkpoint every `--save-interval` rollouts, and after the last one with the HF export."""
+        last = rollout_id + 1 == self.args.num_rollout or self.stopping
+        if last or self.due(self.args.save_interval, rollout_id):
+            with self.recorder.phase("save"):
+                self._checkpoints.save(rollout_id, self.actor, self.rollout)
+        if last:
+            self._export_hf()
 
     def log(self, rollout_id: int) -> None:
         self.recorder.log(rollout_id)
@@ -150,17 +157,22 @@ class Run:
         self.actor.weight_version = self._checkpoints.weight_version
         self.rollout.set_parallel(*self.actor.parallel())
 
-    def _finish(self) -> None:
-        """A last checkpoint and the Hugging Face export."""
+    def _save_interrupted(self) -> None:
+        """The state after the last training step, taken while the next rollout was under way."""
         last = self.actor.last_trained
-        if last is None:
-            return
-        with self.recorder.phase("save"):
-            self._checkpoints.save(last, self.actor, self.rollout)
-            self._checkpoints.finish(self.actor)
-            if self.args.save_hf:
-                Path(self.args.save_hf).parent.mkdir(parents=True, exist_ok=True)
-                self.actor.export_hf(self.args.save_hf.format(rollout_id=last))
+        if last is not None:
+            with self.recorder.phase("save"):
+                self.rollout.stop_engines()
+                self.actor.wake_up()
+                self._checkpoints.save(last, self.actor, self.rollout)
+            self._export_hf()
+
+    def _export_hf(self) -> None:
+        if self.args.save_hf:
+            path = Path(self.args.save_hf.format(rollout_id=self.actor.last_trained))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self.recorder.phase("save"):
+                self.actor.export_hf(str(path))
 
     def _write_report(self) -> None:
         try:

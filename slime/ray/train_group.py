@@ -26,6 +26,7 @@ class TrainGroup:
         self.weight_version = 0  # of what the engines hold
         self.trained_version = 0  # what they held when the last training step ended
         self.last_trained: int | None = None  # rollout id
+        self._asleep = False
         ranks = placement.layout.trainer
         self._actors = [
             Remote(
@@ -66,8 +67,7 @@ class TrainGroup:
             self.recorder.log_learning(rollout_id)
             return
         with self.recorder.phase("train"):
-            if self.args.offload_train:
-                self._all("wake_up")
+            self.wake_up()
             # Wrapped, so that Ray hands each rank the reference, not everybody's rows.
             reports = self._all("train", rollout_id, [[ref] for ref in batch_refs])
         self.last_trained, self.trained_version = rollout_id, self.weight_version
@@ -93,9 +93,16 @@ class TrainGroup:
             reports = self._all("update_weights", engines, self.weight_version)
             if self.args.offload_train:
                 self._all("sleep")
+                self._asleep = True
             rollout.resume("kv_cache")
             rollout.admit_engines()
         self.recorder.add(reports[0].metrics())
+
+    def wake_up(self) -> None:
+        """Back on the device, which the engines must have left."""
+        if self._asleep:
+            self._all("wake_up")
+            self._asleep = False
 
     def push_weights(self, engines: list[EngineInfo]) -> None:
         """The version all engines have, once more, for those that were started again."""
