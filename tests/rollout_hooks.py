@@ -29,6 +29,12 @@ async def reward_fails_on_odd(args, sample):
     return 1.0
 
 
+async def reward_fails_on_first_groups(args, sample):
+    if sample.group_index < 3:
+        raise ValueError("no")
+    return 1.0
+
+
 async def reward_always_fails(args, sample):
     raise ValueError("the judge is out")
 

@@ -1,4 +1,4 @@
-"""Small operations on Samples: copy, start over, mark as failed."""
+"""Small operations on Samples: copy, mark as failed."""
 
 from __future__ import annotations
 
@@ -19,25 +19,6 @@ def clone_sample(sample: Sample) -> Sample:
 
 def clone_group(group: Group) -> Group:
     return [clone_sample(sample) for sample in group]
-
-
-def prompt_tokens(sample: Sample) -> list[int]:
-    return sample.tokens[: len(sample.tokens) - sample.response_length]
-
-
-def reset_sample(sample: Sample) -> None:
-    """Drop the response, as if nothing had been generated."""
-    sample.tokens = prompt_tokens(sample)
-    sample.response = ""
-    sample.response_length = 0
-    sample.loss_mask = None
-    sample.rollout_log_probs = None
-    sample.rollout_routed_experts = None
-    sample.teacher_log_probs = None
-    sample.weight_versions = []
-    sample.status = Status.PENDING
-    sample.reward = None
-    sample.remove_sample = False
 
 
 def mark_failed(sample: Sample, stage: str, error: Exception) -> None:

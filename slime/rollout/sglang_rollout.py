@@ -36,7 +36,7 @@ from slime.rollout.evaluation import evaluate
 from slime.rollout.group_task import run_group
 from slime.rollout.metrics import dropped_metrics, rollout_metrics
 from slime.rollout.progress import Progress
-from slime.rollout.samples import clone_group, reset_sample
+from slime.rollout.samples import clone_group
 from slime.rollout.sampling import rollout_sampling_params
 from slime.rollout.turn import Run, current_run, generate
 from slime.utils import http
@@ -220,9 +220,6 @@ class _Collector:
             group = task.result()
             if len(group) == len(taken) and not any(s.status == Status.FAILED for s in group):
                 return group
-        if not self.args.partial_rollout:
-            for sample in taken:
-                reset_sample(sample)
         return taken
 
     def _output(self) -> RolloutFnTrainOutput:

@@ -315,6 +315,17 @@ def test_all_samples_failing_stops_with_the_first_traceback(tmp_path, fake_engin
     assert "reward_always_fails" in text  # where it was raised
 
 
+def test_groups_that_fail_whole_do_not_stop_a_rollout_with_others(tmp_path, fake_engines):
+    fake_engines(lambda r: Reply(latency_s=0.0 if int(r.prompt[0]) < 3 else 0.1))
+    hook = f"{HOOKS}.reward_fails_on_first_groups"
+    args = rollout_args(tmp_path, rollout_batch_size=5, custom_rm_path=hook)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert output.metrics["rollout/failed"] == 6 and output.metrics["rollout/reward_mean"] == 1.0
+    args = args.replace(dynamic_sampling_filter_path=f"{HOOKS}.keep_even_groups")
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert output.metrics["rollout/dropped_failed"] == 3 and len(output.samples) == 5
+
+
 def test_a_request_the_engine_refuses_fails_its_sample(tmp_path, fake_engines):
     def script(request):
         if request.prompt.startswith("1"):
