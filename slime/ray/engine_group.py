@@ -22,12 +22,20 @@ class EngineGroup:
         self.args, self.options, self.token = args, options, token
         self.infos: list[EngineInfo] = []
         self._actors: list[Remote] = []
+        self._starting: list[ray.ObjectRef] = []
         self._released = False
 
-    def start(self) -> list[EngineInfo]:
+    def start(self) -> None:
+        """Have every server started; `wait` says when they are up."""
         self._actors = [self._make(index) for index in range(len(self.options))]
-        self.infos = ray.get([actor.call("start") for actor in self._actors])
-        return self.infos
+        self._starting = [actor.call("start") for actor in self._actors]
+
+    def wait(self) -> None:
+        self.infos = ray.get(self._starting)
+
+    @property
+    def urls(self) -> list[str]:
+        return [info.url for info in self.infos]
 
     def failed(self) -> list[int]:
         """Engines that died or hang."""

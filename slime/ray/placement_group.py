@@ -74,7 +74,8 @@ class Placement:
             ),
         }
 
-    def remove(self) -> None:
+    def stop(self) -> None:
+        """Give the devices back to the cluster."""
         ray.util.remove_placement_group(self.group)
 
     def _check_capacity(self) -> None:

@@ -1,4 +1,4 @@
-"""The rollout side of a run: data source, rollout function, engines, and the way to the trainer.
+"""What happens to samples: data source, rollout function, rewards by group, and the way to the trainer.
 
 data source ──▶ rollout function ──▶ groups ──▶ rewards by group ──▶ one RolloutBatch
      ▲               │  ▲                                               │ dealt by dp_schedule
@@ -16,7 +16,6 @@ from typing import Any
 import ray
 
 from slime.ray.debug_data import load_debug_samples, save_debug_samples
-from slime.ray.engine_group import EngineGroup
 from slime.ray.sample_rows import batch_rows, sample_row
 from slime.ray.train_data import samples_to_batch, split_batch
 from slime.rollout.base_types import (
@@ -34,7 +33,7 @@ from slime.utils.load_function import load_class, load_function
 from slime.utils.logging import setup_logging
 from slime.utils.reports import RolloutResult
 from slime.utils.sample_log import append_samples
-from slime.utils.types import EngineInfo, Sample
+from slime.utils.types import Sample
 
 _STATE_FILE = "rollout.json"
 
@@ -42,10 +41,9 @@ _STATE_FILE = "rollout.json"
 class RolloutManager:
     """A Ray actor; `generate` runs in one of its threads, so a save can be asked for meanwhile."""
 
-    def __init__(self, args: Args, engine_options: list[dict], token: str):
+    def __init__(self, args: Args, token: str):
         setup_logging(args.run_dir, role="rollout", console=False)
         self.args = args
-        self.engines = EngineGroup(args, engine_options, token=token)
         self.generate_rollout = load_function(
             args.rollout_function_path, flag="--rollout-function-path", protocol=RolloutFunction
         )
@@ -62,37 +60,12 @@ class RolloutManager:
         self.dp_size, self.cp_size = 1, 1
         self._state_before: dict[str, Any] | None = None
 
-    # ---- life
-
-    def start_engines(self) -> list[EngineInfo]:
-        self.engines.start()
-        self.admit_engines()
-        return self.engines.infos
-
-    def engine_infos(self) -> list[EngineInfo]:
-        return self.engines.infos
-
-    def replace_failed_engines(self) -> list[int]:
-        """Restart what died or hangs; none of these gets requests before `admit_engines`."""
-        failed = self.engines.failed()
-        if failed:
-            self.pool.set_urls([e.url for i, e in enumerate(self.engines.infos) if i not in failed])
-        for index in failed:
-            self.engines.restart(index)
-        return failed
-
-    def admit_engines(self) -> None:
-        """Every engine holds the current weights: all of them may generate."""
-        self.pool.set_urls([info.url for info in self.engines.infos])
+    def set_engines(self, urls: list[str]) -> None:
+        """Generate with these from now on; requests under way on others fail over."""
+        self.pool.set_urls(urls)
 
     def set_parallel(self, dp_size: int, cp_size: int) -> None:
         self.dp_size, self.cp_size = dp_size, cp_size
-
-    def resume(self, tag: str) -> None:
-        self.engines.resume(tag)
-
-    def stop(self) -> None:
-        self.engines.stop()
 
     # ---- work
 
@@ -110,16 +83,11 @@ class RolloutManager:
         save_debug_samples(self.args.save_debug_rollout_data, rollout_id, samples)
         if self.args.debug_rollout_only:
             return RolloutResult(metrics=metrics)
-        self.engines.release()
         batch = samples_to_batch(self.args, samples)
         metrics["perf/train_flops"] = train_flops(self.shape, batch.total_lens)
         append_samples(self.args.run_dir, rollout_id, batch_rows(samples, batch))
         parts = split_batch(self.args, batch, dp_size=self.dp_size, cp_size=self.cp_size)
         return RolloutResult(batch_refs=[ray.put(part) for part in parts], metrics=metrics)
-
-    def rewind(self) -> None:
-        """Back to where the last `generate` began, for another try."""
-        self._restore(self._state_before)
 
     def eval(self, rollout_id: int) -> dict[str, float]:
         result = self.eval_rollout(self.args, rollout_id, self.data_source, evaluation=True)
@@ -145,7 +113,7 @@ class RolloutManager:
     def load(self, path: str, rollout_id: int) -> None:
         file = Path(path) / _STATE_FILE
         if file.exists():
-            self._restore(json.loads(file.read_text()))
+            self.data_source.load_state_dict(json.loads(file.read_text()))
         else:
             self.data_source.load(rollout_id)
 
@@ -173,10 +141,6 @@ class RolloutManager:
         if not hasattr(self.data_source, "state_dict"):
             return None
         return self.data_source.state_dict(last_trained)
-
-    def _restore(self, state: dict[str, Any] | None) -> None:
-        if state is not None:
-            self.data_source.load_state_dict(state)
 
 
 def _flatten(groups: list[Any]) -> list[Sample]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import ray
 
+from slime.ray.engine_group import EngineGroup
 from slime.ray.recorder import Recorder
 from slime.ray.remote import Remote
 from slime.ray.stop_signal import StopSignal
@@ -30,23 +30,26 @@ class RolloutGroup:
     ):
         self.args, self.recorder, self.stop_signal = args, recorder, stop_signal
         self.has_engines = bool(engine_options)
-        self.engine_restarts = 0
+        self._engines = EngineGroup(args, engine_options, token=token)
+        self._engines.start()
         # Set by the run: gives the current weights to engines that were started again.
         self.push_weights: Callable[[list[EngineInfo]], None] = lambda engines: None
         self._last_begun: int | None = None
         options = {"num_cpus": 0, "max_concurrency": _THREADS, "runtime_env": {"env_vars": env}}
         path = "slime.ray.rollout.RolloutManager"
-        self._manager = Remote(options, path, args, engine_options, token)
+        self._manager = Remote(options, path, args, token)
 
-    def start(self) -> Any:
-        """A reference that is ready when every engine answers."""
-        return self._manager.call("start_engines")
+    def wait(self) -> None:
+        """Until every engine answers."""
+        self._engines.wait()
+        self.admit_engines()
 
     def generate(self, rollout_id: int) -> list[Any]:
         """Samples of one rollout as one object per data-parallel rank."""
         self._last_begun = rollout_id
         with self.recorder.phase("generate"), self.stop_signal.interruptible():
             result = self._watched(self._manager.call("generate", rollout_id))
+            self._engines.release()
         self.recorder.add(result.metrics)
         return result.batch_refs
 
@@ -60,13 +63,14 @@ class RolloutGroup:
     def engine_infos(self) -> list[EngineInfo]:
         """Where the engines are; one that failed since the last call has been replaced."""
         self._replace_failed()
-        return self._manager.get("engine_infos")
+        return self._engines.infos
 
     def admit_engines(self) -> None:
-        self._manager.get("admit_engines")
+        """Every engine holds the current weights: all of them may generate."""
+        self._manager.get("set_engines", self._engines.urls)
 
     def resume(self, tag: str) -> None:
-        self._manager.get("resume", tag)
+        self._engines.resume(tag)
 
     def set_parallel(self, dp_size: int, cp_size: int) -> None:
         self._manager.get("set_parallel", dp_size, cp_size)
@@ -80,12 +84,10 @@ class RolloutGroup:
         self._manager.get("load", path, rollout_id)
 
     def stop_engines(self) -> None:
-        self._manager.get("stop")
+        self._engines.stop()
 
     def stop(self) -> None:
-        # Should it be gone already, its engines ended with their parents.
-        with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            self._manager.get("stop", timeout=60)
+        self._engines.stop()
         self._manager.kill()
 
     def _watched(self, reference: Any) -> Any:
@@ -96,16 +98,19 @@ class RolloutGroup:
             first = wait
             failed = self._replace_failed()
             if failed:
-                infos = self._manager.get("engine_infos")
-                self.push_weights([infos[index] for index in failed])
+                self.push_weights([self._engines.infos[index] for index in failed])
                 self.admit_engines()
         return ray.get(reference)
 
     def _replace_failed(self) -> list[int]:
+        """Restart what died or hangs; it gets no request before it has the current weights."""
         if not self.args.use_fault_tolerance:
             return []
-        failed = self._manager.get("replace_failed_engines")
+        failed = self._engines.failed()
+        if failed:
+            healthy = [url for i, url in enumerate(self._engines.urls) if i not in failed]
+            self._manager.get("set_engines", healthy)
         for index in failed:
+            self._engines.restart(index)
             self.recorder.message(f"engine {index} failed and was started again")
-        self.engine_restarts += len(failed)
         return failed

@@ -129,7 +129,7 @@ class Run:
         layout = plan_layout(args, with_trainer=not args.debug_rollout_only, with_engines=engines)
         self._owns_ray = connect()
         self.stop_signal.install()
-        placement = Placement(layout)
+        self._placement = placement = Placement(layout)
         token = secrets.token_hex(16)
         engine_env = actor_env(args, processes_here=max(1, len(layout.engines)), token=token)
         train_env = actor_env(args, processes_here=max(1, len(layout.trainer)), token=token)
@@ -150,10 +150,11 @@ class Run:
         self.actor = TrainGroup(args, placement, env=train_env, recorder=self.recorder)
         self.rollout.push_weights = self.actor.push_weights
         loaded = self._checkpoints.loaded
-        waiting = [self.rollout.start(), *self.actor.start(str(loaded) if loaded else None)]
+        trainers = self.actor.start(str(loaded) if loaded else None)
         if loaded:
             self.rollout.load(str(loaded), self.start_rollout_id - 1)
-        ray.get(waiting)
+        self.rollout.wait()
+        ray.get(trainers)
         self.actor.weight_version = self._checkpoints.weight_version
         self.rollout.set_parallel(*self.actor.parallel())
 
@@ -181,9 +182,9 @@ class Run:
             logger.warning("no report.html: %s", error)
 
     def _stop(self) -> None:
-        for name in ("rollout", "actor"):
-            if name in self.__dict__:
-                self.__dict__[name].stop()
+        for part in ("rollout", "actor", "_placement"):  # what had come up before an error
+            if part in self.__dict__:
+                self.__dict__[part].stop()
         if self._owns_ray:
             ray.shutdown()
         self.stop_signal.restore()
