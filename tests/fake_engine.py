@@ -85,7 +85,7 @@ class FakeEngine:
         self._loop.close()
 
     def stop(self) -> None:
-        """Close the port and drop every connection."""
+        """Close the port and drop every connection; one accepted at this very moment may stay open."""
         if self._runner is not None:
             runner, self._runner = self._runner, None
             asyncio.run_coroutine_threadsafe(runner.cleanup(), self._loop).result()

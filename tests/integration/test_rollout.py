@@ -360,12 +360,18 @@ def test_blocking_reward_does_not_hold_up_generation(tmp_path, fake_engines):
 
 
 def test_requests_move_to_another_engine_when_one_dies(tmp_path, fake_engines):
-    both = fake_engines(lambda request: Reply(latency_s=0.2), count=2)
+    both = fake_engines(lambda request: Reply(latency_s=1.0), count=2)
     args = rollout_args(tmp_path, rollout_batch_size=8, n_samples_per_prompt=4)
-    threading.Timer(0.1, both[0].stop).start()
+
+    def stop_one_once_it_is_busy():
+        while both[0].in_flight < 16:
+            time.sleep(0.01)
+        both[0].stop()
+
+    threading.Thread(target=stop_one_once_it_is_busy, daemon=True).start()
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert {s.status for s in flat(output)} == {Status.COMPLETED}
-    assert len(flat(output)) == 32
+    assert len(flat(output)) == 32 and len(both[1].requests) == 32
 
 
 def test_server_errors_are_tried_again(tmp_path, fake_engines):
