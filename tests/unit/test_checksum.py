@@ -34,7 +34,7 @@ def make(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", [0, 1, 63, 1023, 1024, 1025, 64 * 1024, 70_001])
+@pytest.mark.parametrize("numel", [0, 1, 63, 1023, 1024, 1025, 31 * 1024, 70_001])
 def test_equals_the_definition(dtype, numel):
     tensor = make(numel, dtype)
     assert tensor_checksum("model.w", tensor) == naive_checksum("model.w", tensor)

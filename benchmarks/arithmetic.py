@@ -1,0 +1,30 @@
+"""The task both sides of vs_trl_cpu.py train on. Pure Python: TRL's side runs without slime."""
+
+import random
+
+WINDOW = 16
+SHORTEST, LONGEST = 16, 256
+
+
+def score(completion: str, label: str) -> float:
+    """Half for digits in the first 16 characters, half for digits of the label in place."""
+    digits = sum(c in "0123456789" for c in completion[:WINDOW]) / WINDOW
+    right = sum(a == b for a, b in zip(completion, label, strict=False)) / len(label)
+    return 0.5 * digits + 0.5 * right
+
+
+def response_length(lengths: str, index: int) -> int:
+    """Tokens of the run's sample number `index`: "64" for all of them, or "mixed"."""
+    if lengths == "mixed":
+        return random.Random(index).randint(SHORTEST, LONGEST)
+    return int(lengths)
+
+
+def longest_response(lengths: str) -> int:
+    return LONGEST if lengths == "mixed" else int(lengths)
+
+
+def make_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
+    rng = random.Random(seed)
+    pairs = [(rng.randint(0, 99), rng.randint(0, 99)) for _ in range(count)]
+    return [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a, b in pairs]

@@ -1,0 +1,145 @@
+"""TRL's side of vs_trl_cpu.py; run by it, with the Python of TRL's own environment.
+
+usage: python trl_side.py CKPT DATA.jsonl --lengths 64|mixed --steps 3 --micro-batch 128
+
+The clock runs from the end of one step to the end of the next, so data loading, rewards and logging
+are inside it. The first step is warm-up. Prints one line of JSON.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+import transformers
+import trl
+from arithmetic import longest_response, response_length, score
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers.generation import LogitsProcessor, LogitsProcessorList
+from trl import GRPOConfig, GRPOTrainer
+
+
+class EndAt(LogitsProcessor):
+    """Rows end by themselves: no end-of-text before their own length, nothing else at it."""
+
+    def __init__(self, prompt_width: int, lengths: list[int], eos_id: int) -> None:
+        self.last = prompt_width + torch.tensor(lengths) - 1
+        self.eos_id = eos_id
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ends = input_ids.shape[1] >= self.last
+        end_scores = scores[:, self.eos_id].clone()
+        scores = scores.masked_fill(ends[:, None], float("-inf"))
+        scores[:, self.eos_id] = torch.where(ends, end_scores, float("-inf"))
+        return scores
+
+
+class LengthControl:
+    """Stands in for `model.generate`, adding the length each sample of the run is to have."""
+
+    def __init__(self, generate, lengths: str, eos_id: int) -> None:
+        self.generate, self.lengths, self.eos_id = generate, lengths, eos_id
+        self.num_samples = self.num_tokens = 0
+
+    def __call__(self, *args, **kwargs):
+        rows, width = kwargs["input_ids"].shape
+        indices = range(self.num_samples, self.num_samples + rows)
+        wanted = [response_length(self.lengths, index) for index in indices]
+        self.num_samples += rows
+        self.num_tokens += sum(wanted)
+        processor = EndAt(width, wanted, self.eos_id)
+        output = self.generate(*args, logits_processor=LogitsProcessorList([processor]), **kwargs)
+        assert output.shape[1] - width == max(wanted), "a row did not end at its length"
+        return output
+
+
+class StepClock(TrainerCallback):
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("ckpt")
+    parser.add_argument("data")
+    parser.add_argument("--lengths", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--prompts", type=int, required=True)
+    parser.add_argument("--samples-per-prompt", type=int, required=True)
+    parser.add_argument("--micro-batch", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--lr", type=float, required=True)
+    return parser.parse_args()
+
+
+def reward(completions, label, **_):
+    return [score(c, y) for c, y in zip(completions, label, strict=True)]
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    completions = args.prompts * args.samples_per_prompt
+    tokenizer = AutoTokenizer.from_pretrained(args.ckpt)
+    model = AutoModelForCausalLM.from_pretrained(args.ckpt, dtype=torch.float32)
+    control = LengthControl(model.generate, args.lengths, tokenizer.eos_token_id)
+    model.generate = control
+    clock = StepClock()
+    with tempfile.TemporaryDirectory() as out:
+        config = GRPOConfig(
+            output_dir=out,
+            max_steps=1 + args.steps,
+            per_device_train_batch_size=args.micro_batch,
+            gradient_accumulation_steps=completions // args.micro_batch,
+            num_generations=args.samples_per_prompt,
+            max_completion_length=longest_response(args.lengths),
+            temperature=1.0,
+            beta=0.0,
+            learning_rate=args.lr,
+            lr_scheduler_type="constant",
+            optim="adamw_torch_fused",
+            use_cpu=True,
+            bf16=False,
+            fp16=False,
+            gradient_checkpointing=False,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = GRPOTrainer(
+            model=model,
+            processing_class=tokenizer,
+            reward_funcs=reward,
+            args=config,
+            train_dataset=load_dataset("json", data_files=args.data, split="train"),
+            callbacks=[clock],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
+    means = [
+        row["completions/mean_length"]
+        for row in trainer.state.log_history
+        if "completions/mean_length" in row
+    ]
+    result = {
+        "step_seconds": [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)],
+        "mean_response_lengths": means[1:],
+        "rewards": rewards,
+        "versions": f"trl {trl.__version__} transformers {transformers.__version__} torch {torch.__version__}",
+    }
+    print("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

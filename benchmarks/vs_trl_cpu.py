@@ -1,0 +1,203 @@
+"""One GRPO step of slime on a CPU, all its processes included, against TRL's GRPOTrainer.
+
+usage: python benchmarks/vs_trl_cpu.py [--rounds 3] [--steps 3] [--wait-quiet]
+
+Same checkpoint (Qwen3, hidden 256, 4 layers, fp32), prompts, reward, 16 prompts x 8 samples, one
+optimizer step per rollout. Once with 64 tokens per response, once with responses that end at 16..256
+tokens: the run's sample number i ends at the same length on both sides. Runs of both sides take turns;
+a run's first step is warm-up. A step is all of it: generation, rewards, training, logging, and for
+slime the transfer of the weights to the engine with its check.
+
+TRL is installed into build/trl-<version>, an environment of its own, with slime's torch and
+transformers. Both sides keep freed memory (see MALLOC): glibc otherwise maps the KV cache of plain
+`generate` anew at every token, and the comparison would be one with that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.arithmetic import longest_response, make_rows  # noqa: E402
+from benchmarks.slime_side import LENGTHS  # noqa: E402
+from tests.tiny import make_tiny_checkpoint  # noqa: E402
+
+TRL_VERSION = "1.16.0"
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
+MODEL = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+}
+PROMPTS, SAMPLES, LR = 16, 8, 1e-4
+WORKLOADS = {"fixed": "64", "mixed": "mixed"}
+
+
+def main() -> None:
+    options = parse_options()
+    trl_python = trl_environment()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        make_tiny_checkpoint(work / "ckpt", weight_scale=1.0, **MODEL)
+        rows = make_rows(512)
+        (work / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print_header(options)
+        ratios = {name: compare(name, options, trl_python, work) for name in options.workloads}
+    for name, ratio in ratios.items():
+        print(f"RATIO vs_trl_cpu_{name} {ratio:.2f}")
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps per run")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--trl-micro-batch", type=int, default=32, help="completions per forward")
+    parser.add_argument("--slime-args", default="", help="more flags for train.py, in one string")
+    parser.add_argument("--wait-quiet", action="store_true", help="start runs on an idle machine")
+    return parser.parse_args()
+
+
+def trl_environment() -> Path:
+    """The Python of an environment with TRL and slime's own torch and transformers."""
+    folder = ROOT / "build" / f"trl-{TRL_VERSION}"
+    python = folder / "bin" / "python"
+    stamp = folder / "installed"
+    if not stamp.exists():
+        print(f"installing TRL {TRL_VERSION} into {folder}", flush=True)
+        venv.create(folder, with_pip=True)
+        pins = [f"{name}=={version(name)}" for name in ("torch", "transformers")]
+        install = [python, "-m", "pip", "install", "-q", f"trl=={TRL_VERSION}", *pins]
+        if subprocess.run(install).returncode:  # a CPU build of torch is not on PyPI
+            index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+            subprocess.run([*install, *index], check=True)
+        stamp.touch()
+    return python
+
+
+def print_header(options: argparse.Namespace) -> None:
+    print(
+        f"slime {version('slime')} torch {version('torch')} transformers {version('transformers')} "
+        f"ray {version('ray')}, TRL {TRL_VERSION} with the same torch and transformers"
+    )
+    print(
+        f"{os.cpu_count()} cores, {PROMPTS} prompts x {SAMPLES} samples, fp32, one optimizer step per "
+        f"rollout; {options.rounds} runs of {options.steps} timed steps per side, taking turns"
+    )
+    print(f"model {json.dumps(MODEL)}, TRL micro-batch {options.trl_micro_batch}", flush=True)
+
+
+def compare(name: str, options: argparse.Namespace, trl_python: Path, work: Path) -> float:
+    lengths = WORKLOADS[name]
+    seconds: dict[str, list[float]] = {"trl": [], "slime": []}
+    for number in range(options.rounds):
+        for side in ("trl", "slime"):
+            if options.wait_quiet:
+                wait_quiet()
+            if side == "trl":
+                steps, mean_length = run_trl(lengths, options, trl_python, work)
+            else:
+                run_dir = work / f"run_{name}_{number}"
+                steps, mean_length = run_slime(lengths, options, work, run_dir)
+            seconds[side] += steps
+            shown = " ".join(f"{step:.2f}" for step in steps)
+            print(f"{name} {side:5} s/step {shown} (mean response {mean_length:.1f})", flush=True)
+    medians = {side: statistics.median(values) for side, values in seconds.items()}
+    print(f"{name}: median s/step TRL {medians['trl']:.3f}, slime {medians['slime']:.3f}")
+    return medians["trl"] / medians["slime"]
+
+
+def run_trl(
+    lengths: str, options: argparse.Namespace, trl_python: Path, work: Path
+) -> tuple[list[float], float]:
+    command = [trl_python, ROOT / "benchmarks" / "trl_side.py", work / "ckpt", work / "data.jsonl"]
+    command += ["--lengths", lengths, "--steps", str(options.steps), "--prompts", str(PROMPTS)]
+    command += ["--samples-per-prompt", str(SAMPLES), "--lr", str(LR)]
+    command += ["--micro-batch", str(options.trl_micro_batch), "--threads", str(options.threads)]
+    output = run(command, {})
+    line = next(line for line in output.splitlines() if line.startswith("RESULT "))
+    result = json.loads(line.removeprefix("RESULT "))
+    return result["step_seconds"], statistics.mean(result["mean_response_lengths"])
+
+
+def run_slime(
+    lengths: str, options: argparse.Namespace, work: Path, run_dir: Path
+) -> tuple[list[float], float]:
+    command = [sys.executable, ROOT / "train.py", "--train-backend", "fsdp"]
+    command += ["--rollout-engine", "slime", "--colocate", "--run-dir", run_dir]
+    command += ["--hf-checkpoint", work / "ckpt", "--prompt-data", work / "data.jsonl"]
+    command += ["--input-key", "prompt", "--label-key", "label"]
+    command += ["--custom-rm-path", "benchmarks.slime_side.reward"]
+    command += ["--custom-generate-function-path", "benchmarks.slime_side.generate"]
+    command += ["--num-rollout", str(1 + options.steps), "--rollout-batch-size", str(PROMPTS)]
+    command += ["--n-samples-per-prompt", str(SAMPLES), "--num-steps-per-rollout", "1"]
+    command += ["--rollout-max-response-len", str(longest_response(lengths))]
+    command += ["--lr", str(LR), "--lr-decay-style", "constant"]
+    command += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"]
+    command += options.slime_args.split()
+    run(command, {LENGTHS: lengths})
+    metrics: dict[int, dict[str, float]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        metrics.setdefault(row["rollout_id"], {}).update(row)
+    timed = [metrics[rollout_id] for rollout_id in range(1, 1 + options.steps)]
+    lens = [row["rollout/response_len_mean"] for row in timed]
+    return [row["perf/step_time"] for row in timed], statistics.mean(lens)
+
+
+def run(command: list[object], environment: dict[str, str]) -> str:
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words,
+        env={**os.environ, **MALLOC, **environment},
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}\nended with {done.returncode}:\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def wait_quiet(window: float = 1.0, limit: float = 600.0, share: float = 0.03) -> None:
+    """Until other processes leave the machine alone for a window; gives up after `limit` seconds."""
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        before = busy_seconds()
+        time.sleep(window)
+        if (busy_seconds() - before) / (window * (os.cpu_count() or 1)) < share:
+            return
+
+
+def busy_seconds() -> float:
+    with open("/proc/stat") as file:
+        user, nice, system, _idle, _wait, irq, soft, steal = map(int, file.readline().split()[1:9])
+    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    main()
