@@ -1,0 +1,103 @@
+"""The FSDP trainer on one GPU: kernels, precision, memory given back and taken again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from slime.backends.fsdp_utils import attention
+from slime.ray.train_data import split_batch
+from slime.utils.types import TrainBatch
+from tests.fsdp import Case, first_gradient, make_rows, start_actor, train_naively, whole_weights
+from tests.tiny import make_tiny_checkpoint
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def _layout(lens: list[int]) -> attention.PackedLayout:
+    zeros = torch.zeros(sum(lens), device="cuda")
+    cu_seqlens = torch.tensor(np.concatenate([[0], np.cumsum(lens)]), dtype=torch.int32)
+    batch = TrainBatch(
+        tokens=zeros.long(),
+        position_ids=zeros.long(),
+        labels=zeros.long(),
+        loss_mask=zeros,
+        loss_weights=zeros,
+        cu_seqlens=cu_seqlens.cuda(),
+        max_seqlen=max(lens),
+        rows=list(range(len(lens))),
+        prompt_lens=[1] * len(lens),
+        response_lens=[n - 1 for n in lens],
+    )
+    return attention.packed_layout(batch)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_varlen_kernel_agrees_with_padded_fp32(window, kv_heads):
+    torch.manual_seed(0)
+    layout = _layout([33, 5, 64, 1, 40])
+    shapes = [(1, heads, 143, 64) for heads in (8, kv_heads, kv_heads)]
+    exact = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
+    rough = [x.detach().bfloat16().requires_grad_() for x in exact]
+    upstream = torch.randn(1, 143, 8, 64, device="cuda")
+    results = []
+    for inputs in (exact, rough):
+        out, _ = attention.packed_attention(
+            nn.Module(), *inputs, None, packed=layout, scaling=0.125, sliding_window=window
+        )
+        results.append([out, *torch.autograd.grad((out.float() * upstream).sum(), inputs)])
+    for expected, found in zip(*results, strict=True):
+        assert (found.float() - expected).abs().max() < 0.03 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_fp32_gradients_are_those_of_the_naive_loop(tmp_path: Path, family: str):
+    model = make_tiny_checkpoint(tmp_path / "m", family, weight_scale=3.0)
+    case = Case(model=str(model), flags={"fp32": True, "micro_batch_size": 4})
+    args = case.args()
+    actor = start_actor(args, 0, 1)
+    expected = train_naively(case).grads
+    rows = split_batch(args, make_rows(), dp_size=1, cp_size=1)[0]
+    for name, grad in first_gradient(actor, rows).items():
+        scale = expected[name].abs().max()
+        torch.testing.assert_close(grad.cpu() / scale, expected[name] / scale, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_bf16_training_sleeps_wakes_saves_and_resumes(tmp_path: Path, family: str):
+    model = make_tiny_checkpoint(tmp_path / "m", family, hidden_size=128, head_dim=64)
+    case = Case(model=str(model), flags={"bf16": True, "micro_batch_size": 4})
+    args = case.args(num_rollout=4)
+    undisturbed, actor = start_actor(args, 0, 1), start_actor(args, 0, 1)
+    for rollout_id in range(2):
+        reports = []
+        for each in (undisturbed, actor):
+            rows = split_batch(args, make_rows(rollout_id), dp_size=1, cp_size=1)[0]
+            reports.append(each.train(rollout_id, rows).metrics)
+        before = torch.cuda.memory_allocated()
+        actor.sleep()
+        freed = before - torch.cuda.memory_allocated()
+        actor.wake_up()
+        held = (
+            sum(p.numel() for p in actor.model.params.values()) * 4 * 3
+        )  # weights and two moments
+        assert freed >= held
+        assert reports[0]["train/grad_norm"] == pytest.approx(
+            reports[1]["train/grad_norm"], rel=1e-3
+        )
+    (tmp_path / "c").mkdir()
+    actor.save(1, str(tmp_path / "c"))
+    saved = whole_weights(actor)
+    resumed = start_actor(args, 0, 1, checkpoint=str(tmp_path / "c"))
+    for name, weight in whole_weights(resumed).items():
+        assert torch.equal(weight, saved[name]), name
+    assert all(
+        not t.is_floating_point() or t.dtype == torch.bfloat16
+        for b in actor.hf_buckets()
+        for _, t in b
+    )
