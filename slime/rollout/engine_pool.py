@@ -77,8 +77,8 @@ class EnginePool:
             self._in_flight.setdefault(url, 0)
         self._urls = list(urls)
         self._resting = {url: rest for url, rest in self._resting.items() if url in self._urls}
-        if self._loop is not None and removed and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._cancel_calls, removed)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._engines_changed, removed)
 
     async def generate(
         self, payload: dict[str, Any], session_id: str | None = None
@@ -127,24 +127,32 @@ class EnginePool:
 
     async def _acquire(self, session_id: str | None) -> str:
         """A slot on an engine, counted as taken; waits while all are full or resting."""
-        idle_since = time.monotonic()
-        while True:
-            url = self._choose(session_id)
-            if url is not None:
-                self._in_flight[url] += 1
-                return url
-            if self._urls:
-                idle_since = time.monotonic()
-            elif time.monotonic() - idle_since > self.deadline_s:
-                raise EngineUnreachableError(
-                    f"there was no engine to generate with for {self.deadline_s:.0f} s"
-                )
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            # An engine whose rest ends, or a new one, wakes nobody up: hence the bounded wait.
-            await asyncio.wait([waiter], timeout=0.25 if self._resting or not self._urls else 5.0)
-            if not waiter.done():
-                self._waiters.remove(waiter)
+        empty_since: float | None = None
+        while (url := self._choose(session_id)) is None:
+            timeout = None
+            if not self._urls:
+                empty_since = empty_since or time.monotonic()
+                timeout = empty_since + self.deadline_s - time.monotonic()
+                if timeout <= 0:
+                    raise EngineUnreachableError(
+                        f"there was no engine to generate with for {self.deadline_s:.0f} s"
+                    )
+            await self._wait_for_change(timeout)
+        self._in_flight[url] += 1
+        return url
+
+    async def _wait_for_change(self, timeout: float | None) -> None:
+        """Until a slot is free, an engine's rest is over, or the engines have changed."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await asyncio.wait([waiter], timeout=timeout)
+        except asyncio.CancelledError:
+            if waiter.done():  # woken for a slot it will not take
+                self._wake(1)
+            raise
+        finally:
+            waiter.cancel()  # nothing if it was woken; else `_wake` passes over it
 
     def _choose(self, session_id: str | None) -> str | None:
         now = time.monotonic()
@@ -170,11 +178,18 @@ class EnginePool:
 
     def _release(self, url: str) -> None:
         self._in_flight[url] -= 1
-        while self._waiters:
+        self._wake(1)
+
+    def _wake(self, count: int) -> None:
+        while self._waiters and count:
             waiter = self._waiters.popleft()
             if not waiter.done():
                 waiter.set_result(None)
-                return
+                count -= 1
+
+    def _engines_changed(self, removed: set[str]) -> None:
+        self._cancel_calls(removed)
+        self._wake(len(self._waiters))
 
     def _cancel_calls(self, urls: set[str]) -> None:
         for call, url in self._calls.items():
@@ -190,6 +205,7 @@ class EnginePool:
             return
         length = min(max(2 * length, _REST_S[0]), _REST_S[1])
         self._resting[url] = (now + length, length)
+        asyncio.get_running_loop().call_later(length, lambda: self._wake(len(self._waiters)))
         logger.warning("engine %s: %s; trying again in %.1f s", url, error or repr(error), length)
 
     def _give_up_after_deadline(self, since: float, url: str, error: Exception) -> None:

@@ -105,7 +105,7 @@ def test_concurrency_is_bounded_per_engine_and_balanced(tmp_path, fake_engines):
 
 
 def test_siblings_share_an_engine_for_its_prefix_cache(tmp_path, fake_engines):
-    both = fake_engines(lambda request: Reply(latency_s=0.01), count=2)
+    both = fake_engines(lambda request: Reply(latency_s=0.5), count=2)
     args = rollout_args(tmp_path, sums(10), rollout_batch_size=10, n_samples_per_prompt=4)
     generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     places = [{request.prompt for request in engine.requests} for engine in both]

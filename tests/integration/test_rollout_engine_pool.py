@@ -1,0 +1,123 @@
+"""The pool alone: many waiters, cancellations, sessions, and engines that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from slime.rollout.engine_pool import EnginePool, EngineRefusedError, EngineUnreachableError
+from slime.utils.http import run
+from tests.fake_engine import FakeEngine, Reply
+
+PAYLOAD = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
+
+
+def test_thousands_of_waiters_are_served_in_order_without_busy_waiting():
+    with FakeEngine() as engine:
+
+        async def scenario():
+            pool = EnginePool([engine.url], concurrency=4)
+            order = []
+
+            async def one(number):
+                await pool.generate(PAYLOAD)
+                order.append(number)
+
+            start = time.process_time()
+            await asyncio.gather(*(one(number) for number in range(3000)))
+            assert pool.in_flight == {engine.url: 0}
+            return order, time.process_time() - start
+
+        order, seconds = run(scenario())
+    assert max(abs(place - number) for place, number in enumerate(order)) < 50
+    assert seconds < 3000 * 0.005
+    assert engine.max_in_flight <= 4
+
+
+def test_cancelled_waiters_and_calls_free_their_slots():
+    with FakeEngine(lambda request: Reply(latency_s=0.1)) as engine:
+
+        async def scenario():
+            pool = EnginePool([engine.url], concurrency=2)
+            tasks = [asyncio.create_task(pool.generate(PAYLOAD)) for _ in range(20)]
+            await asyncio.sleep(0.05)
+            for task in tasks[1::2]:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert sum(isinstance(result, dict) for result in results) == 10
+            assert pool.in_flight == {engine.url: 0}
+            await asyncio.wait_for(pool.generate(PAYLOAD), 5)
+
+        run(scenario())
+
+
+def test_a_woken_waiter_that_is_cancelled_passes_its_slot_on():
+    with FakeEngine(lambda request: Reply(latency_s=0.05)) as engine:
+
+        async def scenario():
+            pool = EnginePool([engine.url], concurrency=1)
+            first = asyncio.create_task(pool.generate(PAYLOAD))
+            await asyncio.sleep(0)
+            second = asyncio.create_task(pool.generate(PAYLOAD))
+            third = asyncio.create_task(pool.generate(PAYLOAD))
+            first.add_done_callback(lambda _: second.cancel())  # just as it is woken
+            await asyncio.wait_for(third, 5)
+
+        run(scenario())
+
+
+def test_sessions_stay_on_their_engine_while_it_is_not_much_busier():
+    with FakeEngine(lambda r: Reply(latency_s=0.2)) as one, FakeEngine() as two:
+
+        async def scenario():
+            pool = EnginePool([one.url, two.url], concurrency=64)
+            for _ in range(3):
+                await pool.generate(PAYLOAD, session_id="a")
+            assert len(one.requests) == 3 and not two.requests
+            await asyncio.gather(*(pool.generate(PAYLOAD, session_id="a") for _ in range(24)))
+            assert two.requests  # rather than one engine being 24 ahead of the other
+
+        run(scenario())
+
+
+def test_an_engine_that_comes_back_is_used_again():
+    with FakeEngine() as engine:
+
+        async def scenario():
+            pool = EnginePool([engine.url], deadline_s=20)
+            await pool.generate(PAYLOAD)
+            await asyncio.to_thread(engine.stop)
+            waiting = asyncio.create_task(pool.generate(PAYLOAD))
+            await asyncio.sleep(0.5)
+            assert not waiting.done()
+            await asyncio.to_thread(engine.restart)
+            assert (await asyncio.wait_for(waiting, 15))["text"] == "ok"
+
+        run(scenario())
+
+
+def test_deadlines_and_refusals():
+    with FakeEngine(lambda request: Reply(text="too long", status=400)) as engine:
+
+        async def scenario():
+            with pytest.raises(EngineRefusedError, match="too long"):
+                await EnginePool([engine.url]).generate(PAYLOAD)
+            with pytest.raises(EngineUnreachableError, match="no engine to generate with"):
+                await EnginePool([], deadline_s=0.2).generate(PAYLOAD)
+            with pytest.raises(EngineUnreachableError, match=r"127\.0\.0\.1:9"):
+                await EnginePool(["http://127.0.0.1:9"], deadline_s=0.2).generate(PAYLOAD)
+
+        run(scenario())
+
+
+def test_a_long_request_does_not_use_up_the_deadline_of_its_retry():
+    """The deadline counts from the first failure, not from when the request was made."""
+
+    def script(request):
+        return Reply(latency_s=1.0, drop=True) if request.number == 0 else Reply()
+
+    with FakeEngine(script) as engine:
+        reply = run(EnginePool([engine.url], deadline_s=0.5).generate(PAYLOAD))
+    assert reply["text"] == "ok"
