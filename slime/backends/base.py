@@ -30,13 +30,12 @@ from slime.algorithms.advantages import compute_advantages
 from slime.algorithms.correction import mismatch_metrics
 from slime.algorithms.policy_loss import policy_loss, sft_loss
 from slime.backends.hooks import TrainHooks
+from slime.backends.rendezvous import Rendezvous
 from slime.backends.weight_sync import SyncReport, WeightSync, make_weight_sync
-from slime.utils.device import collective_backend, current_device, device_type
-from slime.utils.env import read_env
+from slime.utils.device import device_type
 from slime.utils.errors import UserError
 from slime.utils.metrics import add_up, prefixed, reduce_metrics
 from slime.utils.packing import pack, unpack
-from slime.utils.process_group import serve_store
 from slime.utils.reports import TrainReport
 from slime.utils.timer import Timer
 from slime.utils.types import (
@@ -87,20 +86,18 @@ class TrainRayActor(ABC):
             rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size
         )
         self.timer = Timer()
-        self._master = (master_addr, master_port) if master_addr is not None else None
-        self._store: dist.Store | None = None
+        master = None if master_addr is None or master_port is None else (master_addr, master_port)
+        self._rendezvous = Rendezvous(rank, world_size, master)
         self._weight_sync: WeightSync | None = None
 
     # ---- start
 
     def get_master_address(self) -> tuple[str, int]:
-        """On rank 0: the address the ranks meet at; it listens from now on, so nobody can take it."""
-        host = read_env().host_ip or "127.0.0.1"
-        self._store, init_method = serve_store(host, self.world_size)
-        return host, int(init_method.rsplit(":", 1)[1])
+        """On rank 0: where the ranks meet."""
+        return self._rendezvous.serve(several_nodes=self.args.actor_num_nodes > 1)
 
     def set_master(self, address: str, port: int) -> None:
-        self._master = (address, port)
+        self._rendezvous.set_master(address, port)
 
     def parallel_info(self) -> ParallelInfo:
         return self.parallel
@@ -125,31 +122,11 @@ class TrainRayActor(ABC):
             self.args = args
         if device_type() == "cuda":
             torch.cuda.set_device(self.rank % torch.cuda.device_count())
-        self._join()
+        self._rendezvous.join(timedelta(minutes=self.args.distributed_timeout_minutes))
         torch.manual_seed(self.args.seed + self.rank)
         self.needs_ref = with_ref
         self.hooks = TrainHooks(self.args)
         return 0
-
-    def _join(self) -> None:
-        if dist.is_initialized():
-            return
-        timeout = timedelta(minutes=self.args.distributed_timeout_minutes)
-        if self._store is None:
-            self._store = dist.HashStore()
-            if self.world_size > 1:
-                assert self._master is not None, "set_master comes before init"
-                self._store = dist.TCPStore(*self._master, self.world_size, is_master=False)
-        self._store.set_timeout(timeout)
-        backend = "cpu:gloo,cuda:nccl" if device_type() == "cuda" else collective_backend()
-        dist.init_process_group(
-            backend,
-            store=self._store,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timeout,
-            device_id=current_device() if device_type() == "cuda" else None,
-        )
 
     # ---- the training step
 

@@ -101,3 +101,16 @@ def test_bf16_training_sleeps_wakes_saves_and_resumes(tmp_path: Path, family: st
         for b in actor.hf_buckets()
         for _, t in b
     )
+
+
+def test_parameters_in_host_memory_train_to_the_same_weights(tmp_path: Path):
+    model = make_tiny_checkpoint(tmp_path / "m", hidden_size=128, head_dim=64)
+    weights = []
+    for offload in (None, True):
+        case = Case(model=str(model), flags={"bf16": True, "fsdp_cpu_offload": offload})
+        args = case.args()
+        actor = start_actor(args, 0, 1)
+        actor.train(0, split_batch(args, make_rows(), dp_size=1, cp_size=1)[0])
+        weights.append({n: t.float() for bucket in actor.hf_buckets() for n, t in bucket})
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-2, atol=1e-4)

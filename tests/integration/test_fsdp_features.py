@@ -158,7 +158,12 @@ def _export(rank: int, model: str, folder: str) -> dict[str, Any]:
     actor.sleep()
     actor.wake_up()
     actor.export_hf(folder)
-    return {"folder": folder, "buckets": buckets, "weights": whole_weights(actor)}
+    return {
+        "folder": folder,
+        "buckets": buckets,
+        "weights": whole_weights(actor),
+        "experts": actor.model.module.hf.config._experts_implementation,
+    }
 
 
 def _train_on_nan(rank: int, model: str) -> dict[str, Any]:
@@ -298,6 +303,11 @@ def test_exported_folder_is_the_trained_model(run, models, model):
         assert not torch.equal(start[name], weight), name
     assert AutoTokenizer.from_pretrained(export["folder"]).encode("1+1=") != []
     assert json.loads(Path(export["folder"], "config.json").read_text())["dtype"] == "float32"
+
+
+def test_experts_are_not_looped_over_in_python(run):
+    """That the grouped products have the loop's gradient is part of the comparison with the naive loop."""
+    assert run["exports"][MOE]["experts"] == "grouped_mm"
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_weights_are_touched(run):

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from slime.backends.fsdp_utils.loading import ShardedModel, persistent_buffers
+from slime.backends.fsdp_utils.loading import ShardedModel, persistent_buffers, shard_of
 from slime.backends.weight_sync.disk import copy_model_files
+from slime.utils.device import current_device
 from slime.utils.hf_views import hf_views, weight_dtype
 
 _FILE_BYTES = 4 << 30
@@ -77,11 +78,14 @@ def export_hf(model: ShardedModel, path: str, source: str, dtype: torch.dtype) -
 
 
 def _whole(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    with torch.no_grad():
-        tensor = param.detach()
-        if tensor.is_floating_point():
-            tensor = tensor.to(dtype)
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Cast before it is gathered, and on the device that gathers: parameters may be offloaded."""
+    local = param.detach()
+    if isinstance(local, DTensor):
+        local = local.to_local()
+    local = local.to(current_device(), dtype if local.is_floating_point() else local.dtype)
+    if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
+        return local
+    return shard_of(param, local).full_tensor()
 
 
 def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

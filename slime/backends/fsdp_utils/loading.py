@@ -98,6 +98,18 @@ def finish_loading(model: ShardedModel) -> None:
     model.reshard()
 
 
+def shard_of(param: DTensor, local: torch.Tensor) -> DTensor:
+    """`local` as this rank's part of a whole tensor that is cut as `param` is."""
+    return DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
 def _skeleton(args: Args, dtype: torch.dtype) -> nn.Module:
     """The Hugging Face model with its parameters on the meta device and real buffers."""
     config = AutoConfig.from_pretrained(args.hf_checkpoint)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from slime.backends.fsdp_utils.loading import shard_of
 from slime.utils.errors import ConfigError
 from slime.utils.lr_schedule import LrSchedule, warmup_steps
 
@@ -65,7 +66,7 @@ class ShardedAdamW:
         for name, param in self.params.items():
             state = self._adam.state[self._local[name]]
             for moment in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{name}.{moment}"] = _like(param, state[moment])
+                tensors[f"{name}.{moment}"] = shard_of(param, state[moment])
         return tensors
 
     def set_num_steps(self, num_steps: int) -> None:
@@ -142,17 +143,6 @@ def lr_schedule(args: Args) -> LrSchedule:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
-
-
-def _like(param: DTensor, local: torch.Tensor) -> DTensor:
-    return DTensor.from_local(
-        local,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
 
 
 def _global_norm(grads: list[torch.Tensor]) -> float:

@@ -1,0 +1,56 @@
+"""How the ranks of a trainer find each other and form the default process group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from slime.utils.device import collective_backend, current_device, device_type
+from slime.utils.env import read_env
+from slime.utils.process_group import serve_store
+
+
+class Rendezvous:
+    """Rank 0 serves a store, the others are told its address, then all `join`."""
+
+    def __init__(self, rank: int, world_size: int, master: tuple[str, int] | None = None) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._master = master
+        self._store: dist.Store | None = None
+
+    def serve(self, *, several_nodes: bool) -> tuple[str, int]:
+        """Where the store listens from now on; nobody can take the port in between."""
+        host = read_env().host_ip or (_node_address() if several_nodes else "127.0.0.1")
+        self._store, init_method = serve_store(host, self._world_size)
+        return host, int(init_method.rsplit(":", 1)[1])
+
+    def set_master(self, address: str, port: int) -> None:
+        self._master = (address, port)
+
+    def join(self, timeout: timedelta) -> None:
+        """Form the default group; one that exists already is taken as it is."""
+        if dist.is_initialized():
+            return
+        if self._store is None:
+            self._store = dist.HashStore() if self._world_size == 1 else self._connect(timeout)
+        cuda = device_type() == "cuda"
+        dist.init_process_group(
+            # CPU tensors travel too: objects, offloaded gradients, checkpoints.
+            f"cpu:gloo,cuda:{collective_backend()}" if cuda else collective_backend(),
+            store=self._store,
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=timeout,
+            device_id=current_device() if cuda else None,
+        )
+
+    def _connect(self, timeout: timedelta) -> dist.Store:
+        assert self._master is not None, "set_master comes before join"
+        return dist.TCPStore(*self._master, self._world_size, is_master=False, timeout=timeout)
+
+
+def _node_address() -> str:
+    import ray
+
+    return ray.util.get_node_ip_address()
