@@ -1,0 +1,44 @@
+"""Ranks that know only what the driver passes on form one group."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from slime.backends.rendezvous import Rendezvous
+
+
+def _rank(rank: int, driver: Connection) -> None:
+    rendezvous = Rendezvous(rank, 2)
+    if rank == 0:
+        driver.send(rendezvous.serve(several_nodes=False))
+    rendezvous.set_master(*driver.recv())
+    rendezvous.join(timedelta(seconds=60))
+    value = torch.tensor([float(10**rank)])
+    dist.all_reduce(value)
+    driver.send(value.item())
+    driver.recv()  # until the other has its answer too
+    dist.destroy_process_group()
+
+
+def test_ranks_meet_at_the_address_rank_0_serves():
+    context = mp.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(2)]
+    ranks = [context.Process(target=_rank, args=(r, pipes[r][1])) for r in range(2)]
+    for process in ranks:
+        process.start()
+    ours = [pipe[0] for pipe in pipes]
+    address = ours[0].recv()
+    assert address[0] == "127.0.0.1"
+    for end in ours:
+        end.send(address)
+    assert [end.recv() for end in ours] == [11.0, 11.0]
+    for end in ours:
+        end.send("done")
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0
