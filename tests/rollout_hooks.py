@@ -80,6 +80,22 @@ async def generate_misaligned(args, sample, sampling_params):
     return sample
 
 
+async def generate_breaks_half_way(args, sample, sampling_params):
+    sample = await generate(args, sample, sampling_params)
+    sample.tokens = [*sample.tokens, 1, 2, 3]
+    sample.response_length += 3
+    if sample.index % 2:
+        raise RuntimeError("the sandbox broke")
+    return sample
+
+
+async def generate_gives_up(args, sample, sampling_params):
+    sample = await generate(args, sample, sampling_params)
+    if sample.index % 2:
+        sample.status = Status.ABORTED if sample.index == 1 else Status.FAILED
+    return sample
+
+
 async def generate_with_metadata(args, sample, sampling_params):
     sample = await generate(args, sample, sampling_params)
     sample.train_metadata = {"turns": 1}

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from slime.rollout.base_types import GenerateFunction
 from slime.rollout.rm_hub import Reward, async_rm, group_rm
-from slime.rollout.samples import fill_empty_response, mark_failed
+from slime.rollout.samples import clone_sample, fill_empty_response, mark_failed
 from slime.rollout.sampling import SamplingParams
-from slime.rollout.turn import generate
+from slime.rollout.turn import generate, is_aborting
 from slime.utils.errors import UserError
 from slime.utils.http import gather
 from slime.utils.load_function import accepts, load_function
@@ -47,7 +47,7 @@ async def run_group(
     if not score_alone:
         await _score_group(args, samples, evaluation)
     for sample in samples:
-        if sample.status == Status.FAILED:
+        if sample.response_length == 0 and sample.status != Status.ABORTED:
             fill_empty_response(sample, eos_token_id(args.hf_checkpoint))
     return samples
 
@@ -62,14 +62,12 @@ async def _run_sample(
 ) -> list[Sample]:
     if sample.status in _GENERATED and sample.reward is not None:  # came back from the buffer whole
         return [sample]
+    samples = [sample]
     if sample.status not in _GENERATED:
         _mask_older_tokens(args, sample)
-        generated = await _guard(
-            "generate", [sample], _generate(args, sample, dict(sampling_params), evaluation)
-        )
-    else:
-        generated = [sample]
-    samples = generated if generated is not None else [sample]
+        as_it_was = clone_sample(sample)  # what a failure half way leaves may not fit together
+        generate_it = _generate(args, sample, dict(sampling_params), evaluation)
+        samples = await _guard("generate", [as_it_was], generate_it) or [as_it_was]
     _number_siblings(samples, sample)
     for one in samples:
         if score and one.status in _GENERATED and one.reward is None:
@@ -112,8 +110,10 @@ def _check_generated(samples: list[Sample], where: str) -> None:
     for one in samples:
         if one.status == Status.PENDING:
             one.status = Status.COMPLETED
-        if one.status not in _GENERATED:
+        if one.status == Status.ABORTED and is_aborting():
             continue
+        if one.status not in _GENERATED:
+            raise RuntimeError(f"{where} returned a sample with status {one.status.value}")
         if not 0 < one.response_length < len(one.tokens):
             raise ValueError(
                 f"{where} returned a sample with response_length {one.response_length} and "

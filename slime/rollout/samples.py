@@ -41,7 +41,6 @@ def last_lines(error: BaseException) -> str:
 
 
 def fill_empty_response(sample: Sample, token: int) -> None:
-    """Give a sample without a response (its generation failed) one token that is not trained on."""
-    if sample.response_length == 0:
-        sample.tokens = sample.tokens or [token]
-        sample.append_response_tokens(tokens=[token], trainable=False)
+    """Give a sample without a response (it failed, or had no room for one) a token that does not count."""
+    sample.tokens = sample.tokens or [token]
+    sample.append_response_tokens(tokens=[token], trainable=False)

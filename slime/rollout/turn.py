@@ -44,7 +44,7 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
     if not sample.tokens:
         sample.tokens = _encode(args, sample)
     for _ in range(_MAX_ATTEMPTS):
-        if run is not None and run.aborting:
+        if is_aborting():
             sample.status = Status.ABORTED
             return sample
         if (payload := _payload(args, sample, sampling_params, run)) is None:
@@ -60,6 +60,11 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
     raise UserError(
         f"the engines aborted the request of sample {sample.index} {_MAX_ATTEMPTS} times in a row"
     )
+
+
+def is_aborting() -> bool:
+    run = current_run.get()
+    return run is not None and run.aborting
 
 
 def _encode(args: Args, sample: Sample) -> list[int]:
@@ -107,16 +112,16 @@ def _append(args: Args, sample: Sample, reply: dict[str, Any]) -> None:
         log_probs=[entry[0] for entry in meta["output_token_logprobs"]],
         weight_versions=_weight_versions(meta, len(tokens)),
     )
-    sample.response += _text(args, reply["text"], finish)
+    sample.response += _without_end_token(args, reply["text"], finish)
     sample.status = _FINISHED[finish["type"]]
 
 
-def _text(args: Args, text: str, finish: dict[str, Any]) -> str:
-    """The reply's text without the token that ended it, which the engine leaves in beside stop strings."""
+def _without_end_token(args: Args, text: str, finish: dict[str, Any]) -> str:
+    """Asked to leave stop strings in the text, engines leave in the token that ended it as well."""
     matched = finish.get("matched")
-    if isinstance(matched, int) and args.rollout_stop and not args.rollout_skip_special_tokens:
-        return text.removesuffix(str(load_tokenizer(args.hf_checkpoint).decode([matched])))
-    return text
+    if not isinstance(matched, int):
+        return text
+    return text.removesuffix(str(load_tokenizer(args.hf_checkpoint).decode([matched])))
 
 
 def _weight_versions(meta: dict[str, Any], count: int) -> list[int]:

@@ -299,6 +299,33 @@ def test_generation_that_raises_leaves_a_row_that_can_be_trained_on_with_no_weig
         assert sample.loss_mask == [0] and sample.remove_sample
 
 
+def test_what_a_failure_half_way_leaves_is_thrown_away(tmp_path, fake_engines):
+    fake_engines()
+    hook = f"{HOOKS}.generate_breaks_half_way"
+    args = rollout_args(tmp_path, custom_generate_function_path=hook)
+    with pytest.raises(UserError, match="3 entries of loss_mask for 6 response tokens"):
+        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    args = args.replace(custom_generate_function_path=f"{HOOKS}.generate_gives_up")
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    for sample in flat(output):
+        assert len(sample.tokens) == len(sample.prompt) + sample.response_length
+        assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length
+        if sample.index % 2:
+            status = "aborted" if sample.index == 1 else "failed"
+            assert sample.status == Status.FAILED and sample.loss_mask == [0]
+            assert f"returned a sample with status {status}" in sample.metadata["error"]
+
+
+def test_a_prompt_that_leaves_no_room_for_a_response_keeps_its_place(tmp_path, fake_engines):
+    (engine,) = fake_engines()
+    rows = [{"input": "long prompt", "label": ""}, {"input": "short", "label": ""}]
+    args = rollout_args(tmp_path, rows, rollout_max_context_len=8, rollout_max_response_len=2)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    first, second = output.samples[0][0], output.samples[1][0]
+    assert (first.status, first.loss_mask, first.response_length) == (Status.TRUNCATED, [0], 1)
+    assert second.loss_mask == [1, 1] and {r.prompt for r in engine.requests} == {"short"}
+
+
 @pytest.mark.parametrize("filter_path", [None, f"{HOOKS}.keep_even_groups"])
 def test_all_samples_failing_stops_with_the_first_traceback(tmp_path, fake_engines, filter_path):
     fake_engines()

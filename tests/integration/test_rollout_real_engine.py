@@ -70,8 +70,22 @@ def test_log_probs_are_those_of_the_model(tmp_path, checkpoint, pool):
         assert sample.status in (Status.COMPLETED, Status.TRUNCATED)
         assert (sample.status == Status.TRUNCATED) == (sample.tokens[-1] != 257)
         assert len(sample.weight_versions) == sample.response_length
+        assert "<|eos|>" not in sample.response
     check_against_hf(checkpoint, samples)
     assert len({tuple(s.tokens) for s in samples}) > 20  # siblings differ
+
+
+def test_stop_strings_stay_in_the_text_and_the_end_token_does_not(tmp_path, checkpoint, pool):
+    stops = list("bciuf ,;")  # letters that are in the name of no special token
+    args = make(
+        tmp_path, checkpoint, rollout_batch_size=8, n_samples_per_prompt=8, rollout_stop=stops,
+        rollout_max_response_len=400,
+    )  # fmt: skip
+    samples = flat(generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)))
+    ended = [s for s in samples if s.tokens[-1] == 257]
+    stopped = [s for s in samples if s.status == Status.COMPLETED and s.tokens[-1] != 257]
+    assert stopped and all(s.response[-1] in stops for s in stopped)
+    assert all("<|eos|>" not in s.response for s in ended)
 
 
 def test_deterministic_mode_does_not_depend_on_engines_or_concurrency(
