@@ -211,6 +211,8 @@ class TrainRayActor(ABC):
         result: StepResult,
     ) -> torch.Tensor:
         """This micro-batch's share of the step's loss; what it says goes into `result`."""
+        if entropy is not None and not self.args.entropy_coef:
+            entropy = entropy.detach()  # reported only: spares the backward pass its gradient
         inputs = LossInputs(
             log_probs=log_probs,
             loss_mask=batch.loss_mask,
