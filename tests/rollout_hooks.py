@@ -39,6 +39,10 @@ async def reward_always_fails(args, sample):
     raise ValueError("the judge is out")
 
 
+async def reward_times_out(args, sample):
+    raise TimeoutError("the judge did not answer")
+
+
 async def reward_dictionary(args, sample):
     return {"score": 0.5, "detail": "fine"}
 

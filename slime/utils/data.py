@@ -6,6 +6,7 @@ twice per epoch); every mistake in one is reported with file, line and the flag 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TOKENIZE_CHUNK = 1024
+_Row = tuple[str, dict[str, Any]]  # where it stands, and its keys
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -82,7 +84,7 @@ def load_prompts(
 ) -> PromptDataset:
     """Read, convert and filter one dataset."""
     spec = DataSpec.parse(text, data_format.data_flag)
-    rows = list(read_rows(spec.path, data_format.data_flag))[spec.rows]
+    rows = _take_slice(read_rows(spec.path, data_format.data_flag), spec.rows)
     if not rows:
         raise ConfigError(f"{data_format.data_flag} {text}: the dataset is empty")
     samples = [_to_sample(row, where, data_format, tokenizer) for where, row in rows]
@@ -103,7 +105,7 @@ def load_prompts(
     return PromptDataset(kept, tokenizer, data_format, num_filtered, spec.weight)
 
 
-def read_rows(path: str, flag: str = "--prompt-data") -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(path: str, flag: str = "--prompt-data") -> Iterator[_Row]:
     """Rows of a file with where each stands ("data.jsonl:17")."""
     file = Path(path).expanduser()
     if not file.exists():
@@ -125,7 +127,14 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, rendered: bo
     return list(tokenizer.encode(text, add_special_tokens=not rendered))
 
 
-def _read_jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _take_slice(rows: Iterator[_Row], part: slice) -> list[_Row]:
+    """The first rows without reading on where that is possible."""
+    if (part.start or 0) >= 0 and part.stop is not None and part.stop >= 0:
+        return list(itertools.islice(rows, part.start, part.stop))
+    return list(rows)[part]
+
+
+def _read_jsonl(file: Path) -> Iterator[_Row]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -144,7 +153,7 @@ def _read_jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield where, row
 
 
-def _read_parquet(file: Path, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_parquet(file: Path, flag: str) -> Iterator[_Row]:
     try:
         import pyarrow.parquet as parquet
         from pyarrow import ArrowException

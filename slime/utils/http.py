@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
+import contextlib
 import threading
 import time
 import weakref
@@ -49,7 +51,8 @@ def background_loop() -> asyncio.AbstractEventLoop:
 def _close(loop: asyncio.AbstractEventLoop) -> None:
     existing = _sessions.pop(loop, None)
     if existing is not None and loop.is_running():
-        asyncio.run_coroutine_threadsafe(existing.close(), loop).result(timeout=5)
+        with contextlib.suppress(concurrent.futures.TimeoutError):  # a hook may hold the loop
+            asyncio.run_coroutine_threadsafe(existing.close(), loop).result(timeout=5)
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -109,6 +109,12 @@ def test_dictionary_rewards_need_their_key(tmp_path, fake_engines):
         run_once(tmp_path, custom_rm_path=f"{HOOKS}.reward_dictionary")
 
 
+def test_a_timeout_of_the_hook_is_told_as_it_was(tmp_path, fake_engines):
+    fake_engines()
+    with pytest.raises(UserError, match="TimeoutError: the judge did not answer"):
+        run_once(tmp_path, custom_rm_path=f"{HOOKS}.reward_times_out")
+
+
 def test_sample_filter_and_all_samples_hook(tmp_path, fake_engines):
     fake_engines(lambda r: Reply(text="a" if r.prompt.startswith("0") else "aaaa"))
     output = run_once(

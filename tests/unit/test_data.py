@@ -92,6 +92,13 @@ def test_slices_mean_what_they_mean_in_python(tmp_path, text):
     assert [data.make_sample(i).prompt for i in range(len(data))] == expected
 
 
+def test_a_slice_does_not_read_on(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", sums(3))
+    with path.open("a") as file:
+        file.write("broken\n")
+    assert len(load_prompts(f"{path}@[0:3]", DataFormat(), TOKENIZER)) == 3
+
+
 def test_spec_reads_path_slice_and_weight():
     spec = DataSpec.parse("/d/x.jsonl@[5:10]:weight=2.5")
     assert (spec.path, spec.rows, spec.weight) == ("/d/x.jsonl", slice(5, 10), 2.5)

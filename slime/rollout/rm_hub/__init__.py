@@ -100,8 +100,12 @@ async def _grade(args: RewardArgs, sample: Sample, rm_type: str) -> Reward:
 async def _call(fn: Any, args: RewardArgs, samples: Sample | list[Sample]) -> Any:
     """Async functions run on the event loop, plain ones in a thread, where they hold up nobody."""
     call = fn(args, samples) if is_async(fn) else in_thread(fn, args, samples)
+    task = asyncio.ensure_future(call)
     try:
-        result = await asyncio.wait_for(call, CUSTOM_TIME_LIMIT_S)
-    except asyncio.TimeoutError:
-        raise TimeoutError(f"the reward took longer than {CUSTOM_TIME_LIMIT_S:.0f} s") from None
+        done, _ = await asyncio.wait([task], timeout=CUSTOM_TIME_LIMIT_S)
+        if not done:
+            raise TimeoutError(f"the reward took longer than {CUSTOM_TIME_LIMIT_S:.0f} s")
+    finally:
+        task.cancel()
+    result = task.result()
     return await result if inspect.isawaitable(result) else result
