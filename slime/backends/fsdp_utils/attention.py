@@ -8,6 +8,7 @@ hands down to its attention function.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,36 +31,32 @@ _SHARE_CALL = 0.8
 
 
 @dataclass(frozen=True)
-class PaddedGroup:
-    """Samples of similar length, attended to in one call as a batch padded on the right.
-
-    Causal attention needs no mask for padding on the right: it lies behind every real token.
-    Samples of lengths 3 and 2 lying at 4..6 and 7..8 of the packed sequence::
-
-        gather = [[4, 5, 6], [7, 8, 8]]     packed position of each padded position
-    """
-
-    start: int  # packed tokens [start, end) belong to this group
-    end: int
-    count: int
-    length: int
-    gather: torch.Tensor | None  # [count * length]; None where nothing is padded
-    scatter: torch.Tensor | None  # [end - start] position in the padded batch of each packed token
-
-
-@dataclass(frozen=True)
 class PackedLayout:
-    """Where the samples of a micro-batch lie; made once, used by every layer."""
+    """Where the samples of a micro-batch lie; made once, used by every layer.
+
+    Neighbours of similar length are attended to in one call, as a batch padded on the right. Causal
+    attention needs no mask for such padding: it lies behind every real token. Samples of lengths 3, 2
+    and 9 at packed positions 0..2, 3..4 and 5..13::
+
+        groups  = ((2, 3), (1, 9))                       samples and padded length of each call
+        gather  = [0, 1, 2, 3, 4, 4, 5, ..., 13]         packed position of each padded position
+        scatter = [0, 1, 2, 3, 4, 6, ..., 14]            padded position of each packed position
+    """
 
     cu_seqlens: torch.Tensor  # [N+1] int32
     max_seqlen: int
-    groups: tuple[PaddedGroup, ...]
+    groups: tuple[tuple[int, int], ...]
+    gather: torch.Tensor | None  # None where nothing is padded
+    scatter: torch.Tensor | None
 
 
 def packed_layout(batch: TrainBatch) -> PackedLayout:
-    device = batch.tokens.device
     lens = [p + r for p, r in zip(batch.prompt_lens, batch.response_lens, strict=True)]
-    return PackedLayout(batch.cu_seqlens, batch.max_seqlen, tuple(_groups(lens, device)))
+    groups = tuple(_groups(lens))
+    gather = scatter = None
+    if sum(count * length for count, length in groups) > sum(lens):
+        gather, scatter = (index.to(batch.tokens.device) for index in _indices(lens, groups))
+    return PackedLayout(batch.cu_seqlens, batch.max_seqlen, groups, gather, scatter)
 
 
 def packed_attention(
@@ -125,22 +122,20 @@ def _padded(
     window: int | None,
 ) -> torch.Tensor:
     gqa = key.shape[1] != query.shape[1]
+    if packed.gather is not None:
+        query, key, value = (x.index_select(0, packed.gather) for x in (query, key, value))
+    sizes = [count * length for count, length in packed.groups]
+    parts = zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
     outs = []
-    for group in packed.groups:
-        q, k, v = (_pad(x, group) for x in (query, key, value))  # [n, heads, L, D]
-        mask = _window_mask(group.length, window, q.device) if window else None
+    for group, part in zip(packed.groups, parts, strict=True):
+        q, k, v = (x.unflatten(0, group).transpose(1, 2) for x in part)  # [n, heads, L, D]
+        mask = _window_mask(group[1], window, q.device) if window else None
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
         )
-        out = out.transpose(1, 2).flatten(0, 1)  # [n * L, heads, D]
-        outs.append(out if group.scatter is None else out.index_select(0, group.scatter))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-def _pad(x: torch.Tensor, group: PaddedGroup) -> torch.Tensor:
-    """[T, heads, D] -> [count, heads, length, D] of the group's samples."""
-    rows = x[group.start : group.end] if group.gather is None else x.index_select(0, group.gather)
-    return rows.unflatten(0, (group.count, group.length)).transpose(1, 2)
+        outs.append(out.transpose(1, 2).flatten(0, 1))  # [n * L, heads, D]
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out if packed.scatter is None else out.index_select(0, packed.scatter)
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
@@ -150,9 +145,9 @@ def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor
     return (distance >= 0) & (distance < window)
 
 
-def _groups(lens: list[int], device: torch.device) -> list[PaddedGroup]:
+def _groups(lens: list[int]) -> Iterator[tuple[int, int]]:
     """Consecutive samples of similar length; callers pack rows in order of length to help this."""
-    groups, first, start = [], 0, 0
+    first = 0
     while first < len(lens):
         low = high = lens[first]
         last = first + 1
@@ -161,19 +156,20 @@ def _groups(lens: list[int], device: torch.device) -> list[PaddedGroup]:
             if low < _SHARE_CALL * high:
                 break
             last += 1
-        group = _group(lens[first:last], start, device)
-        groups.append(group)
-        first, start = last, group.end
-    return groups
+        yield last - first, max(lens[first:last])
+        first = last
 
 
-def _group(lens: list[int], start: int, device: torch.device) -> PaddedGroup:
-    count, longest, end = len(lens), max(lens), start + sum(lens)
-    gather = scatter = None
-    if min(lens) < longest:
-        sizes = torch.tensor(lens)
+def _indices(
+    lens: list[int], groups: tuple[tuple[int, int], ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gather, real = [], []
+    first = start = 0
+    for count, longest in groups:
+        sizes = torch.tensor(lens[first : first + count])
         column = torch.arange(longest).expand(count, longest)
         starts = start + sizes.cumsum(0) - sizes
-        gather = (starts[:, None] + column.minimum(sizes[:, None] - 1)).flatten().to(device)
-        scatter = (column < sizes[:, None]).flatten().nonzero().squeeze(1).to(device)
-    return PaddedGroup(start, end, count, longest, gather, scatter)
+        gather.append((starts[:, None] + column.minimum(sizes[:, None] - 1)).flatten())
+        real.append((column < sizes[:, None]).flatten())
+        first, start = first + count, start + int(sizes.sum())
+    return torch.cat(gather), torch.cat(real).nonzero().squeeze(1)
