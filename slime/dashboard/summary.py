@@ -34,6 +34,8 @@ def _learned(run: RunData) -> list[str]:
     ]
     if not changes and (points := run.series.get(names.REWARD)):
         changes = [f"{_change(points)} in training (no evaluation was run)"]
+    if not changes and (points := run.series.get(names.LOSS)):
+        return [f"Loss {_change(points)} on the data learned from", f"{effort}."]
     return [f"Mean reward {change}" for change in changes] + [f"{effort}."]
 
 

@@ -36,6 +36,7 @@ from slime.utils.sample_log import append_samples
 from slime.utils.types import Sample
 
 _STATE_FILE = "rollout.json"
+_OF_SAMPLING = ("rollout/reward_mean", "rollout/zero_std_groups")
 
 
 class RolloutManager:
@@ -76,9 +77,11 @@ class RolloutManager:
         seconds = time.perf_counter() - start
         samples = _flatten(groups)
         metrics = {**rollout_metrics(self.args, groups), **extra}
-        metrics["perf/rollout_tokens_per_second"] = (
-            sum(s.response_length for s in samples) / seconds
-        )
+        if self.args.loss_type == "sft_loss":  # nothing was sampled, nothing was scored
+            metrics = {k: v for k, v in metrics.items() if k not in _OF_SAMPLING}
+        else:
+            tokens = sum(sample.response_length for sample in samples)
+            metrics["perf/rollout_tokens_per_second"] = tokens / seconds
         self._log_by_hook(rollout_id, samples, metrics, seconds)
         save_debug_samples(self.args.save_debug_rollout_data, rollout_id, samples)
         if self.args.debug_rollout_only:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -56,3 +57,15 @@ def test_the_suggested_train_commands_parse(tmp_path: Path, with_export: bool):
     assert continued.num_rollout > 4
     assert repeated.lr == 5e-4 and repeated.run_dir != str(run_dir)
     assert repeated.save != str(checkpoints)  # or it would write over the first run's checkpoints
+
+
+def test_supervised_runs_tell_their_loss(tmp_path: Path):
+    lines = [
+        {"rollout_id": n, "kind": kind, "time": float(n), name: value}
+        for n, loss in enumerate([3.5, 0.25])
+        for kind, name, value in [("train", "train/loss", loss), ("perf", "perf/step_time", 1.0)]
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = "\n".join(closing_lines(tmp_path))
+    assert "Loss 3.500 -> 0.250" in text
+    assert "reward" not in text.lower()
