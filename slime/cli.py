@@ -36,6 +36,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(argv: list[str]) -> int:
+    sys.path.insert(
+        0, str(Path.cwd())
+    )  # as for `python train.py`: hooks of the folder one works in
     return _loop()(argv)
 
 

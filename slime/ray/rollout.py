@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from slime.ray.sample_rows import batch_rows, sample_row
 from slime.ray.train_data import samples_to_batch, split_batch
 from slime.rollout.base_types import (
     DataSource,
+    EvalLogFunction,
     RolloutFunction,
     RolloutLogFunction,
     as_eval_output,
@@ -75,14 +77,16 @@ class RolloutManager:
         start = time.perf_counter()
         groups, extra = self._groups(rollout_id)
         seconds = time.perf_counter() - start
-        samples = _flatten(groups)
+        samples = [sample for group in groups for sample in group]
         metrics = {**rollout_metrics(self.args, groups), **extra}
         if self.args.loss_type == "sft_loss":  # nothing was sampled, nothing was scored
             metrics = {k: v for k, v in metrics.items() if k not in _OF_SAMPLING}
         else:
             tokens = sum(sample.response_length for sample in samples)
             metrics["perf/rollout_tokens_per_second"] = tokens / seconds
-        self._log_by_hook(rollout_id, samples, metrics, seconds)
+        hook = self._hook("custom_rollout_log_function_path", RolloutLogFunction)
+        if hook and hook(rollout_id, self.args, samples, metrics, seconds):
+            metrics = {}
         save_debug_samples(self.args.save_debug_rollout_data, rollout_id, samples)
         if self.args.debug_rollout_only:
             return RolloutResult(metrics=metrics)
@@ -101,7 +105,9 @@ class RolloutManager:
                 for s in dataset.samples
             ]
             append_samples(self.args.run_dir, rollout_id, rows)
-        return {**eval_metrics(self.args, output.data), **(output.metrics or {})}
+        metrics = {**eval_metrics(self.args, output.data), **output.metrics}
+        hook = self._hook("custom_eval_rollout_log_function_path", EvalLogFunction)
+        return {} if hook and hook(rollout_id, self.args, output.data, metrics) else metrics
 
     # ---- checkpoint
 
@@ -129,26 +135,13 @@ class RolloutManager:
         output = as_train_output(result, self.args.rollout_function_path)
         return output.samples, output.metrics
 
-    def _log_by_hook(
-        self, rollout_id: int, samples: list[Sample], metrics: dict[str, float], seconds: float
-    ) -> None:
-        path = self.args.custom_rollout_log_function_path
-        if path:
-            flag = "--custom-rollout-log-function-path"
-            hook = load_function(path, flag=flag, protocol=RolloutLogFunction)
-            if hook(rollout_id, self.args, samples, metrics, seconds):
-                metrics.clear()
+    def _hook(self, name: str, protocol: type) -> Callable[..., Any] | None:
+        path = getattr(self.args, name)
+        flag = "--" + name.replace("_", "-")
+        return load_function(path, flag=flag, protocol=protocol) if path else None
 
     def _state(self, last_trained: int) -> dict[str, Any] | None:
         """None for a user's data source that keeps its state by itself."""
         if not hasattr(self.data_source, "state_dict"):
             return None
         return self.data_source.state_dict(last_trained)
-
-
-def _flatten(groups: list[Any]) -> list[Sample]:
-    """Groups may nest: a custom generate function gives several samples for one execution."""
-    flat: list[Sample] = []
-    for item in groups:
-        flat.extend([item] if isinstance(item, Sample) else _flatten(item))
-    return flat
