@@ -1,4 +1,4 @@
-"""The user's functions that run in the trainer: their Protocols, and how packed tensors reach them.
+"""The user's functions that run in the trainer, and how packed tensors reach them.
 
 Hooks see each sample's response tokens on their own, as 1-D tensors of length R in row order; a
 "flat" tensor is those laid end to end.
@@ -8,56 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slime.algorithms.correction import Corrected, Correction, importance_correction
+from slime.utils import hook_types
 from slime.utils.load_function import load_function
-from slime.utils.types import RolloutBatch, TrainBatch
+from slime.utils.types import TrainBatch
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
 Reducer = Callable[[torch.Tensor], torch.Tensor]
-
-
-class RolloutDataPostprocess(Protocol):
-    def __call__(self, args: Args, rollout_id: int, rollout_data: RolloutBatch) -> None: ...
-
-
-class AdvantageFunction(Protocol):
-    def __call__(self, args: Args, rollout_data: RolloutBatch) -> None: ...
-
-
-class LossFunction(Protocol):
-    def __call__(
-        self, args: Args, batch: TrainBatch, logits: torch.Tensor, sum_of_sample_mean: Reducer
-    ) -> tuple[torch.Tensor, dict[str, Any]]: ...
-
-
-class TisFunction(Protocol):
-    def __call__(
-        self,
-        *,
-        args: Args,
-        pg_loss: torch.Tensor,
-        train_log_probs: list[torch.Tensor],
-        rollout_log_probs: list[torch.Tensor],
-        loss_masks: list[torch.Tensor],
-        total_lengths: list[int],
-        response_lengths: list[int],
-    ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, Any]]: ...
-
-
-class PgLossReducer(Protocol):
-    def __call__(
-        self,
-        total_lengths: list[int],
-        response_lengths: list[int],
-        loss_masks: list[torch.Tensor],
-        calculate_per_token_loss: bool,
-    ) -> Reducer: ...
 
 
 class TrainHooks:
@@ -70,11 +33,11 @@ class TrainHooks:
             return None if path is None else load_function(path, flag=flag, protocol=protocol)
 
         self.args = args
-        self.postprocess = load("rollout_data_postprocess_path", RolloutDataPostprocess)
-        self.advantages = load("custom_advantage_function_path", AdvantageFunction)
-        self.loss = load("custom_loss_function_path", LossFunction)
-        self._tis = load("custom_tis_function_path", TisFunction)
-        self._reducer = load("custom_pg_loss_reducer_function_path", PgLossReducer)
+        self.postprocess = load("rollout_data_postprocess_path", hook_types.RolloutDataPostprocess)
+        self.advantages = load("custom_advantage_function_path", hook_types.AdvantageFunction)
+        self.loss = load("custom_loss_function_path", hook_types.LossFunction)
+        self._tis = load("custom_tis_function_path", hook_types.TisFunction)
+        self._reducer = load("custom_pg_loss_reducer_function_path", hook_types.PgLossReducer)
 
     @property
     def see_old_log_probs(self) -> bool:
