@@ -38,7 +38,7 @@ class Size:
 FULL = Size(
     warmup_rollouts=12,
     warmup_batch=128,
-    grpo_rollouts=40,
+    grpo_rollouts=50,
     prompts=32,
     samples_per_prompt=8,
     heldout=256,
@@ -122,7 +122,7 @@ def grpo_command(run_dir: Path, data: TaskData, size: Size, seed: int) -> list[s
         *("--n-samples-per-prompt", str(size.samples_per_prompt)),
         *("--rollout-max-response-len", "8"),
         *("--advantage-estimator", "grpo"),
-        *("--lr", "2e-4", "--lr-decay-style", "constant"),
+        *("--lr", "1e-4", "--lr-decay-style", "constant"),
         *("--save", f"{run_dir}/grpo/checkpoints"),
         *("--save-hf", f"{run_dir}/grpo/hf"),
     ]

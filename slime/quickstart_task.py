@@ -44,7 +44,7 @@ class TaskData:
 
 async def reward(args: object, sample: Sample) -> float:
     """1 for exactly the digits of the label, else 0."""
-    return float(sample.response.removesuffix("<|im_end|>") == sample.label)
+    return float(sample.response == sample.label)
 
 
 def write_data(

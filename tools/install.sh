@@ -42,4 +42,5 @@ else
         pip_install --no-deps --only-binary :all: --extra-index-url "$cpu_index" \
             "torch==$torch_version+cpu"
 fi
+echo "Installing slime${extras:+ with $extras}."
 pip_install --constraint "$root/constraints.txt" --editable "$root${extras:+[$extras]}"

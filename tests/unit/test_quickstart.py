@@ -79,7 +79,7 @@ def test_the_seed_alone_decides_the_data(data, tmp_path):
 
 @pytest.mark.parametrize(
     ("response", "expected"),
-    [("13568<|im_end|>", 1.0), ("13568", 1.0), ("86531<|im_end|>", 0.0), ("1356", 0.0), ("", 0.0)],
+    [("13568", 1.0), ("86531", 0.0), ("1356", 0.0), ("135680", 0.0), ("", 0.0)],
 )
 def test_reward_is_one_for_the_right_answer_only(response, expected):
     sample = Sample(prompt="Sort 53816", response=response, label="13568")
