@@ -6,7 +6,7 @@ import asyncio
 import json
 import shlex
 from collections import Counter
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
@@ -55,7 +55,7 @@ def test_the_full_size_leaves_the_prompts_it_needs():
 def test_answers_are_the_digits_in_ascending_order(data):
     for row in rows(data.train) + rows(data.heldout):
         answer = [int(d) for d in row["answer"]]
-        assert all(a < b for a, b in zip(answer, answer[1:], strict=False))
+        assert all(a < b for a, b in pairwise(answer))
         assert Counter(row["answer"]) == Counter(digits(row))
 
 
