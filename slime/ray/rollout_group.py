@@ -60,14 +60,26 @@ class RolloutGroup:
         with self.recorder.phase("eval"), self.stop_signal.interruptible():
             self.recorder.add(self._watched(self._manager.call("eval", rollout_id)))
 
+    @property
     def engine_infos(self) -> list[EngineInfo]:
-        """Where the engines are; one that failed since the last call has been replaced."""
-        self._replace_failed()
         return self._engines.infos
 
     def admit_engines(self) -> None:
         """Every engine holds the current weights: all of them may generate."""
         self._manager.get("set_engines", self._engines.urls)
+
+    def replace_failed(self) -> list[int]:
+        """Restart what died or hangs; it gets no request before it has the current weights."""
+        if not self.args.use_fault_tolerance:
+            return []
+        failed = self._engines.failed()
+        if failed:
+            healthy = [url for i, url in enumerate(self._engines.urls) if i not in failed]
+            self._manager.get("set_engines", healthy)
+        for index in failed:
+            self._engines.restart(index)
+            self.recorder.message(f"engine {index} failed and was started again")
+        return failed
 
     def resume(self, tag: str) -> None:
         self._engines.resume(tag)
@@ -96,21 +108,8 @@ class RolloutGroup:
         first = wait + self.args.rollout_health_check_first_wait
         while not ray.wait([reference], timeout=first)[0]:
             first = wait
-            failed = self._replace_failed()
+            failed = self.replace_failed()
             if failed:
                 self.push_weights([self._engines.infos[index] for index in failed])
                 self.admit_engines()
         return ray.get(reference)
-
-    def _replace_failed(self) -> list[int]:
-        """Restart what died or hangs; it gets no request before it has the current weights."""
-        if not self.args.use_fault_tolerance:
-            return []
-        failed = self._engines.failed()
-        if failed:
-            healthy = [url for i, url in enumerate(self._engines.urls) if i not in failed]
-            self._manager.get("set_engines", healthy)
-        for index in failed:
-            self._engines.restart(index)
-            self.recorder.message(f"engine {index} failed and was started again")
-        return failed

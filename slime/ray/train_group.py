@@ -11,6 +11,7 @@ from slime.ray.recorder import Recorder
 from slime.ray.remote import Remote
 from slime.ray.rollout_group import RolloutGroup
 from slime.utils.arguments import Args
+from slime.utils.errors import WeightMismatchError
 from slime.utils.types import EngineInfo
 
 BACKENDS = {"fsdp": "slime.backends.fsdp_utils.actor.FSDPTrainRayActor"}
@@ -87,10 +88,10 @@ class TrainGroup:
         if skipped and not self.args.offload_rollout:
             return
         with self.recorder.phase("update_weights"):
-            engines = rollout.engine_infos()
-            rollout.resume("weights")
             self.weight_version += 1
-            reports = self._all("update_weights", engines, self.weight_version)
+            rollout.replace_failed()
+            rollout.resume("weights")
+            reports = self._push(rollout)
             if self.args.offload_train:
                 self._all("sleep")
                 self._asleep = True
@@ -107,6 +108,15 @@ class TrainGroup:
     def push_weights(self, engines: list[EngineInfo]) -> None:
         """The version all engines have, once more, for those that were started again."""
         self._all("update_weights", engines, self.weight_version)
+
+    def _push(self, rollout: RolloutGroup) -> list[Any]:
+        """To all engines; once more from the start if one of them died meanwhile."""
+        while True:
+            try:
+                return self._all("update_weights", rollout.engine_infos, self.weight_version)
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error, WeightMismatchError) or not rollout.replace_failed():
+                    raise
 
     def save(self, rollout_id: int, path: str) -> None:
         self._all("save", rollout_id, path)

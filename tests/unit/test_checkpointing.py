@@ -1,0 +1,76 @@
+"""Saving a whole run: what a failed save leaves behind, and where a run starts."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from slime.ray.checkpointing import Checkpointer
+from slime.utils.checkpoint import find_checkpoint, read_meta
+from slime.utils.errors import ConfigError, UserError
+from tests.args import make_args
+
+
+class Trainer:
+    """Stands for the training side: writes a file, or finds the disk full half way."""
+
+    def __init__(self, *, full_disk: bool = False, trained_version: int = 1):
+        self.full_disk, self.trained_version = full_disk, trained_version
+
+    def save(self, rollout_id: int, path: str) -> None:
+        (Path(path) / "weights").write_text("half")
+        if self.full_disk:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        (Path(path) / "weights").write_text("whole")
+
+    def wait_save(self) -> None:
+        pass
+
+
+class Rollout:
+    def save(self, path: str, rollout_id: int) -> None:
+        (Path(path) / "rollout.json").write_text("{}")
+
+
+def checkpointer(tmp_path: Path, **overrides) -> Checkpointer:
+    return Checkpointer(make_args(save=str(tmp_path), load=str(tmp_path), **overrides))
+
+
+def test_a_run_starts_behind_its_last_checkpoint(tmp_path):
+    fresh = checkpointer(tmp_path)
+    assert (fresh.start_rollout_id, fresh.weight_version, fresh.loaded) == (0, 0, None)
+    fresh.save(4, Trainer(trained_version=5), Rollout())
+    resumed = checkpointer(tmp_path)
+    assert (resumed.start_rollout_id, resumed.weight_version) == (5, 5)
+    assert resumed.loaded == tmp_path / "iter_0000004"
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint_and_says_so(tmp_path):
+    checkpoints = checkpointer(tmp_path)
+    checkpoints.save(4, Trainer(), Rollout())
+    with pytest.raises(UserError, match=r"rollout 9.*No space left.*iter_0000004.*--load"):
+        checkpoints.save(9, Trainer(full_disk=True), Rollout())
+    assert find_checkpoint(str(tmp_path)) == tmp_path / "iter_0000004"
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_in_the_background_it_counts_once_it_is_finished(tmp_path):
+    checkpoints = checkpointer(tmp_path, async_save=True)
+    checkpoints.save(4, Trainer(), Rollout())
+    assert find_checkpoint(str(tmp_path)) is None
+    checkpoints.finish(Trainer())
+    assert read_meta(find_checkpoint(str(tmp_path))).rollout_id == 4
+
+
+def test_nothing_is_saved_twice(tmp_path):
+    checkpoints = checkpointer(tmp_path)
+    checkpoints.save(4, Trainer(), Rollout())
+    checkpoints.save(4, Trainer(full_disk=True), Rollout())  # would raise
+
+
+def test_a_checkpoint_of_the_other_backend_is_refused(tmp_path):
+    checkpointer(tmp_path).save(4, Trainer(), Rollout())
+    meta = tmp_path / "iter_0000004" / "meta.json"
+    meta.write_text(meta.read_text().replace("fsdp", "megatron"))
+    with pytest.raises(ConfigError, match="--train-backend megatron"):
+        checkpointer(tmp_path)
