@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from slime.engine.dense_cache import DenseRows
 from slime.engine.kv_cache import KVCache, LayerShape
 
 IMPLEMENTATION = "slime_paged"
@@ -22,28 +23,32 @@ IMPLEMENTATION = "slime_paged"
 
 @dataclass(kw_only=True, eq=False)
 class AttentionGroup:
-    """B sequences x Q query rows over the pages of L positions.
+    """B sequences x Q query rows over L positions, which lie in pages or in rows of the dense cache.
 
     `rows` are the token rows of the queries, [B*Q]; a slice when they lie in order without padding.
     `positions` is where each query stands in its sequence, [B, Q]; padding queries stand at 0.
     """
 
     rows: slice | torch.Tensor
-    pages: torch.Tensor  # [B * L/page_size]
+    source: torch.Tensor | DenseRows  # page numbers [B * L/page_size], or dense rows
     positions: torch.Tensor  # [B, Q]
     kv_len: int
     valid: torch.Tensor | None = None  # indices into B*Q of the queries that are no padding
     _masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None, repeat: int) -> torch.Tensor:
-        """Which positions each query may see, [B, 1, repeat*Q, L]; built once for all layers alike."""
+    def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> torch.Tensor:
+        """0 where a query may look and -inf elsewhere, [B, 1, repeat*Q, L]; made once for all layers."""
         key = (window, repeat)
         if key not in self._masks:
             seen = torch.arange(self.kv_len, device=self.positions.device)
-            mask = seen <= self.positions.unsqueeze(-1)
+            hidden = seen > self.positions.unsqueeze(-1)
             if window is not None:
-                mask &= seen > self.positions.unsqueeze(-1) - window
-            self._masks[key] = mask.repeat(1, repeat, 1).unsqueeze(1)
+                hidden |= seen <= self.positions.unsqueeze(-1) - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            mask.masked_fill_(hidden, float("-inf"))
+            if self.positions.shape[1] > 1:
+                mask = mask.repeat(1, repeat, 1)
+            self._masks[key] = mask.unsqueeze(1)
         return self._masks[key]
 
 
@@ -112,13 +117,16 @@ def paged_attention(
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     plan.cache.write(layer, plan.slots, key, value)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    output = torch.empty(
-        query.shape[0], query.shape[1], value.shape[2], dtype=query.dtype, device=query.device
-    )
-    for group in plan.groups:
-        result = _attend(
-            plan.cache, layer, group, query[group.rows], scale, sliding_window, softcap, s_aux
+    results = [
+        _attend(
+            plan.cache, layer, group, (query, key, value), scale, sliding_window, softcap, s_aux
         )
+        for group in plan.groups
+    ]
+    if len(results) == 1 and plan.groups[0].valid is None:
+        return results[0].unsqueeze(0), None
+    output = results[0].new_empty(query.shape[0], *results[0].shape[1:])
+    for group, result in zip(plan.groups, results, strict=True):
         if group.valid is None:
             output[group.rows] = result
         else:
@@ -133,7 +141,7 @@ def _attend(
     cache: KVCache,
     layer: int,
     group: AttentionGroup,
-    query: torch.Tensor,  # [B*Q, Hq, D]
+    projected: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # query, key, value [T, H, D]
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -142,15 +150,21 @@ def _attend(
     """[B*Q, Hq, Dv]"""
     batch, q_len = group.positions.shape
     shape = cache.layers[layer]
+    query = projected[0][group.rows]
     heads, repeat = shape.num_heads, query.shape[1] // shape.num_heads
-    keys = cache.keys[layer].index_select(0, group.pages)
-    values = cache.values[layer].index_select(0, group.pages)
-    keys = keys.view(batch, group.kv_len, heads, -1).transpose(1, 2)  # [B, Hkv, L, D]
-    values = values.view(batch, group.kv_len, heads, -1).transpose(1, 2)
+    if isinstance(group.source, DenseRows):
+        group.source.write(layer, projected[1][group.rows], projected[2][group.rows])
+        keys, values = group.source.read(layer, group.kv_len)
+    else:
+        keys = cache.keys[layer].index_select(0, group.source)
+        values = cache.values[layer].index_select(0, group.source)
+        keys = keys.view(batch, group.kv_len, heads, -1)
+        values = values.view(batch, group.kv_len, heads, -1)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [B, Hkv, L, D]
     # [B, Q, Hkv, repeat, D] -> [B, Hkv, repeat*Q, D]
     query = query.reshape(batch, q_len, heads, repeat, -1).permute(0, 2, 3, 1, 4)
     query = query.reshape(batch, heads, repeat * q_len, -1)
-    mask = group.mask(window, repeat)
+    mask = group.mask(window, repeat, query.dtype)
     if softcap is None and sinks is None:
         result = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
     else:
@@ -172,7 +186,7 @@ def _attend_in_steps(
     scores = (query @ keys.transpose(2, 3)).float() * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~mask, float("-inf"))
+    scores = scores + mask
     if sinks is not None:
         heads, length = scores.shape[1], scores.shape[2]
         per_head = sinks.float().view(heads, -1, 1)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from slime.engine.attention import AttentionGroup, AttentionPlan
+from slime.engine.dense_cache import DenseCache, DenseRows
 from slime.engine.kv_cache import KVCache
 from slime.engine.scheduler import Work
 
@@ -36,17 +37,26 @@ class ForwardBatch:
     score_works: list[Work]  # the work each of them belongs to; in order of position for each
 
 
-def make_batch(works: list[Work], page_table: np.ndarray, cache: KVCache) -> ForwardBatch:
+def make_batch(
+    works: list[Work], page_table: np.ndarray, cache: KVCache, dense: DenseCache | None
+) -> ForwardBatch:
     """All works in one forward: decoding rows first, longest first, then pieces of prompts."""
     page_size = cache.page_size
     works = sorted(works, key=lambda w: (w.count > 1, -(w.start + w.count)))
+    members = [] if dense is None else _dense_members(works, page_table, dense)
+    seated = {work.request for group in members for work in group}
+    paged = [work for work in works if work.request not in seated]
+    works = [work for group in members for work in group] + paged
     ids, positions, request_rows = _flatten(works)
     pages = page_table[request_rows, positions // page_size]
     groups: list[AttentionGroup] = []
     row = 0
-    for members in _group(works, page_size):
-        groups.append(_make_group(members, row, page_table, cache))
-        row += sum(work.count for work in members)
+    for group in [*members, *_group(paged, page_size)]:
+        source = (
+            dense.rows([w.request for w in group]) if dense and group[0].request in seated else None
+        )
+        groups.append(_make_group(group, row, page_table, cache, source))
+        row += sum(work.count for work in group)
     plan = AttentionPlan(
         cache=cache, slots=_tensor(pages * page_size + positions % page_size, cache), groups=groups
     )
@@ -62,6 +72,16 @@ def make_batch(works: list[Work], page_table: np.ndarray, cache: KVCache) -> For
         score_rows=score_rows,
         score_works=score_works,
     )
+
+
+def _dense_members(
+    works: list[Work], page_table: np.ndarray, dense: DenseCache
+) -> list[list[Work]]:
+    """The decoding works that have rows in the dense cache, by block and in the order of rows."""
+    decoding = [work for work in works if work.count == 1 and work.samples and work.start > 0]
+    by_request = {work.request: work for work in decoding}
+    blocks = dense.place(list(by_request), page_table)
+    return [[by_request[request] for request in block] for block in blocks]
 
 
 def make_fixed_batches(
@@ -106,7 +126,7 @@ def _make_fixed_batch(
         groups.append(
             AttentionGroup(
                 rows=slice(start, end),
-                pages=_tensor(table.reshape(-1), cache),
+                source=_tensor(table.reshape(-1), cache),
                 positions=_tensor(positions[rows, None], cache),
                 kv_len=bucket * page_size,
             )
@@ -172,30 +192,38 @@ def _belongs(work: Work, longest: Work, page_size: int) -> bool:
 
 
 def _make_group(
-    works: list[Work], first_row: int, page_table: np.ndarray, cache: KVCache
+    works: list[Work],
+    first_row: int,
+    page_table: np.ndarray,
+    cache: KVCache,
+    dense_rows: DenseRows | None,
 ) -> AttentionGroup:
     counts = np.array([work.count for work in works])
     starts = np.array([work.start for work in works])
-    num_pages = -(-int((starts + counts).max()) // cache.page_size)
-    q_len = int(counts.max())
-    table = page_table[[work.request.row for work in works], :num_pages]
+    kv_len, q_len = int((starts + counts).max()), int(counts.max())
+    source: torch.Tensor | DenseRows
+    if dense_rows is not None:
+        source = dense_rows
+    else:
+        num_pages = -(-kv_len // cache.page_size)
+        kv_len = num_pages * cache.page_size
+        table = page_table[[work.request.row for work in works], :num_pages]
+        source = _tensor(table.reshape(-1), cache)
     offsets = np.arange(q_len)
     real = offsets < counts[:, None]  # [B, Q]
-    positions = (starts[:, None] + offsets) * real
     total = int(counts.sum())
     rows: slice | torch.Tensor = slice(first_row, first_row + total)
     valid = None
     if total < real.size:
-        row_of = (first_row + np.cumsum(counts) - counts)[:, None] + np.minimum(
-            offsets, counts[:, None] - 1
-        )
+        row_of = (first_row + np.cumsum(counts) - counts)[:, None]
+        row_of = row_of + np.minimum(offsets, counts[:, None] - 1)
         rows = _tensor(row_of.reshape(-1), cache)
         valid = _tensor(np.flatnonzero(real.reshape(-1)), cache)
     return AttentionGroup(
         rows=rows,
-        pages=_tensor(table.reshape(-1), cache),
-        positions=_tensor(positions, cache),
-        kv_len=num_pages * cache.page_size,
+        source=source,
+        positions=_tensor((starts[:, None] + offsets) * real, cache),
+        kv_len=kv_len,
         valid=valid,
     )
 

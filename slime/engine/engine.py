@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from slime.engine.arguments import EngineArgs
-from slime.engine.kv_cache import KVCache
 from slime.engine.memory import MemoryReleaser, choose_sizes
 from slime.engine.model_runner import ModelRunner, StepOutput, eos_token_ids
 from slime.engine.page_pool import PagePool
@@ -52,13 +51,7 @@ class Engine:
             chunk_size=self.sizes.chunk_size,
             use_prefix_cache=not args.disable_radix_cache,
         )
-        self.runner.cache = KVCache(
-            self.runner.layers,
-            self.sizes.num_pages,
-            args.page_size,
-            self.runner.dtype,
-            self.runner.device,
-        )
+        self.runner.make_cache(self.sizes.num_pages, args.page_size)
         self.weights = WeightStore(self.runner.model)
         self._releaser = MemoryReleaser(self.runner)
         self.weight_version = args.weight_version

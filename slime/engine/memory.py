@@ -64,6 +64,8 @@ class MemoryReleaser:
         if tag == "kv_cache":
             assert self._runner.cache is not None
             self._runner.cache.free()
+            if self._runner.dense is not None:
+                self._runner.dense.clear()
         elif tag == "weights" and self._runner.device.type == "cuda":
             self._move(torch.device("cpu"))
         if self._runner.device.type == "cuda":

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from slime.engine.arguments import EngineArgs
 from slime.engine.attention import IMPLEMENTATION, record_layers, use_plan
 from slime.engine.batch import ForwardBatch, make_batch, make_fixed_batches
+from slime.engine.dense_cache import DenseCache
 from slime.engine.kv_cache import KVCache, LayerShape
 from slime.engine.request import Request
 from slime.engine.sampling import Draw, sample
@@ -56,6 +57,12 @@ class ModelRunner:
         self.context_len: int = args.context_length or _context_len(self.model)
         self.layers = self._find_layers()
         self.cache: KVCache | None = None
+        self.dense: DenseCache | None = None
+
+    def make_cache(self, num_pages: int, page_size: int) -> None:
+        self.cache = KVCache(self.layers, num_pages, page_size, self.dtype, self.device)
+        if self.device.type == "cpu" and not self.deterministic:
+            self.dense = DenseCache(self.cache, max_tokens=num_pages * page_size)
 
     @torch.inference_mode()
     def run(self, works: list[Work], page_table: np.ndarray) -> StepOutput:
@@ -67,7 +74,7 @@ class ModelRunner:
                 for b in make_fixed_batches(works, page_table, self.cache, _FIXED_ROWS)
             ]
             return _join(parts)
-        return self._forward(make_batch(works, page_table, self.cache))
+        return self._forward(make_batch(works, page_table, self.cache, self.dense))
 
     def _forward(self, batch: ForwardBatch) -> StepOutput:
         num_samples, num_scores = len(batch.sample_rows), len(batch.score_rows)
@@ -173,7 +180,17 @@ def _load_model(
     model.eval()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    if device.type == "cpu":
+        _lay_out_by_columns(model)
     return model
+
+
+def _lay_out_by_columns(model: PreTrainedModel) -> None:
+    """Keep matrices as x @ W.T reads them: up to twice as fast with few rows. Shapes stay the same."""
+    embedding = model.get_input_embeddings().weight
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module.weight is not embedding:
+            module.weight.data = module.weight.data.t().contiguous().t()
 
 
 def _choose_dtype(name: str, config, device: torch.device) -> torch.dtype:
