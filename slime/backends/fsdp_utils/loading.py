@@ -119,8 +119,11 @@ def _skeleton(args: Args, dtype: torch.dtype) -> nn.Module:
             return AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention, dtype=dtype
             )
-        except ImportError as error:
-            raise UserError(f"--attn-implementation {attention}: {error}") from None
+        except (ImportError, ValueError) as error:  # not installed, or not for this model
+            raise UserError(
+                f"{args.hf_checkpoint} cannot be built as a causal model with attention {attention}: "
+                f"{error}"
+            ) from None
 
 
 @contextmanager
