@@ -59,8 +59,11 @@ def test_job_submit_runs_the_same_command_line(cluster, tiny_model, tiny_data, t
             "submit",
             f"--address={cluster}",
             f"--runtime-env-json={json.dumps(environment)}",
-        ]
-        + ["--", sys.executable, str(runs.ROOT / "train.py"), *flags],
+            "--",
+            sys.executable,
+            str(runs.ROOT / "train.py"),
+            *flags,
+        ],
         capture_output=True,
         text=True,
         timeout=300,

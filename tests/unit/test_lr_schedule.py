@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -23,7 +24,7 @@ def test_warm_up_rises_evenly_to_the_full_rate_and_loses_no_step(style):
 def test_decay_never_rises_and_ends_at_the_minimum(style):
     schedule = LrSchedule(lr=1.0, min_lr=0.1, style=style, warmup_steps=3, decay_steps=50)
     rates = [schedule.at(step) for step in range(3, 60)]
-    assert all(later <= earlier for earlier, later in zip(rates, rates[1:], strict=False))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
     assert rates[-1] == rates[50 - 3] == 0.1
     assert rates[10] < 1.0
 

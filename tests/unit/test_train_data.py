@@ -34,9 +34,7 @@ def test_rewards_are_normalised_within_uneven_groups():
 
 
 def test_overlong_answers_lose_reward_before_normalisation():
-    args = make_args(
-        rollout_max_response_len=8, overlong_buffer_len=4, overlong_penalty_factor=2.0
-    )
+    args = make_args(rollout_max_response_len=8, overlong_buffer_len=4, overlong_penalty_factor=2.0)
     batch = samples_to_batch(args, [sample(0, 0, 1.0, length=3), sample(1, 0, 1.0, length=6)])
     # Tokens 5..8 are punished linearly up to 2: the sixth has covered half of the way.
     np.testing.assert_allclose(batch.raw_rewards, [1.0, 1.0 - 2.0 * 2 / 4])
