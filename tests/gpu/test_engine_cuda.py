@@ -1,0 +1,121 @@
+"""The engine on one GPU: tokens and log-probs of Hugging Face, memory given back, weights by CUDA IPC."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime.engine.weights import TensorMeta
+from tests.engines import local_engine
+from tests.tiny import make_tiny_checkpoint
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SIZES = {"max_total_tokens": 20000}
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_moe"])
+def checkpoint(request, tmp_path_factory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("qwen3"))
+
+
+def make_prompts(count: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(256) for _ in range(rng.randint(1, 100))] for _ in range(count)]
+
+
+@torch.no_grad()
+def log_probs(path: Path, request, dtype: torch.dtype) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).cuda().eval()
+    logits = model(torch.tensor([request.token_ids], device="cuda")).logits[0, :-1].float()
+    targets = request.token_ids[1:]
+    return logits.log_softmax(-1)[range(len(targets)), targets][request.prompt_len - 1 :].cpu()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_total_tokens": 256, "page_size": 8, "chunked_prefill_size": 24}],
+    ids=["plain", "full"],
+)
+def test_greedy_output_in_fp32_is_hugging_faces(checkpoint: Path, options: dict):
+    prompts = make_prompts(8)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).cuda().eval()
+    with local_engine(checkpoint, dtype="float32", **{**SIZES, **options}) as engine:
+        requests = engine.generate(prompts, temperature=0, max_new_tokens=40)
+        requests += engine.generate(prompts, temperature=0, max_new_tokens=40)
+    for request in requests:
+        prompt = torch.tensor([request.token_ids[: request.prompt_len]], device="cuda")
+        expected = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=False
+        )
+        assert request.token_ids == expected[0].tolist()
+        found = torch.tensor(request.output_log_probs)
+        assert (found - log_probs(checkpoint, request, torch.float32)).abs().max() < 1e-4
+
+
+def test_bf16_is_the_default_and_close_to_hugging_faces(qwen3: Path):
+    with local_engine(qwen3, **SIZES) as engine:
+        assert engine.engine.runner.dtype == torch.bfloat16
+        requests = engine.generate(make_prompts(8), max_new_tokens=30)
+    for request in requests:
+        found = torch.tensor(request.output_log_probs)
+        assert (found - log_probs(qwen3, request, torch.bfloat16)).abs().mean() < 0.05
+
+
+def test_deterministic_mode_on_the_gpu(qwen3: Path):
+    prompts = make_prompts(10)
+    params = {"temperature": 0.8, "max_new_tokens": 30, "ignore_eos": True}
+    with local_engine(qwen3, enable_deterministic_inference=True, **SIZES) as engine:
+        alone = [engine.generate([p], seeds=[i], **params)[0] for i, p in enumerate(prompts)]
+        crowd = engine.generate(prompts, seeds=list(range(10)), **params)
+    assert [r.output_ids for r in alone] == [r.output_ids for r in crowd]
+    assert [r.output_log_probs for r in alone] == [r.output_log_probs for r in crowd]
+
+
+def test_memory_goes_back_and_returns(qwen3: Path):
+    with local_engine(qwen3, mem_fraction_static=0.3) as local:
+        engine = local.engine
+        before = local.generate([[1, 2, 3]], temperature=0, max_new_tokens=8)[0].output_ids
+        used = torch.cuda.memory_reserved()
+        engine.call(lambda: engine.release_memory(["kv_cache", "weights"])).result()
+        assert torch.cuda.memory_reserved() < used / 10
+        engine.call(lambda: engine.resume_memory(["weights", "kv_cache"])).result()
+        assert local.generate([[1, 2, 3]], temperature=0, max_new_tokens=8)[0].output_ids == before
+
+
+_EXPORT = """
+import json, sys, torch
+from slime.utils.ipc import SharedBuffer
+buffer = SharedBuffer(256, "cuda")
+buffer.tensor.copy_(torch.full((64,), 2.5, device="cuda").view(torch.uint8))
+print(json.dumps(buffer.export()), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_weights_come_by_cuda_ipc(qwen3: Path):
+    meta = TensorMeta(name="model.norm.weight", dtype=torch.float32, shape=(64,), offset=0)
+    child = subprocess.Popen(
+        [sys.executable, "-c", _EXPORT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(child.kill)
+        assert child.stdout is not None
+        handle = json.loads(child.stdout.readline())
+        local = stack.enter_context(local_engine(qwen3, **SIZES))
+        engine = local.engine
+        engine.call(lambda: engine.weights.update_from_buffer(handle, [meta])).result()
+        assert (engine.runner.model.model.norm.weight == 2.5).all()
+    child.wait()
