@@ -230,7 +230,9 @@ class RolloutBatch:
             column = getattr(self, f.name)
             if f.name == "schedule" or column is None:
                 continue
-            columns[f.name] = column[rows] if f.name in _SCALAR_DTYPES else [column[i] for i in rows]
+            columns[f.name] = (
+                column[rows] if f.name in _SCALAR_DTYPES else [column[i] for i in rows]
+            )
         return RolloutBatch(**columns, schedule=schedule)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -265,7 +267,9 @@ class Schedule:
 
     steps: list[list[list[int]]]
     log_prob_micro_batches: list[list[int]]
-    fillers: frozenset[tuple[int, int]] = frozenset()  # (step, micro-batch); -1 as step: log-prob pass
+    fillers: frozenset[tuple[int, int]] = (
+        frozenset()
+    )  # (step, micro-batch); -1 as step: log-prob pass
 
 
 @dataclass(kw_only=True)
