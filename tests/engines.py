@@ -30,12 +30,19 @@ class LocalEngine:
     def __init__(self, model_path: str | Path, **options: Any) -> None:
         self._done = threading.Condition()
         self.engine = Engine(
-            EngineArgs(model_path=str(model_path), random_seed=0, **options), self._notify, self._notify
+            EngineArgs(model_path=str(model_path), random_seed=0, **options),
+            self._notify,
+            self._notify,
         )
         self.engine.start()
 
     def generate(
-        self, prompts: list[list[int]], *, seeds: list[int] | None = None, start_len: int = -1, **params: Any
+        self,
+        prompts: list[list[int]],
+        *,
+        seeds: list[int] | None = None,
+        start_len: int = -1,
+        **params: Any,
     ) -> list[Request]:
         requests = [
             Request(
