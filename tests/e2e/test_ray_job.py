@@ -2,10 +2,11 @@
 
 import json
 import os
-import signal
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ import pytest
 from tests.e2e import runs
 
 RAY = str(Path(sys.executable).parent / "ray")
+ENVIRONMENT = {
+    **os.environ,
+    "RAY_AUTH_MODE": "token",
+}  # what the head turns on, its clients must too
 
 
 def free_port() -> int:
@@ -32,16 +37,20 @@ def cluster(tmp_path):
         f"--dashboard-port={dashboard}",
         "--include-dashboard=true",
     ]
-    words += [f"--temp-dir={tmp_path / 'ray'}", "--object-store-memory=200000000"]
+    folder = tempfile.mkdtemp(prefix="ray")  # socket paths must be short
+    words += [f"--temp-dir={folder}", "--object-store-memory=200000000"]
     log = (tmp_path / "head.log").open("w+")
-    head = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    head = subprocess.Popen(
+        words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=ENVIRONMENT
+    )
     address = f"http://127.0.0.1:{dashboard}"
     try:
         runs.wait_for(lambda: _accepts(dashboard), head, timeout=120)
         yield address
     finally:
-        os.killpg(head.pid, signal.SIGTERM)
+        head.terminate()  # it ends the processes it started
         head.wait(timeout=60)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _accepts(port: int) -> bool:
@@ -67,6 +76,7 @@ def test_job_submit_runs_the_same_command_line(cluster, tiny_model, tiny_data, t
         capture_output=True,
         text=True,
         timeout=300,
+        env=ENVIRONMENT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [record["rollout_id"] for record in runs.metrics(tmp_path / "run", "train")] == [0]
