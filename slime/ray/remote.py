@@ -30,9 +30,17 @@ class Remote:
 
 @ray.remote
 class _Host:
+    """An error in the constructor is raised by the first call: Ray would only report a dead actor."""
+
     def __init__(self, path: str, *args: Any, **kwargs: Any):
         module, name = path.rsplit(".", 1)
-        self._object = getattr(importlib.import_module(module), name)(*args, **kwargs)
+        self._error: Exception | None = None
+        try:
+            self._object = getattr(importlib.import_module(module), name)(*args, **kwargs)
+        except Exception as error:
+            self._error = error
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self._error is not None:
+            raise self._error
         return getattr(self._object, method)(*args, **kwargs)

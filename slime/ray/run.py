@@ -19,8 +19,11 @@ from slime.ray.rollout_group import RolloutGroup
 from slime.ray.stop_signal import StopSignal, Terminated
 from slime.ray.train_group import TrainGroup
 from slime.rollout.base_types import RolloutFunction
+from slime.rollout.data_source import data_format_of
+from slime.rollout.evaluation import eval_format
 from slime.rollout.hooks import check_hooks
 from slime.utils.arguments import Args
+from slime.utils.data import check_prompts
 from slime.utils.load_function import load_function
 from slime.utils.logging import setup_logging
 from slime.utils.run_folder import open_run_folder
@@ -37,6 +40,7 @@ class Run:
 
     def __init__(self, args: Args):
         check_hooks(args)
+        _check_data(args)
         self.args = args
         self._checkpoints = Checkpointer(args)
         self.start_rollout_id = self._checkpoints.start_rollout_id
@@ -189,3 +193,12 @@ class Run:
             ray.shutdown()
         self.stop_signal.restore()
         self.recorder.close()
+
+
+def _check_data(args: Args) -> None:
+    """Find an unusable row before any process starts; a data source of the user's reads its own data."""
+    builtin = args.data_source_path.startswith("slime.rollout.data_source.")
+    for text in args.prompt_data if builtin and args.prompt_data else ():
+        check_prompts(text, data_format_of(args))
+    for dataset in args.eval_datasets:
+        check_prompts(dataset.path, eval_format(args, dataset))

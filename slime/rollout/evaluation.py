@@ -90,21 +90,25 @@ def _make_groups(args: Args, dataset: EvalDataset) -> list[Group]:
 def _load(args: Args, dataset: EvalDataset) -> PromptDataset:
     key = (dataset.path, dataset.input_key, dataset.label_key, args.rm_type, args.hf_checkpoint)
     if key not in _datasets:
-        data_format = DataFormat(
-            input_key=dataset.input_key,
-            label_key=dataset.label_key,
-            metadata_key=args.metadata_key,
-            tool_key=args.tool_key,
-            apply_chat_template=args.apply_chat_template,
-            chat_template_kwargs=args.apply_chat_template_kwargs,
-            label_needed_by=label_needed_by(args),
-            data_flag=f"--eval-prompt-data {dataset.name}",
-            input_flag="--eval-input-key",
-            label_flag="--eval-label-key",
-        )
         tokenizer = load_tokenizer(args.hf_checkpoint)
-        _datasets[key] = load_prompts(dataset.path, data_format, tokenizer)
+        _datasets[key] = load_prompts(dataset.path, eval_format(args, dataset), tokenizer)
     return _datasets[key]
+
+
+def eval_format(args: Args, dataset: EvalDataset) -> DataFormat:
+    """How an evaluation dataset is read, from the flags and its own settings."""
+    return DataFormat(
+        input_key=dataset.input_key,
+        label_key=dataset.label_key,
+        metadata_key=args.metadata_key,
+        tool_key=args.tool_key,
+        apply_chat_template=args.apply_chat_template,
+        chat_template_kwargs=args.apply_chat_template_kwargs,
+        label_needed_by=label_needed_by(args),
+        data_flag=f"--eval-prompt-data {dataset.name}",
+        input_flag="--eval-input-key",
+        label_flag="--eval-label-key",
+    )
 
 
 def _stop_if_all_failed(samples: list[Sample], name: str) -> None:

@@ -170,8 +170,8 @@ class _Collector:
             return
         metadata = self.first_failure.metadata
         raise UserError(
-            f"every sample of rollout {self.rollout_id} failed "
-            f"(the first one in {metadata['error_stage']}):\n{metadata['error_traceback']}"
+            f"every sample of rollout {self.rollout_id} failed, "
+            f"the first one in {metadata['error_stage']}:\n{metadata['error_traceback']}"
         )
 
     def _warn_when_all_is_dropped(self) -> None:

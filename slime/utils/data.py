@@ -84,10 +84,10 @@ def load_prompts(
 ) -> PromptDataset:
     """Read, convert and filter one dataset."""
     spec = DataSpec.parse(text, data_format.data_flag)
-    rows = _take_slice(read_rows(spec.path, data_format.data_flag), spec.rows)
-    if not rows:
-        raise ConfigError(f"{data_format.data_flag} {text}: the dataset is empty")
-    samples = [_to_sample(row, where, data_format, tokenizer) for where, row in rows]
+    samples = [
+        _to_sample(row, where, data_format, tokenizer)
+        for where, row in _rows_of(spec, text, data_format)
+    ]
     kept = samples
     if data_format.max_prompt_len is not None:
         kept = _filter_by_length(samples, data_format, tokenizer)
@@ -103,6 +103,21 @@ def load_prompts(
             text, num_filtered, len(samples), data_format.max_prompt_len,
         )  # fmt: skip
     return PromptDataset(kept, tokenizer, data_format, num_filtered, spec.weight)
+
+
+def check_prompts(text: str, data_format: DataFormat) -> None:
+    """Read one dataset without a tokenizer: ConfigError for the first row that could not be used."""
+    spec = DataSpec.parse(text, data_format.data_flag)
+    plain = replace(data_format, apply_chat_template=False)
+    for where, row in _rows_of(spec, text, data_format):
+        _to_sample(row, where, plain, None)
+
+
+def _rows_of(spec: DataSpec, text: str, data_format: DataFormat) -> list[_Row]:
+    rows = _take_slice(read_rows(spec.path, data_format.data_flag), spec.rows)
+    if not rows:
+        raise ConfigError(f"{data_format.data_flag} {text}: the dataset is empty")
+    return rows
 
 
 def read_rows(path: str, flag: str = "--prompt-data") -> Iterator[_Row]:

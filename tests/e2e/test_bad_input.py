@@ -65,7 +65,7 @@ def test_reward_hook_that_always_raises_stops_the_run(tiny_model, tiny_data, tmp
     words = runs.command(
         tiny_model, tiny_data, tmp_path / "run", custom_rm_path="tests.e2e.rewards.broken"
     )
-    refused(words, "tests.e2e.rewards.broken", "no reward today")
+    refused(words, "every sample of rollout 0 failed", "tests/e2e/rewards.py", "no reward today")
 
 
 def test_reward_hook_that_sometimes_raises_is_counted(tiny_model, tiny_data, tmp_path):
