@@ -19,6 +19,7 @@ from slime.engine.request import Request
 from slime.engine.sampling_params import RequestError
 
 _MAX_BODY = 1 << 30
+_HEALTH_POLL = 0.5  # seconds
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -105,11 +106,13 @@ class EngineApp:
         )
 
     async def _health(self, _: web.Request) -> web.Response:
-        """200 as long as the loop thread answers; while it computes, that takes up to one step."""
-        if self._engine.failure is not None:
-            return web.Response(status=503)
-        await asyncio.wrap_future(self._engine.call(lambda: None))
-        return web.Response()
+        """200 if the loop thread answers, or is busy with a call such as a weight update."""
+        answer = asyncio.wrap_future(self._engine.call(lambda: None))
+        while self._engine.failure is None:
+            done, _pending = await asyncio.wait([answer], timeout=_HEALTH_POLL)
+            if done or self._engine.in_call:
+                return web.Response()
+        return web.Response(status=503)
 
     async def _ready(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self._engine.failure is None else 503)

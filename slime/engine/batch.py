@@ -13,8 +13,9 @@ from slime.engine.dense_cache import DenseCache, DenseRows
 from slime.engine.kv_cache import KVCache
 from slime.engine.scheduler import Work
 
-_PADDING_LIMIT = (
-    0.7  # rows join a group if they need at least this share of its longest row's pages
+_FILL = 0.7  # a work joins a group if it needs at least this share of what the longest one needs
+_MOST_QUERIES = (
+    512  # rows of one work in one group: bounds the masks, and skips what is masked anyway
 )
 
 
@@ -42,7 +43,8 @@ def make_batch(
 ) -> ForwardBatch:
     """All works in one forward: decoding rows first, longest first, then pieces of prompts."""
     page_size = cache.page_size
-    works = sorted(works, key=lambda w: (w.count > 1, -(w.start + w.count)))
+    works = [piece for work in works for piece in _cut(work)]
+    works.sort(key=lambda w: (w.count > 1, -(w.start + w.count)))
     members = [] if dense is None else _dense_members(works, page_table, dense)
     seated = {work.request for group in members for work in group}
     paged = [work for work in works if work.request not in seated]
@@ -58,14 +60,16 @@ def make_batch(
         groups.append(_make_group(group, row, page_table, cache, source))
         row += sum(work.count for work in group)
     plan = AttentionPlan(
-        cache=cache, slots=_tensor(pages * page_size + positions % page_size, cache), groups=groups
+        cache=cache,
+        slots=to_device(pages * page_size + positions % page_size, cache),
+        groups=groups,
     )
     ends = np.cumsum([work.count for work in works]) - 1
     samples = [i for i, work in enumerate(works) if work.samples]
     score_works, score_rows = _score_rows(works, ends)
     return ForwardBatch(
-        input_ids=_tensor(ids, cache).unsqueeze(0),
-        positions=_tensor(positions, cache).unsqueeze(0),
+        input_ids=to_device(ids, cache).unsqueeze(0),
+        positions=to_device(positions, cache).unsqueeze(0),
         plan=plan,
         sample_works=[works[i] for i in samples],
         sample_rows=ends[samples],
@@ -84,73 +88,14 @@ def _dense_members(
     return [[by_request[request] for request in block] for block in blocks]
 
 
-def make_fixed_batches(
-    works: list[Work], page_table: np.ndarray, cache: KVCache, num_rows: int
-) -> Iterator[ForwardBatch]:
-    """The same work in forwards of exactly `num_rows` rows, every token a row of its own.
-
-    The shape of a row's attention follows from its position alone and every other operation has the
-    same shape in all forwards, so a row's result does not depend on the rows beside it. Rows left over
-    are padding: they stand at position 0 of page 0.
-    """
-    queue = [
-        (work, position)
-        for work in works
-        for position in range(work.start, work.start + work.count)
+def _cut(work: Work) -> list[Work]:
+    if work.count <= _MOST_QUERIES:
+        return [work]
+    end = work.start + work.count
+    return [
+        Work(request=work.request, start=start, count=min(_MOST_QUERIES, end - start))
+        for start in range(work.start, end, _MOST_QUERIES)
     ]
-    for first in range(0, len(queue), num_rows):
-        # Longest context first: rows of one group then lie together.
-        chunk = sorted(
-            queue[first : first + num_rows], key=lambda item: -_bucket(item[1], cache.page_size)
-        )
-        yield _make_fixed_batch(chunk, page_table, cache, num_rows)
-
-
-def _make_fixed_batch(
-    chunk: list[tuple[Work, int]], page_table: np.ndarray, cache: KVCache, num_rows: int
-) -> ForwardBatch:
-    page_size = cache.page_size
-    ids, positions, request_rows = (np.zeros(num_rows, np.int64) for _ in range(3))
-    for row, (work, position) in enumerate(chunk):
-        ids[row] = work.request.token_ids[position]
-        positions[row] = position
-        request_rows[row] = work.request.row
-    real = np.arange(num_rows) < len(chunk)
-    pages = page_table[request_rows, positions // page_size] * real
-    groups: list[AttentionGroup] = []
-    buckets = np.array([_bucket(int(position), page_size) for position in positions])
-    for bucket in sorted(set(buckets.tolist()), reverse=True):
-        rows = np.flatnonzero(buckets == bucket)
-        start, end = int(rows[0]), int(rows[-1]) + 1
-        table = page_table[request_rows[rows], :bucket] * real[rows, None]
-        groups.append(
-            AttentionGroup(
-                rows=slice(start, end),
-                source=_tensor(table.reshape(-1), cache),
-                positions=_tensor(positions[rows, None], cache),
-                kv_len=bucket * page_size,
-            )
-        )
-    samples = [
-        i
-        for i, (work, p) in enumerate(chunk)
-        if work.samples and p == len(work.request.token_ids) - 1
-    ]
-    scores = [i for i, (work, position) in enumerate(chunk) if _wants_score(work, position)]
-    scores.sort(key=lambda i: chunk[i][1])
-    return ForwardBatch(
-        input_ids=_tensor(ids, cache).unsqueeze(0),
-        positions=_tensor(positions, cache).unsqueeze(0),
-        plan=AttentionPlan(
-            cache=cache,
-            slots=_tensor(pages * page_size + positions % page_size, cache),
-            groups=groups,
-        ),
-        sample_works=[chunk[i][0] for i in samples],
-        sample_rows=np.array(samples, np.int64),
-        score_rows=np.array(scores, np.int64),
-        score_works=[chunk[i][0] for i in scores],
-    )
 
 
 def _flatten(works: list[Work]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -184,11 +129,11 @@ def _group(works: list[Work], page_size: int) -> Iterator[list[Work]]:
 def _belongs(work: Work, longest: Work, page_size: int) -> bool:
     if (work.count > 1) != (longest.count > 1):
         return False
-    if work.count > 1 and not _PADDING_LIMIT <= work.count / longest.count <= 1 / _PADDING_LIMIT:
+    if work.count > 1 and not _FILL <= work.count / longest.count <= 1 / _FILL:
         return False
     pages = -(-(work.start + work.count) // page_size)
     most = -(-(longest.start + longest.count) // page_size)
-    return pages >= most * _PADDING_LIMIT or most <= 4
+    return pages >= most * _FILL or most <= 4
 
 
 def _make_group(
@@ -208,7 +153,7 @@ def _make_group(
         num_pages = -(-kv_len // cache.page_size)
         kv_len = num_pages * cache.page_size
         table = page_table[[work.request.row for work in works], :num_pages]
-        source = _tensor(table.reshape(-1), cache)
+        source = to_device(table.reshape(-1), cache)
     offsets = np.arange(q_len)
     real = offsets < counts[:, None]  # [B, Q]
     total = int(counts.sum())
@@ -217,12 +162,12 @@ def _make_group(
     if total < real.size:
         row_of = (first_row + np.cumsum(counts) - counts)[:, None]
         row_of = row_of + np.minimum(offsets, counts[:, None] - 1)
-        rows = _tensor(row_of.reshape(-1), cache)
-        valid = _tensor(np.flatnonzero(real.reshape(-1)), cache)
+        rows = to_device(row_of.reshape(-1), cache)
+        valid = to_device(np.flatnonzero(real.reshape(-1)), cache)
     return AttentionGroup(
         rows=rows,
         source=source,
-        positions=_tensor((starts[:, None] + offsets) * real, cache),
+        positions=to_device((starts[:, None] + offsets) * real, cache),
         kv_len=kv_len,
         valid=valid,
     )
@@ -236,13 +181,13 @@ def _score_rows(works: list[Work], ends: np.ndarray) -> tuple[list[Work], np.nda
             continue
         first = end - work.count + 1 - work.start
         for position in range(work.start, work.start + work.count):
-            if _wants_score(work, position):
+            if wants_score(work, position):
                 owners.append(work)
                 rows.append(first + position)
     return owners, np.array(rows, np.int64)
 
 
-def _wants_score(work: Work, position: int) -> bool:
+def wants_score(work: Work, position: int) -> bool:
     request = work.request
     return (
         request.num_output == 0
@@ -250,16 +195,5 @@ def _wants_score(work: Work, position: int) -> bool:
     )
 
 
-def _bucket(position: int, page_size: int) -> int:
-    """Pages a row at this position looks at: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
-    pages = position // page_size + 1
-    size = 1
-    while size < pages:
-        if size >= 2 and size * 3 // 2 >= pages:
-            return size * 3 // 2
-        size *= 2
-    return size
-
-
-def _tensor(array: np.ndarray, cache: KVCache) -> torch.Tensor:
+def to_device(array: np.ndarray, cache: KVCache) -> torch.Tensor:
     return torch.from_numpy(array).to(cache.device)

@@ -97,7 +97,9 @@ async def init_weights_update_group(engine: Engine, body: Body) -> Body:
         "name": _get(body, "group_name", str, "weight_update_group"),
         "backend": _get(body, "backend", str, "nccl"),
     }
-    return await _report(engine, lambda: engine.weights.init_group(**options), exclusive=False)
+    # In a thread of its own: it waits for the other members, and the loop has requests to serve.
+    join = asyncio.to_thread(engine.weights.init_group, **options)
+    return await _reported(join)
 
 
 async def destroy_weights_update_group(engine: Engine, body: Body) -> Body:
@@ -181,9 +183,13 @@ async def _call(engine: Engine, function: Callable[[], T], *, exclusive: bool = 
 
 
 async def _report(engine: Engine, function: Callable[[], None], *, exclusive: bool) -> Body:
+    return await _reported(_call(engine, function, exclusive=exclusive))
+
+
+async def _reported(work: Awaitable[None]) -> Body:
     """{"success", "message"} as the weight routes answer."""
     try:
-        await _call(engine, function, exclusive=exclusive)
+        await work
     except (RequestError, RuntimeError) as error:
         return {"success": False, "message": str(error)}
     return {"success": True, "message": "Success."}

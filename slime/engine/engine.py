@@ -17,8 +17,9 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from slime.engine.arguments import EngineArgs
+from slime.engine.loading import eos_token_ids
 from slime.engine.memory import MemoryReleaser, choose_sizes
-from slime.engine.model_runner import ModelRunner, StepOutput, eos_token_ids
+from slime.engine.model_runner import ModelRunner, StepOutput
 from slime.engine.page_pool import PagePool
 from slime.engine.request import FinishReason, Request
 from slime.engine.sampling_params import RequestError
@@ -60,6 +61,7 @@ class Engine:
         self.released: set[str] = set()  # parts of the memory given back
         self.failure: BaseException | None = None
         self.num_steps = 0
+        self.in_call = False  # a command of another thread is being carried out
         self._on_update = on_update
         self._on_failure = on_failure
         self._random = random.Random(args.random_seed)
@@ -97,10 +99,13 @@ class Engine:
         future: Future[T] = Future()
 
         def run() -> None:
+            self.in_call = True
             try:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
+            finally:
+                self.in_call = False
 
         self._leave_command((lambda: self._exclusive.append(run)) if exclusive else run)
         return future

@@ -1,36 +1,25 @@
-"""Loads the Hugging Face model and runs forwards of scheduled work through it."""
+"""Runs forwards of scheduled work through the Hugging Face model."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
-from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from slime.engine.arguments import EngineArgs
-from slime.engine.attention import IMPLEMENTATION, record_layers, use_plan
-from slime.engine.batch import ForwardBatch, make_batch, make_fixed_batches
+from slime.engine.attention import record_layers, use_plan
+from slime.engine.batch import ForwardBatch, make_batch
 from slime.engine.dense_cache import DenseCache
+from slime.engine.fixed_batch import make_fixed_batches
 from slime.engine.kv_cache import KVCache, LayerShape
+from slime.engine.loading import context_len, load_model
 from slime.engine.request import Request
 from slime.engine.sampling import Draw, sample
 from slime.engine.scheduler import Work
 from slime.utils.device import device_type
 from slime.utils.errors import UserError
 
-logger = logging.getLogger(__name__)
-
-_DTYPES = {
-    "half": torch.float16,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float": torch.float32,
-    "float32": torch.float32,
-}
 _FIXED_ROWS = 32  # rows of every forward in deterministic mode
 _SCORE_ROWS = 512  # prompt log-probs computed at a time
 
@@ -49,12 +38,11 @@ class ModelRunner:
 
     def __init__(self, args: EngineArgs) -> None:
         self.device = torch.device(args.device or device_type())
-        config = load_config(args)
-        self.dtype = _choose_dtype(args.dtype, config, self.device)
-        self.model = _load_model(args, config, self.dtype, self.device)
+        self.model = load_model(args, self.device)
+        self.dtype: torch.dtype = self.model.dtype
         self.deterministic = args.enable_deterministic_inference
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
-        self.context_len: int = args.context_length or _context_len(self.model)
+        self.context_len = context_len(args, self.model)
         self.layers = self._find_layers()
         self.cache: KVCache | None = None
         self.dense: DenseCache | None = None
@@ -120,90 +108,6 @@ class ModelRunner:
                 "go through transformers' attention interface; use --rollout-engine sglang"
             )
         return layers
-
-
-def load_config(args: EngineArgs):
-    path = Path(args.model_path)
-    if not path.is_dir():
-        raise UserError(f"--model-path {args.model_path}: no such folder")
-    if not (path / "config.json").is_file():
-        raise UserError(
-            f"--model-path {args.model_path}: no config.json in it, so no Hugging Face model"
-        )
-    config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
-    kinds = {"full_attention", "sliding_attention"}
-    layer_types = set(getattr(config, "layer_types", None) or kinds)
-    if config.is_encoder_decoder or (
-        type(config) not in AutoModelForCausalLM._model_mapping and not args.trust_remote_code
-    ):
-        raise UserError(
-            f"--model-path {args.model_path}: {config.model_type!r} is not a causal language model; "
-            "the embedded engine serves those that AutoModelForCausalLM loads"
-        )
-    if layer_types - kinds:
-        raise UserError(
-            f"--model-path {args.model_path}: layers of kind {sorted(layer_types - kinds)} keep a state "
-            "that the embedded engine's KV cache does not hold; use --rollout-engine sglang"
-        )
-    return config
-
-
-def eos_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> frozenset[int]:
-    """Tokens that end a response: the generation config's, else the model's, and the tokenizer's."""
-    generation: GenerationConfig | None = model.generation_config  # type: ignore[assignment]
-    found = getattr(generation, "eos_token_id", None)
-    if found is None:
-        found = model.config.get_text_config().eos_token_id
-    ids = set(found if isinstance(found, list) else [found]) | {tokenizer_eos}
-    return frozenset(token for token in ids if token is not None)
-
-
-def _load_model(
-    args: EngineArgs, config, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
-    options = {
-        "dtype": dtype,
-        "attn_implementation": IMPLEMENTATION,
-        "trust_remote_code": args.trust_remote_code,
-    }
-    if args.enable_deterministic_inference:
-        # Each token's experts as products of their own: a loop over experts has shapes that depend
-        # on where all the tokens of a batch go.
-        options["experts_implementation"] = "batched_mm"
-    if args.load_format == "dummy":
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, **options)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(args.model_path, **options)
-    model = cast(PreTrainedModel, model)
-    torch.nn.Module.to(model, device)
-    model.eval()
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    if device.type == "cpu":
-        _lay_out_by_columns(model)
-    return model
-
-
-def _lay_out_by_columns(model: PreTrainedModel) -> None:
-    """Keep matrices as x @ W.T reads them: up to twice as fast with few rows. Shapes stay the same."""
-    embedding = model.get_input_embeddings().weight
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and module.weight is not embedding:
-            module.weight.data = module.weight.data.t().contiguous().t()
-
-
-def _choose_dtype(name: str, config, device: torch.device) -> torch.dtype:
-    if name != "auto":
-        return _DTYPES[name]
-    dtype = getattr(config, "dtype", None) or torch.float32
-    if dtype == torch.float32 and device.type == "cuda":
-        return torch.bfloat16
-    return dtype
-
-
-def _context_len(model: PreTrainedModel) -> int:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096
 
 
 def _join(parts: list[StepOutput]) -> StepOutput:

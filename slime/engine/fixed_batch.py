@@ -1,0 +1,92 @@
+"""Forwards of one shape for deterministic mode: what a row computes does not depend on the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from slime.engine.attention import AttentionGroup, AttentionPlan
+from slime.engine.batch import ForwardBatch, to_device, wants_score
+from slime.engine.kv_cache import KVCache
+from slime.engine.scheduler import Work
+
+
+def make_fixed_batches(
+    works: list[Work], page_table: np.ndarray, cache: KVCache, num_rows: int
+) -> Iterator[ForwardBatch]:
+    """The same work in forwards of exactly `num_rows` rows, every token a row of its own.
+
+    The shape of a row's attention follows from its position alone and every other operation has the
+    same shape in all forwards, so a row's result does not depend on the rows beside it. Rows left over
+    are padding: they stand at position 0 of page 0.
+    """
+    queue = [
+        (work, position)
+        for work in works
+        for position in range(work.start, work.start + work.count)
+    ]
+    for first in range(0, len(queue), num_rows):
+        # Longest context first: rows of one group then lie together.
+        chunk = sorted(
+            queue[first : first + num_rows], key=lambda item: -_bucket(item[1], cache.page_size)
+        )
+        yield _make_batch(chunk, page_table, cache, num_rows)
+
+
+def _make_batch(
+    chunk: list[tuple[Work, int]], page_table: np.ndarray, cache: KVCache, num_rows: int
+) -> ForwardBatch:
+    page_size = cache.page_size
+    ids, positions, request_rows = (np.zeros(num_rows, np.int64) for _ in range(3))
+    for row, (work, position) in enumerate(chunk):
+        ids[row] = work.request.token_ids[position]
+        positions[row] = position
+        request_rows[row] = work.request.row
+    real = np.arange(num_rows) < len(chunk)
+    pages = page_table[request_rows, positions // page_size] * real
+    groups: list[AttentionGroup] = []
+    buckets = np.array([_bucket(int(position), page_size) for position in positions])
+    for bucket in sorted(set(buckets.tolist()), reverse=True):
+        rows = np.flatnonzero(buckets == bucket)
+        start, end = int(rows[0]), int(rows[-1]) + 1
+        table = page_table[request_rows[rows], :bucket] * real[rows, None]
+        groups.append(
+            AttentionGroup(
+                rows=slice(start, end),
+                source=to_device(table.reshape(-1), cache),
+                positions=to_device(positions[rows, None], cache),
+                kv_len=bucket * page_size,
+            )
+        )
+    samples = [
+        i
+        for i, (work, p) in enumerate(chunk)
+        if work.samples and p == len(work.request.token_ids) - 1
+    ]
+    scores = [i for i, (work, position) in enumerate(chunk) if wants_score(work, position)]
+    scores.sort(key=lambda i: chunk[i][1])
+    return ForwardBatch(
+        input_ids=to_device(ids, cache).unsqueeze(0),
+        positions=to_device(positions, cache).unsqueeze(0),
+        plan=AttentionPlan(
+            cache=cache,
+            slots=to_device(pages * page_size + positions % page_size, cache),
+            groups=groups,
+        ),
+        sample_works=[chunk[i][0] for i in samples],
+        sample_rows=np.array(samples, np.int64),
+        score_rows=np.array(scores, np.int64),
+        score_works=[chunk[i][0] for i in scores],
+    )
+
+
+def _bucket(position: int, page_size: int) -> int:
+    """Pages a row at this position looks at: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    pages = position // page_size + 1
+    size = 1
+    while size < pages:
+        if size >= 2 and size * 3 // 2 >= pages:
+            return size * 3 // 2
+        size *= 2
+    return size
