@@ -90,7 +90,7 @@ class EngineApp:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(http)
         async for request in self._hub.stream(generation.requests):
-            reply = self._reply(request, generation)
+            reply = _stream_error(request) or self._reply(request, generation)
             if generation.is_batch:
                 reply["index"] = generation.requests.index(request)
             await response.write(b"data: " + orjson.dumps(reply) + b"\n\n")
@@ -143,6 +143,13 @@ def _failed(requests: list[Request]) -> web.Response | None:
         if request.finish is not None and request.finish.status_code is not None:
             return _error(request.finish.message, request.finish.status_code)
     return None
+
+
+def _stream_error(request: Request) -> dict[str, Any] | None:
+    finish = request.finish
+    if finish is None or finish.status_code is None:
+        return None
+    return {"error": {"message": finish.message, "type": "abort", "code": finish.status_code}}
 
 
 def _parse_json(data: bytes) -> Any:

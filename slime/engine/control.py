@@ -47,7 +47,12 @@ async def continue_generation(engine: Engine, body: Body) -> Body:
 
 
 async def flush_cache(engine: Engine, body: Body) -> web.Response:
-    deadline = time.monotonic() + float(body.get("timeout", 0.0))
+    try:
+        deadline = time.monotonic() + float(body.get("timeout", 0.0))
+    except (TypeError, ValueError) as error:
+        raise RequestError(
+            f"`timeout` must be a number of seconds, got {body['timeout']!r}"
+        ) from error
     while not await _call(engine, engine.flush_cache):
         if time.monotonic() >= deadline:
             return web.Response(text="Flush cache failed.\n", status=400)
@@ -70,7 +75,8 @@ async def update_weights_from_disk(engine: Engine, body: Body) -> Body:
         engine.weights.update_from_disk(path)
         engine.model_path = path
 
-    return {**await _update(engine, body, update), "num_paused_requests": 0}
+    reply = await _update(engine, body, update)
+    return {**reply, "num_paused_requests": engine.in_flight if engine.pause_mode else 0}
 
 
 async def update_weights_from_tensor(engine: Engine, body: Body) -> Body:

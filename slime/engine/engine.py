@@ -238,19 +238,11 @@ class Engine:
         for request, log_prob in output.scored:
             request.input_log_probs.append(log_prob)
         updated: list[Request] = []
-        version = self.weight_version
         for work, token, log_prob in zip(
             output.works, output.draw.tokens, output.draw.log_probs, strict=True
         ):
             request = work.request
-            if request.params.max_new_tokens == 0:
-                request.finish = FinishReason(kind="length")
-            else:
-                request.append(token, log_prob, version)
-                if request.params.stop and (
-                    request.finish is None or request.finish.kind == "length"
-                ):
-                    request.finish = self.codec.find_stop(request) or request.finish
+            self._extend(request, token, log_prob)
             if request.finish is not None:
                 self.scheduler.finish(request)
                 updated.append(request)
@@ -258,6 +250,20 @@ class Engine:
                 updated.append(request)
         if updated:
             self._on_update(updated)
+
+    def _extend(self, request: Request, token: int, log_prob: float) -> None:
+        if request.params.max_new_tokens == 0:
+            request.finish = FinishReason(kind="length")
+            return
+        if log_prob != log_prob:
+            message = (
+                f"the model's output is not a number (weights of version {self.weight_version})"
+            )
+            request.finish = FinishReason(kind="abort", message=message, status_code=500)
+            return
+        request.append(token, log_prob, self.weight_version)
+        if request.params.stop and (request.finish is None or request.finish.kind == "length"):
+            request.finish = self.codec.find_stop(request) or request.finish
 
     def _fail_all(self, error: BaseException) -> None:
         message = f"the engine stopped: {error!r}"

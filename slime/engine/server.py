@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from aiohttp import web
+from transformers.utils import logging as transformers_logging
 
 from slime.engine.app import EngineApp
 from slime.engine.arguments import EngineArgs, parse_engine_args
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         logging.basicConfig(
             level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
         )
+        transformers_logging.disable_progress_bar()
         return asyncio.run(serve(args))
     except UserError as error:
         print(error, file=sys.stderr)

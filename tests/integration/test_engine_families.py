@@ -152,3 +152,14 @@ def test_an_error_in_a_step_fails_the_requests_and_is_kept(tmp_path: Path):
         with pytest.raises(AssertionError):
             local.generate([[1, 2, 3]], max_new_tokens=4)
         assert isinstance(engine.failure, KeyError)
+
+
+def test_weights_that_are_not_numbers_fail_the_request(tmp_path: Path):
+    path = make_tiny_checkpoint(tmp_path / "m")
+    weights = load_file(path / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with local_engine(path) as engine:
+        (request,) = engine.generate([[1, 2, 3]], max_new_tokens=4)
+    assert request.finish is not None and request.finish.status_code == 500
+    assert "not a number" in request.finish.message
