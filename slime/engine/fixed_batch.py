@@ -37,48 +37,47 @@ def make_fixed_batches(
 def _make_batch(
     chunk: list[tuple[Work, int]], page_table: np.ndarray, cache: KVCache, num_rows: int
 ) -> ForwardBatch:
-    page_size = cache.page_size
     ids, positions, request_rows = (np.zeros(num_rows, np.int64) for _ in range(3))
     for row, (work, position) in enumerate(chunk):
         ids[row] = work.request.token_ids[position]
         positions[row] = position
         request_rows[row] = work.request.row
     real = np.arange(num_rows) < len(chunk)
-    pages = page_table[request_rows, positions // page_size] * real
-    groups: list[AttentionGroup] = []
-    buckets = np.array([_bucket(int(position), page_size) for position in positions])
-    for bucket in sorted(set(buckets.tolist()), reverse=True):
-        rows = np.flatnonzero(buckets == bucket)
-        start, end = int(rows[0]), int(rows[-1]) + 1
-        table = page_table[request_rows[rows], :bucket] * real[rows, None]
-        groups.append(
-            AttentionGroup(
-                rows=slice(start, end),
-                source=to_device(table.reshape(-1), cache),
-                positions=to_device(positions[rows, None], cache),
-                kv_len=bucket * page_size,
-            )
-        )
-    samples = [
-        i
-        for i, (work, p) in enumerate(chunk)
-        if work.samples and p == len(work.request.token_ids) - 1
-    ]
+    table = page_table[request_rows] * real[:, None]  # page 0 for padding
+    pages = table[np.arange(num_rows), positions // cache.page_size]
+    slots = pages * cache.page_size + positions % cache.page_size
+    ends = [len(work.request.token_ids) - 1 for work, _ in chunk]
+    samples = [i for i, (work, p) in enumerate(chunk) if work.samples and p == ends[i]]
     scores = [i for i, (work, position) in enumerate(chunk) if wants_score(work, position)]
     scores.sort(key=lambda i: chunk[i][1])
     return ForwardBatch(
         input_ids=to_device(ids, cache).unsqueeze(0),
         positions=to_device(positions, cache).unsqueeze(0),
         plan=AttentionPlan(
-            cache=cache,
-            slots=to_device(pages * page_size + positions % page_size, cache),
-            groups=groups,
+            cache=cache, slots=to_device(slots, cache), groups=_groups(positions, table, cache)
         ),
         sample_works=[chunk[i][0] for i in samples],
         sample_rows=np.array(samples, np.int64),
         score_rows=np.array(scores, np.int64),
         score_works=[chunk[i][0] for i in scores],
     )
+
+
+def _groups(positions: np.ndarray, table: np.ndarray, cache: KVCache) -> list[AttentionGroup]:
+    """One group per number of pages looked at; rows of a group lie together."""
+    buckets = np.array([_bucket(int(position), cache.page_size) for position in positions])
+    groups: list[AttentionGroup] = []
+    for bucket in sorted(set(buckets.tolist()), reverse=True):
+        rows = np.flatnonzero(buckets == bucket)
+        groups.append(
+            AttentionGroup(
+                rows=slice(int(rows[0]), int(rows[-1]) + 1),
+                source=to_device(table[rows, :bucket].reshape(-1), cache),
+                positions=to_device(positions[rows, None], cache),
+                kv_len=bucket * cache.page_size,
+            )
+        )
+    return groups
 
 
 def _bucket(position: int, page_size: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -57,7 +58,12 @@ class Generation:
 
 
 def parse_generate(
-    body: Any, *, codec: TextCodec, limits: Limits, eos_ids: frozenset[int], new_seed: Any
+    body: Any,
+    *,
+    codec: TextCodec,
+    limits: Limits,
+    eos_ids: frozenset[int],
+    new_seed: Callable[[], int],
 ) -> Generation:
     """RequestError says what is wrong with the body."""
     if not isinstance(body, dict):
@@ -74,21 +80,17 @@ def parse_generate(
     for i, ids in enumerate(prompts):
         params = _fit(parse_sampling_params(all_params[i]), all_params[i], len(ids), limits)
         _check_ids(ids, params, limits)
-        if not -1 <= start_lens[i] <= len(ids):
-            raise RequestError(
-                f"logprob_start_len {start_lens[i]} is outside of the {len(ids)} prompt tokens."
-            )
+        start_len = _check_start_len(start_lens[i], len(ids)) if log_prob_flags[i] else -1
         for copy in range(params.n):
-            seed = new_seed() if params.sampling_seed is None else params.sampling_seed + copy
             request = Request(
                 rid=rids[i] if params.n == 1 else f"{rids[i]}_{copy}",
                 token_ids=list(ids),
                 prompt_len=len(ids),
                 params=params,
-                seed=seed % 2**64,
+                seed=_seed(params, copy, new_seed),
                 eos_ids=frozenset() if params.ignore_eos else eos_ids,
                 return_logprob=log_prob_flags[i],
-                logprob_start_len=start_lens[i] if log_prob_flags[i] else -1,
+                logprob_start_len=start_len,
                 stream=stream,
             )
             codec.check(request)
@@ -105,10 +107,6 @@ def make_reply(
     request: Request, *, codec: TextCodec, weight_version: str, with_token_text: bool
 ) -> dict[str, Any]:
     """The reply to one request, as it stands."""
-
-    def entry(log_prob: float | None, token: int) -> list[Any]:
-        return [log_prob, token, codec.decode_token(token) if with_token_text else None]
-
     output_ids = request.output_ids
     meta: dict[str, Any] = {
         "id": request.rid,
@@ -127,21 +125,42 @@ def make_reply(
     if request.finish is not None:
         meta["weight_versions"] = [dataclasses.asdict(span) for span in request.version_spans]
     if request.return_logprob:
-        meta["input_token_logprobs"] = []
-        if request.logprob_start_len >= 0:
-            scored = request.token_ids[request.logprob_start_len : request.prompt_len]
-            # The first has no log-prob: nothing that was asked for stands before it.
-            meta["input_token_logprobs"] = [
-                entry(value, token)
-                for value, token in zip([None, *request.input_log_probs], scored, strict=False)
-            ]
-        meta["output_token_logprobs"] = [
-            entry(value, token)
-            for value, token in zip(request.output_log_probs, output_ids, strict=True)
-        ]
-        meta["output_token_logprobs_length"] = len(output_ids)
+        meta |= _log_probs(request, output_ids, codec if with_token_text else None)
     reply: dict[str, Any] = {"output_ids": output_ids, "meta_info": meta}
     return {"text": codec.decode(request), **reply} if codec.available else reply
+
+
+def _log_probs(request: Request, output_ids: list[int], codec: TextCodec | None) -> dict[str, Any]:
+    """Triples of log-prob, token id and text; the first prompt token asked for has no log-prob."""
+
+    def triples(values: Iterable[float | None], tokens: list[int]) -> list[list[Any]]:
+        pairs = zip(values, tokens, strict=False)
+        return [
+            [value, token, codec.decode_token(token) if codec else None] for value, token in pairs
+        ]
+
+    prompt: list[list[Any]] = []
+    if request.logprob_start_len >= 0:
+        asked = request.token_ids[request.logprob_start_len : request.prompt_len]
+        prompt = triples([None, *request.input_log_probs], asked)
+    return {
+        "input_token_logprobs": prompt,
+        "output_token_logprobs": triples(request.output_log_probs, output_ids),
+        "output_token_logprobs_length": len(output_ids),
+    }
+
+
+def _seed(params: SamplingParams, copy: int, new_seed: Callable[[], int]) -> int:
+    seed = new_seed() if params.sampling_seed is None else params.sampling_seed + copy
+    return seed % 2**64
+
+
+def _check_start_len(start_len: int, num_prompt: int) -> int:
+    if not -1 <= start_len <= num_prompt:
+        raise RequestError(
+            f"logprob_start_len {start_len} is outside of the {num_prompt} prompt tokens."
+        )
+    return start_len
 
 
 def _finish_reason(finish: FinishReason | None, length: int) -> dict[str, Any] | None:
