@@ -7,7 +7,6 @@ import sys
 
 import ray
 
-from slime.utils.arguments import Args
 from slime.utils.env import read_env
 
 _OBJECT_STORE_BYTES = 2 * 1024**3
@@ -34,9 +33,9 @@ def connect() -> bool:
     return True
 
 
-def actor_env(args: Args, *, processes_here: int = 1, token: str) -> dict[str, str]:
-    """Environment of every actor: threads, the run's token, the user's variables, importable hooks."""
-    threads = max(1, (os.cpu_count() or 1) // processes_here)
+def actor_env(*, processes_here: int, token: str) -> dict[str, str]:
+    """Environment of an actor: threads, the run's token, importable hooks."""
+    threads = read_env().omp_num_threads or max(1, (os.cpu_count() or 1) // processes_here)
     paths = [os.getcwd(), *sys.path[:1], read_env().python_path]
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -45,7 +44,6 @@ def actor_env(args: Args, *, processes_here: int = 1, token: str) -> dict[str, s
         "TQDM_DISABLE": "1",  # bars of libraries; progress is the display's business
         "SLIME_ENGINE_TOKEN": token,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(p for p in paths if p)),
-        **args.train_env_vars,
     }
 
 

@@ -135,8 +135,8 @@ class Run:
         self.stop_signal.install()
         self._placement = placement = Placement(layout)
         token = secrets.token_hex(16)
-        engine_env = actor_env(args, processes_here=max(1, len(layout.engines)), token=token)
-        train_env = actor_env(args, processes_here=max(1, len(layout.trainer)), token=token)
+        engine_env = actor_env(processes_here=max(1, len(layout.engines)), token=token)
+        train_env = actor_env(processes_here=max(1, len(layout.trainer)), token=token)
         self.rollout = RolloutGroup(
             args,
             engine_options=[
@@ -151,7 +151,9 @@ class Run:
             recorder=self.recorder,
             stop_signal=self.stop_signal,
         )
-        self.actor = TrainGroup(args, placement, env=train_env, recorder=self.recorder)
+        self.actor = TrainGroup(
+            args, placement, env={**train_env, **args.train_env_vars}, recorder=self.recorder
+        )
         self.rollout.push_weights = self.actor.push_weights
         loaded = self._checkpoints.loaded
         trainers = self.actor.start(str(loaded) if loaded else None)

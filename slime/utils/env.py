@@ -14,6 +14,7 @@ class Env:
     wandb_api_key: str | None
     cuda_visible_devices: str | None  # CUDA_VISIBLE_DEVICES; empty hides every GPU
     python_path: str | None
+    omp_num_threads: str | None  # threads of each process, instead of an equal share of the cores
     plain_output: bool  # NO_COLOR or CI is set: no live display
 
 
@@ -26,6 +27,7 @@ def read_env() -> Env:
         wandb_api_key=get("WANDB_API_KEY"),
         cuda_visible_devices=get("CUDA_VISIBLE_DEVICES"),
         python_path=get("PYTHONPATH"),
+        omp_num_threads=get("OMP_NUM_THREADS"),
         plain_output=bool(get("NO_COLOR") or get("CI")),
     )
 

@@ -51,7 +51,7 @@ def start(words: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *words],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
