@@ -39,6 +39,8 @@ def actor_env(*, processes_here: int, token: str) -> dict[str, str]:
     paths = [os.getcwd(), *sys.path[:1], read_env().python_path]
     return {
         "OMP_NUM_THREADS": str(threads),
+        # OpenMP's threads spin 0.2 ms for each other instead of 15: on busy cores a few times faster.
+        "GOMP_SPINCOUNT": "4000",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "TQDM_DISABLE": "1",  # bars of libraries; progress is the display's business
