@@ -29,12 +29,11 @@ class LocalEngine:
 
     def __init__(self, model_path: str | Path, **options: Any) -> None:
         self._done = threading.Condition()
-        self.engine = Engine(
+        self.engine = Engine.launch(
             EngineArgs(model_path=str(model_path), random_seed=0, **options),
             self._notify,
             self._notify,
         )
-        self.engine.start()
 
     def generate(
         self,

@@ -70,19 +70,43 @@ class Engine:
         self._exclusive: deque[Callable[[], None]] = deque()
         self._held: deque[Request] = deque()  # came while an exclusive call waits for the others
         self._stopping = False
-        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self._thread: threading.Thread | None = None
 
     # called from other threads
 
-    def start(self) -> None:
-        self._thread.start()
+    @classmethod
+    def launch(
+        cls, args: EngineArgs, on_update: UpdateListener, on_failure: Callable[[], None]
+    ) -> Engine:
+        """Make an engine and step it, all in one new thread; returns once the model is loaded.
+
+        One thread: OpenMP keeps a team per thread that ever computed, and with more of them than
+        cores the workers sleep between any two operations instead of waiting for the next.
+        """
+        made: Future[Engine] = Future()
+
+        def live() -> None:
+            try:
+                engine = cls(args, on_update, on_failure)
+            except BaseException as error:
+                made.set_exception(error)
+                return
+            made.set_result(engine)
+            engine.run()
+
+        thread = threading.Thread(target=live, name="engine", daemon=True)
+        thread.start()
+        engine = made.result()
+        engine._thread = thread
+        return engine
 
     def stop(self) -> None:
         def stop() -> None:
             self._stopping = True
 
         self._leave_command(stop)
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def new_seed(self) -> int:
         return self._random.getrandbits(63)
@@ -190,7 +214,8 @@ class Engine:
     def in_flight(self) -> int:
         return len(self.scheduler.running) + len(self.scheduler.waiting) + len(self._held)
 
-    def _loop(self) -> None:
+    def run(self) -> None:
+        """Until `stop`, or until a step fails."""
         try:
             while not self._stopping:
                 self._wait_for_work()

@@ -40,3 +40,9 @@ def child_env(**extra: str) -> dict[str, str]:
 def set_env(**values: str) -> None:
     """Set variables that libraries read at import or at first use."""
     os.environ.update(values)
+
+
+def set_default_env(**values: str) -> None:
+    """The same for variables the user has not set."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
