@@ -18,7 +18,6 @@ from pathlib import Path
 
 from slime.quickstart_task import TaskData, write_data, write_model
 from slime.utils.env import read_env, set_env
-from slime.utils.env import set_env
 from slime.utils.errors import ConfigError
 
 _GOAL = 0.8
@@ -192,8 +191,6 @@ def _start_ray() -> None:
     """Once for both stages; it ends with this process."""
     from slime.ray.cluster import connect
 
-    # Threads that wait by spinning cost a machine with other work to do ten times the time.
-    set_env(OMP_WAIT_POLICY="PASSIVE")
     connect()
 
 
