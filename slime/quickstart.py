@@ -82,8 +82,6 @@ def run_quickstart(argv: list[str]) -> int:
             run_dir, data, size, options.seed
         ),
     }
-    # A second thread gains a model this small nothing, and on a busy machine they wait for each other.
-    set_env(OMP_NUM_THREADS=read_env().omp_num_threads or "1")
     _start_ray()
     for title, words in stages.items():
         print(f"\n{title}\n\n{as_typed(words)}\n", flush=True)
