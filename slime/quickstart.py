@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.quickstart_task import TaskData, write_data, write_model
-from slime.utils.env import read_env, set_env
 from slime.utils.errors import ConfigError
 
 _GOAL = 0.8

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -61,22 +62,32 @@ def _accepts(port: int) -> bool:
 def test_job_submit_runs_the_same_command_line(cluster, tiny_model, tiny_data, tmp_path):
     flags = runs.command(tiny_model, tiny_data, tmp_path / "run", num_rollout=1)
     environment = {"env_vars": {"PYTHONPATH": str(runs.ROOT), "NCCL_IB_TC": "160"}}
-    done = subprocess.run(
-        [
-            RAY,
-            "job",
-            "submit",
-            f"--address={cluster}",
-            f"--runtime-env-json={json.dumps(environment)}",
-            "--",
-            sys.executable,
-            str(runs.ROOT / "train.py"),
-            *flags,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=ENVIRONMENT,
-    )
+    done = _submit(cluster, environment, flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [record["rollout_id"] for record in runs.metrics(tmp_path / "run", "train")] == [0]
+
+
+def _submit(cluster: str, environment: dict, flags: list[str]) -> subprocess.CompletedProcess[str]:
+    """`ray job submit`; a head that has just started refuses until its agent is up."""
+    deadline = time.monotonic() + 120
+    while True:
+        done = subprocess.run(
+            [
+                RAY,
+                "job",
+                "submit",
+                f"--address={cluster}",
+                f"--runtime-env-json={json.dumps(environment)}",
+                "--",
+                sys.executable,
+                str(runs.ROOT / "train.py"),
+                *flags,
+            ],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=ENVIRONMENT,
+        )
+        if "No available agent" not in done.stdout + done.stderr or time.monotonic() > deadline:
+            return done
+        time.sleep(2)
