@@ -68,11 +68,13 @@ class RolloutGroup:
         """Every engine holds the current weights: all of them may generate."""
         self._manager.get("set_engines", self._engines.urls)
 
-    def replace_failed(self) -> list[int]:
+    def replace_failed(self, *, all_if_any: bool = False) -> list[int]:
         """Restart what died or hangs; it gets no request before it has the current weights."""
         if not self.args.use_fault_tolerance:
             return []
         failed = self._engines.failed()
+        if failed and all_if_any:
+            failed = list(range(len(self._engines.infos)))
         if failed:
             healthy = [url for i, url in enumerate(self._engines.urls) if i not in failed]
             self._manager.get("set_engines", healthy)

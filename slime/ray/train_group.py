@@ -110,12 +110,18 @@ class TrainGroup:
         self._all("update_weights", engines, self.weight_version)
 
     def _push(self, rollout: RolloutGroup) -> list[Any]:
-        """To all engines; once more from the start if one of them died meanwhile."""
+        """To all engines; once more from the start if one of them died meanwhile.
+
+        A broadcast that lost a member keeps the others waiting for it, so then all start again.
+        """
+        broadcast = self.args.update_weight_transport == "distributed"
         while True:
             try:
                 return self._all("update_weights", rollout.engine_infos, self.weight_version)
             except ray.exceptions.RayTaskError as error:
-                if isinstance(error, WeightMismatchError) or not rollout.replace_failed():
+                if isinstance(error, WeightMismatchError):
+                    raise
+                if not rollout.replace_failed(all_if_any=broadcast):
                     raise
 
     def save(self, rollout_id: int, path: str) -> None:

@@ -38,6 +38,8 @@ def cluster(tmp_path):
         f"--dashboard-port={dashboard}",
         "--include-dashboard=true",
     ]
+    for option in ("dashboard-agent-listen-port", "dashboard-agent-grpc-port"):
+        words.append(f"--{option}={free_port()}")  # another cluster may have the usual ones
     folder = tempfile.mkdtemp(prefix="ray")  # socket paths must be short
     words += [f"--temp-dir={folder}", "--object-store-memory=200000000"]
     log = (tmp_path / "head.log").open("w+")
