@@ -15,7 +15,7 @@ from pathlib import Path
 from slime.utils.env import read_env, set_default_env
 
 # Read when torch brings OpenMP in. Its threads spin about 0.2 ms for each other before they sleep, not
-# 15 ms: as fast on free cores, and 10 times faster where other processes use them too.
+# 15 ms: a sixth slower on free cores, and many times faster where other processes use them too.
 set_default_env(GOMP_SPINCOUNT="4000")
 
 from aiohttp import web  # noqa: E402
