@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 
 import aiohttp
+import orjson
 import psutil
 
 REPO = Path(__file__).resolve().parents[1]
@@ -169,8 +170,8 @@ class EngineSide:
     async def _request(self, session: aiohttp.ClientSession, row: Row) -> None:
         params = {"max_new_tokens": row["max_new_tokens"], "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": row["prompt_ids"], "sampling_params": params, "return_logprob": True}
-        async with session.post(f"{self._url}/generate", json=body) as response:
-            reply = await response.json()
+        async with session.post(f"{self._url}/generate", data=orjson.dumps(body)) as response:
+            reply = orjson.loads(await response.read())
         assert len(reply["output_ids"]) == row["max_new_tokens"]
         assert len(reply["meta_info"]["output_token_logprobs"]) == row["max_new_tokens"]
 

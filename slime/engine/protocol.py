@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import secrets
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -36,6 +37,10 @@ _UNSUPPORTED = (
     "extra_key",
     "bootstrap_host",
 )
+
+
+_RID_PREFIX = f"{secrets.token_hex(8)}-"
+_rid_numbers = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +128,10 @@ def make_reply(
         "response_sent_to_client_ts": time.time(),
     }
     if request.finish is not None:
-        meta["weight_versions"] = [dataclasses.asdict(span) for span in request.version_spans]
+        meta["weight_versions"] = [
+            {"version": span.version, "start": span.start, "end": span.end}
+            for span in request.version_spans
+        ]
     if request.return_logprob:
         meta |= _log_probs(request, output_ids, codec if with_token_text else None)
     reply: dict[str, Any] = {"output_ids": output_ids, "meta_info": meta}
@@ -208,7 +216,7 @@ def _is_id_list(value: object) -> TypeGuard[list[int]]:
 
 def _rids(given: Any, count: int, is_batch: bool) -> list[str]:
     if given is None:
-        return [uuid.uuid4().hex for _ in range(count)]
+        return [f"{_RID_PREFIX}{next(_rid_numbers)}" for _ in range(count)]
     if isinstance(given, str):
         return [f"{given}_{i}" for i in range(count)] if is_batch else [given]
     if (

@@ -75,24 +75,22 @@ class Request:
         return len(self.token_ids) - self.num_computed
 
     def append(self, token: int, log_prob: float, version: str) -> None:
-        position = self.num_output
         self.token_ids.append(token)
         if self.return_logprob:
             self.output_log_probs.append(log_prob)
-        if self.version_spans and self.version_spans[-1].version == version:
-            self.version_spans[-1].end = position + 1
+        count = len(self.token_ids) - self.prompt_len
+        spans = self.version_spans
+        if spans and spans[-1].version == version:
+            spans[-1].end = count
         else:
-            self.version_spans.append(
-                VersionSpan(version=version, start=position, end=position + 1)
-            )
-        self.finish = self._finish_by(token)
+            spans.append(VersionSpan(version=version, start=count - 1, end=count))
+        self.finish = self._finish_by(token, count)
 
-    def _finish_by(self, token: int) -> FinishReason | None:
+    def _finish_by(self, token: int, count: int) -> FinishReason | None:
         """The end that the token just appended brings; stop strings are looked at elsewhere."""
-        if (token in self.eos_ids or token in self.params.stop_token_ids) and (
-            self.num_output > self.params.min_new_tokens
-        ):
+        params = self.params
+        if (
+            token in self.eos_ids or token in params.stop_token_ids
+        ) and count > params.min_new_tokens:
             return FinishReason(kind="stop", matched=token)
-        if self.num_output >= self.params.max_new_tokens:
-            return FinishReason(kind="length")
-        return None
+        return FinishReason(kind="length") if count >= params.max_new_tokens else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -14,9 +15,9 @@ from pathlib import Path
 
 from slime.utils.env import read_env, set_default_env
 
-# Read when torch brings OpenMP in. Its threads spin about 0.2 ms for each other before they sleep, not
+# Read when torch brings OpenMP in. Its threads spin about 1 ms for each other before they sleep, not
 # 15 ms: a sixth slower on free cores, and many times faster where other processes use them too.
-set_default_env(GOMP_SPINCOUNT="4000")
+set_default_env(GOMP_SPINCOUNT="30000")
 
 from aiohttp import web  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
@@ -55,6 +56,8 @@ async def serve(args: EngineArgs) -> int:
 
     engine = await asyncio.to_thread(Engine.launch, args, hub.on_update, fail)
     hub.engine = engine
+    gc.collect()
+    gc.freeze()  # or every full collection walks all the objects of torch and transformers
     runner = web.AppRunner(
         EngineApp(engine, hub, _token()).make(), handler_cancellation=True, access_log=None
     )
