@@ -109,29 +109,42 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """The signature of transformers' attention functions; returns [1, T, Hq, Dv]."""
     layer: int = module.layer_idx  # type: ignore[assignment]
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    output = attend(layer, query, key, value, scale, sliding_window, softcap, s_aux)
+    return output.unsqueeze(0), None
+
+
+def attend(
+    layer: int,
+    query: torch.Tensor,  # [T, Hq, D]
+    key: torch.Tensor,  # [T, Hkv, D]
+    value: torch.Tensor,  # [T, Hkv, Dv]
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Store keys and values of the T rows, then let their queries look at all they may: [T, Hq, Dv]."""
     if _current.probe is not None:
         _record(_current.probe, layer, key, value)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+        return query.new_zeros(*query.shape[:2], value.shape[2])
     plan = _current.plan
     assert plan is not None, "paged attention outside of the engine"
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     plan.cache.write(layer, plan.slots, key, value)
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     results = [
-        _attend(
-            plan.cache, layer, group, (query, key, value), scale, sliding_window, softcap, s_aux
-        )
+        _attend(plan.cache, layer, group, (query, key, value), scale, window, softcap, sinks)
         for group in plan.groups
     ]
     if len(results) == 1 and plan.groups[0].valid is None:
-        return results[0].unsqueeze(0), None
+        return results[0]
     output = results[0].new_empty(query.shape[0], *results[0].shape[1:])
     for group, result in zip(plan.groups, results, strict=True):
         if group.valid is None:
             output[group.rows] = result
         else:
             output[group.rows[group.valid]] = result[group.valid]  # type: ignore[index]
-    return output.unsqueeze(0), None
+    return output
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)
@@ -161,14 +174,18 @@ def _attend(
         keys = keys.view(batch, group.kv_len, heads, -1)
         values = values.view(batch, group.kv_len, heads, -1)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [B, Hkv, L, D]
-    # [B, Q, Hkv, repeat, D] -> [B, Hkv, repeat*Q, D]
-    query = query.reshape(batch, q_len, heads, repeat, -1).permute(0, 2, 3, 1, 4)
-    query = query.reshape(batch, heads, repeat * q_len, -1)
+    if q_len == 1:
+        query = query.reshape(batch, heads, repeat, -1)
+    else:  # [B, Q, Hkv, repeat, D] -> [B, Hkv, repeat*Q, D]
+        query = query.reshape(batch, q_len, heads, repeat, -1).permute(0, 2, 3, 1, 4)
+        query = query.reshape(batch, heads, repeat * q_len, -1)
     mask = group.mask(window, repeat, query.dtype)
     if softcap is None and sinks is None:
         result = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
     else:
         result = _attend_in_steps(query, keys, values, mask, scale, softcap, sinks)
+    if q_len == 1:
+        return result.reshape(batch, heads * repeat, -1)
     result = result.reshape(batch, heads, repeat, q_len, -1).permute(0, 3, 1, 2, 4)
     return result.reshape(batch * q_len, heads * repeat, -1)
 
@@ -204,5 +221,5 @@ def _record(
     if layer in layers:
         raise NotImplementedError(f"layer {layer} attends twice")
     layers[layer] = LayerShape(
-        num_heads=key.shape[1], key_dim=key.shape[3], value_dim=value.shape[3]
+        num_heads=key.shape[1], key_dim=key.shape[2], value_dim=value.shape[2]
     )

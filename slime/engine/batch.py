@@ -29,8 +29,8 @@ class ForwardBatch:
         sample_works = [work b, work a]  sample_rows = [0, 3]
     """
 
-    input_ids: torch.Tensor  # [1, T]
-    positions: torch.Tensor  # [1, T]
+    input_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
     plan: AttentionPlan
     sample_works: list[Work]
     sample_rows: np.ndarray
@@ -68,8 +68,8 @@ def make_batch(
     samples = [i for i, work in enumerate(works) if work.samples]
     score_works, score_rows = _score_rows(works, ends)
     return ForwardBatch(
-        input_ids=to_device(ids, cache).unsqueeze(0),
-        positions=to_device(positions, cache).unsqueeze(0),
+        input_ids=to_device(ids, cache),
+        positions=to_device(positions, cache),
         plan=plan,
         sample_works=[works[i] for i in samples],
         sample_rows=ends[samples],

@@ -51,8 +51,8 @@ def _make_batch(
     scores = [i for i, (work, position) in enumerate(chunk) if wants_score(work, position)]
     scores.sort(key=lambda i: chunk[i][1])
     return ForwardBatch(
-        input_ids=to_device(ids, cache).unsqueeze(0),
-        positions=to_device(positions, cache).unsqueeze(0),
+        input_ids=to_device(ids, cache),
+        positions=to_device(positions, cache),
         plan=AttentionPlan(
             cache=cache, slots=to_device(slots, cache), groups=_groups(positions, table, cache)
         ),

@@ -79,10 +79,16 @@ class MemoryReleaser:
             self._move(self._runner.device)
 
     def _move(self, device: torch.device) -> None:
-        """Contents are kept, and so are the parameter objects and their ties."""
+        """Contents are kept, and so are the parameter objects, their ties and what views they are."""
         model = self._runner.model
+        moved: dict[int, torch.Tensor] = {}  # by address of the memory they share
         for tensor in [*model.parameters(), *model.buffers()]:
-            tensor.data = tensor.data.to(device)
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in moved:
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                moved[storage.data_ptr()] = whole.to(device)
+            whole = moved[storage.data_ptr()].view(tensor.dtype)
+            tensor.data = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _with_headroom(pages: int) -> int:

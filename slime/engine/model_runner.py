@@ -12,6 +12,7 @@ from slime.engine.attention import record_layers, use_plan
 from slime.engine.batch import ForwardBatch, make_batch
 from slime.engine.dense_cache import DenseCache
 from slime.engine.fixed_batch import make_fixed_batches
+from slime.engine.fused_model import make_forward
 from slime.engine.kv_cache import KVCache, LayerShape
 from slime.engine.loading import context_len, load_model
 from slime.engine.request import Request
@@ -43,6 +44,7 @@ class ModelRunner:
         self.deterministic = args.enable_deterministic_inference
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         self.context_len = context_len(args, self.model)
+        self._model = make_forward(self.model)
         self.layers = self._find_layers()
         self.cache: KVCache | None = None
         self.dense: DenseCache | None = None
@@ -70,12 +72,9 @@ class ModelRunner:
         if self.deterministic:  # the output layer, too, sees the same number of rows every time
             rows = np.resize(rows, -(-len(rows) // _FIXED_ROWS) * _FIXED_ROWS or _FIXED_ROWS)
         with use_plan(batch.plan):
-            logits = self.model(
-                input_ids=batch.input_ids,
-                position_ids=batch.positions,
-                use_cache=False,
-                logits_to_keep=torch.from_numpy(rows).to(self.device),
-            ).logits[0]
+            logits = self._model(
+                batch.input_ids, batch.positions, torch.from_numpy(rows).to(self.device)
+            )
         requests = [work.request for work in batch.sample_works]
         draw = sample(logits[:num_samples], requests) if requests else Draw(tokens=[], log_probs=[])
         scored = (
@@ -84,7 +83,7 @@ class ModelRunner:
         return StepOutput(works=batch.sample_works, draw=draw, scored=scored)
 
     def _score(self, logits: torch.Tensor, batch: ForwardBatch) -> list[tuple[Request, float]]:
-        positions = batch.positions[0].cpu().numpy()[batch.score_rows].tolist()
+        positions = batch.positions.cpu().numpy()[batch.score_rows].tolist()
         owners = [work.request for work in batch.score_works]
         targets = [r.token_ids[p + 1] for r, p in zip(owners, positions, strict=True)]
         values: list[float] = []
@@ -99,9 +98,9 @@ class ModelRunner:
     @torch.inference_mode()
     def _find_layers(self) -> dict[int, LayerShape]:
         """Run one token with attention that only takes notes: works for any model definition."""
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        token = torch.zeros(1, dtype=torch.int64, device=self.device)
         with record_layers() as layers:
-            self.model(input_ids=token, position_ids=token, use_cache=False)
+            self._model(token, token, token)
         if not layers:
             raise UserError(
                 f"the embedded engine cannot serve {type(self.model).__name__}: its attention does not "
