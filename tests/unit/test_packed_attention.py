@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from slime.backends.fsdp_utils.attention import packed_attention, packed_layout
+from slime.backends.fsdp_utils.attention import packed_attention
 from slime.backends.fsdp_utils.fused_norm import fuse_norms, rms_norm
+from slime.backends.packed_attention import packed_layout
 from slime.utils.errors import UserError
-from slime.utils.types import TrainBatch
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
 def _layout(lens: list[int]):
-    total = sum(lens)
-    zeros = torch.zeros(total)
-    return packed_layout(
-        TrainBatch(
-            tokens=zeros.long(),
-            position_ids=zeros.long(),
-            labels=zeros.long(),
-            loss_mask=zeros,
-            loss_weights=zeros,
-            cu_seqlens=torch.tensor(np.concatenate([[0], np.cumsum(lens)]), dtype=torch.int32),
-            max_seqlen=max(lens),
-            rows=list(range(len(lens))),
-            prompt_lens=[1] * len(lens),
-            response_lens=[n - 1 for n in lens],
-        )
-    )
+    return packed_layout(lens, torch.device("cpu"))
 
 
-def _naive(query, key, value, lens, scaling, window):
+def _naive(query, key, value, lens, scaling, window, sinks=None):
     """[1, T, heads, D] from [1, heads, T, D], sample by sample and head by head."""
     out = torch.zeros(query.shape[2], HEADS, DIM)
     start = 0
@@ -46,7 +30,9 @@ def _naive(query, key, value, lens, scaling, window):
             kv_head = head * KV_HEADS // HEADS
             scores = query[0, head, place] @ key[0, kv_head, place].T * scaling
             scores = scores.masked_fill(~seen, float("-inf"))
-            out[place, head] = scores.softmax(-1) @ value[0, kv_head, place]
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head].expand(length, 1)], dim=1)
+            out[place, head] = scores.softmax(-1)[:, :length] @ value[0, kv_head, place]
         start += length
     return out.unsqueeze(0)
 
@@ -56,15 +42,23 @@ def _naive(query, key, value, lens, scaling, window):
     [[7], [5, 5, 5], [4, 5, 5], [1, 1, 2, 30], [30, 3, 29, 28, 3], [2, 3, 4, 5, 6, 7, 8, 9]],
 )
 @pytest.mark.parametrize("window", [None, 3, 100])
-def test_same_output_and_gradients_as_sample_by_sample(lens, window):
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_same_output_and_gradients_as_sample_by_sample(lens, window, with_sinks):
     torch.manual_seed(0)
     shapes = [(1, h, sum(lens), DIM) for h in (HEADS, KV_HEADS, KV_HEADS)]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    module = nn.Module()
+    sinks = torch.randn(HEADS, requires_grad=True) if with_sinks else None
+    inputs += [sinks] if with_sinks else []
     found, _ = packed_attention(
-        module, *inputs, None, packed=_layout(lens), scaling=0.3, sliding_window=window
+        nn.Module(),
+        *inputs[:3],
+        None,
+        packed=_layout(lens),
+        scaling=0.3,
+        sliding_window=window,
+        s_aux=sinks,
     )
-    expected = _naive(*inputs, lens, 0.3, window)
+    expected = _naive(*inputs[:3], lens, 0.3, window, sinks)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     weight = torch.randn_like(expected)
     for ours, theirs in zip(
@@ -75,7 +69,7 @@ def test_same_output_and_gradients_as_sample_by_sample(lens, window):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("need", ["softcap", "s_aux", "position_bias"])
+@pytest.mark.parametrize("need", ["softcap", "position_bias"])
 def test_what_it_cannot_do_is_refused(need):
     q, k = torch.randn(1, HEADS, 3, DIM), torch.randn(1, KV_HEADS, 3, DIM)
     with pytest.raises(UserError, match=need):

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from slime.algorithms.log_probs import log_probs_from_hidden
-from slime.backends.fsdp_utils.attention import PACKED_ATTENTION, packed_layout
+from slime.backends.fsdp_utils.attention import PACKED_ATTENTION
+from slime.backends.packed_attention import packed_layout
 from slime.utils.errors import ConfigError, UserError
 from slime.utils.types import TrainBatch
 
@@ -79,7 +80,8 @@ class PackedCausalLM(nn.Module):
 def attention_keywords(implementation: str, batch: TrainBatch) -> dict[str, Any]:
     """What tells the attention function where samples begin and end."""
     if implementation == PACKED_ATTENTION:
-        return {"packed": packed_layout(batch)}
+        lens = [p + r for p, r in zip(batch.prompt_lens, batch.response_lens, strict=True)]
+        return {"packed": packed_layout(lens, batch.tokens.device)}
     if implementation in _TAKES_LENGTHS:
         return {
             "cu_seq_lens_q": batch.cu_seqlens,

@@ -1,0 +1,131 @@
+"""Lets megatron-core run on a machine without a GPU: what it asks of CUDA, the CPU answers.
+
+megatron-core names its device "cuda" throughout. Here that name means the CPU, streams and events do
+nothing, and CUDA's random state is the CPU's. Three places of version 0.16.1 that fail without
+TransformerEngine are mended. Nothing is touched where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from slime.utils.device import device_type
+
+_CPU = torch.device("cpu")
+_installed = False
+
+
+def install_cpu_adapter() -> None:
+    """Once per process, before megatron is used. Without effect where there is a GPU."""
+    global _installed
+    if _installed or device_type() == "cuda":
+        return
+    _installed = True
+    _answer_for_cuda()
+    _CudaMeansCpu().__enter__()
+    _mend_megatron()
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Tensors asked for on "cuda" are made on the CPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _RETURN_SELF:
+            return args[0]
+        if func is torch.Tensor.record_stream:
+            return None
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Optimizers look for names such as torch.cuda.FloatTensor.
+            return func(*args).replace("torch.", "torch.cuda.")
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.Tensor.to:
+            args = [_CPU if _is_cuda(arg) else arg for arg in args]
+        return func(*args, **kwargs)
+
+
+_RETURN_SELF = {torch.Tensor.cuda, torch.Tensor.pin_memory}
+
+
+class _Stream:
+    """Everything on a CPU happens in order."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+    def wait_stream(self, stream: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+
+class _Event:
+    def __init__(self, *_: object, **__: object) -> None: ...
+    def record(self, *_: object) -> None: ...
+    def wait(self, *_: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+def _answer_for_cuda() -> None:
+    cuda: Any = torch.cuda
+    stream = _Stream()
+    cuda.current_device = lambda: _CPU
+    cuda.set_device = lambda *_: None
+    cuda.device_count = lambda: 1
+    cuda.synchronize = cuda.empty_cache = lambda *_, **__: None
+    cuda.current_stream = cuda.default_stream = lambda *_, **__: stream
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+
+
+def _mend_megatron() -> None:
+    # The compiler that megatron puts around small functions costs minutes on a CPU.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    import megatron.core.utils as utils
+    from megatron.core.transformer.moe import moe_utils
+    from packaging.version import Version
+
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
+    if not hasattr(moe_utils, "te_general_gemm"):  # unbound without TransformerEngine
+        moe_utils.te_general_gemm = None
+    # It turns split sizes into lists only if they lie on a GPU.
+    token_dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu = _to_host
+    if utils.get_te_version() is None:  # is_te_min_version compares it with a version
+        utils.get_te_version = lambda: Version("0.0.0")
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")

@@ -1,0 +1,187 @@
+"""Causal attention over packed samples that never mixes them, for both trainers.
+
+A query segment is a run of tokens that look at a run of keys ending where they end: a whole sample, or
+under context parallelism one of the two chunks of it that a rank holds.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # pragma: no cover - torch without the kernel
+    varlen_attn = None
+
+# Two samples share one padded call when the shorter has at least this part of the longer's tokens.
+# Below it the padding costs more than another call.
+_SHARE_CALL = 0.8
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where the samples of a micro-batch lie; made once, used by every layer.
+
+    Neighbours of similar length are attended to in one call, as a batch padded on the right. Causal
+    attention needs no mask for such padding: it lies behind every real token. Samples of lengths 3, 2
+    and 9 at packed positions 0..2, 3..4 and 5..13::
+
+        groups  = ((2, 3), (1, 9))                       samples and padded length of each call
+        gather  = [0, 1, 2, 3, 4, 4, 5, ..., 13]         packed position of each padded position
+        scatter = [0, 1, 2, 3, 4, 6, ..., 14]            padded position of each packed position
+    """
+
+    cu_seqlens: torch.Tensor  # [N+1] int32
+    max_seqlen: int
+    groups: tuple[tuple[int, int], ...]
+    gather: torch.Tensor | None  # None where nothing is padded
+    scatter: torch.Tensor | None
+
+
+def packed_layout(lens: list[int], device: torch.device) -> PackedLayout:
+    """The layout of samples of these lengths, one behind the other."""
+    groups = tuple(_groups(lens))
+    gather = scatter = None
+    if sum(count * length for count, length in groups) > sum(lens):
+        gather, scatter = (index.to(device) for index in _indices(lens, groups))
+    cu_seqlens = torch.tensor([0, *lens]).cumsum(0).to(device=device, dtype=torch.int32)
+    return PackedLayout(cu_seqlens, max(lens), groups, gather, scatter)
+
+
+def attend_packed(
+    query: torch.Tensor,  # [T, heads, D]
+    key: torch.Tensor,  # [T, kv heads, D]
+    value: torch.Tensor,  # [T, kv heads, Dv]
+    layout: PackedLayout,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,  # [heads]
+) -> torch.Tensor:
+    """[T, heads, Dv]. With `sinks` every softmax has one more term, of the head's own learned score."""
+    if window is not None and window >= layout.max_seqlen:
+        window = None
+    if sinks is None and _has_kernel(query, value):
+        return _varlen(query, key, value, layout, scale, window)
+    return _padded(query, key, value, layout, scale, window, sinks)
+
+
+def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+    fast = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    return fast and varlen_attn is not None and query.shape[-1] == value.shape[-1]
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    cu, longest = layout.cu_seqlens, layout.max_seqlen
+    options: dict[str, object] = {"scale": scale}
+    if key.shape[1] != query.shape[1]:
+        if "enable_gqa" in _VARLEN_OPTIONS:
+            options["enable_gqa"] = True
+        else:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    options["window_size"] = (window - 1 if window else -1, 0)
+    return varlen_attn(query, key, value, cu, cu, longest, longest, **options)
+
+
+_VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters if varlen_attn is not None else {}
+
+
+def _padded(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    scale: float | None,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    gqa = key.shape[1] != query.shape[1]
+    if layout.gather is not None:
+        query, key, value = (x.index_select(0, layout.gather) for x in (query, key, value))
+    sizes = [count * length for count, length in layout.groups]
+    parts = zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
+    outs = []
+    for group, part in zip(layout.groups, parts, strict=True):
+        q, k, v = (x.unflatten(0, group).transpose(1, 2) for x in part)  # [n, heads, L, D]
+        if sinks is not None:
+            out = attend_with_sinks(q, k, v, sinks, scale=scale, window=window)
+        else:
+            mask = causal_mask(group[1], group[1], window, q.device) if window else None
+            out = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+            )
+        outs.append(out.transpose(1, 2).flatten(0, 1))  # [n * L, heads, D]
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out if layout.scatter is None else out.index_select(0, layout.scatter)
+
+
+def attend_with_sinks(
+    query: torch.Tensor,  # [n, heads, Lq, D]
+    key: torch.Tensor,  # [n, kv heads, Lk, D]
+    value: torch.Tensor,
+    sinks: torch.Tensor,  # [heads]
+    *,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * (scale or query.shape[-1] ** -0.5)
+    mask = causal_mask(query.shape[2], key.shape[2], window, query.device)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, column], dim=-1).float().softmax(-1)[..., :-1]
+    return weights.to(value.dtype) @ value
+
+
+def causal_mask(
+    num_queries: int, num_keys: int, window: int | None, device: torch.device
+) -> torch.Tensor:
+    """[Lq, Lk], true where a query may look; the last query stands at the last key."""
+    query = torch.arange(num_keys - num_queries, num_keys, device=device)
+    distance = query[:, None] - torch.arange(num_keys, device=device)[None, :]
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
+
+
+def _groups(lens: list[int]) -> Iterator[tuple[int, int]]:
+    """Consecutive samples of similar length; callers pack rows in order of length to help this."""
+    first = 0
+    while first < len(lens):
+        low = high = lens[first]
+        last = first + 1
+        while last < len(lens):
+            low, high = min(low, lens[last]), max(high, lens[last])
+            if low < _SHARE_CALL * high:
+                break
+            last += 1
+        yield last - first, max(lens[first:last])
+        first = last
+
+
+def _indices(
+    lens: list[int], groups: tuple[tuple[int, int], ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gather, real = [], []
+    first = start = 0
+    for count, longest in groups:
+        sizes = torch.tensor(lens[first : first + count])
+        column = torch.arange(longest).expand(count, longest)
+        starts = start + sizes.cumsum(0) - sizes
+        gather.append((starts[:, None] + column.minimum(sizes[:, None] - 1)).flatten())
+        real.append((column < sizes[:, None]).flatten())
+        first, start = first + count, start + int(sizes.sum())
+    return torch.cat(gather), torch.cat(real).nonzero().squeeze(1)
