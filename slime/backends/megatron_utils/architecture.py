@@ -1,0 +1,288 @@
+"""What a Hugging Face config says about a model, in megatron-core's words, family by family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.core.activations import quick_gelu
+from transformers import PretrainedConfig
+
+from slime.utils.errors import UserError
+
+
+@dataclass(kw_only=True)
+class Architecture:
+    """`fields` are those of TransformerConfig; the rest is what GPTModel's constructor is told.
+
+    A model with four layers of which the first is dense has `moe_layer_freq=[0, 1, 1, 1]`.
+    """
+
+    fields: dict[str, Any]
+    vocab_size: int
+    max_sequence_length: int
+    tied: bool
+    rope: Rope
+    post_norms: bool = False  # norms behind attention and MLP too
+    router_bias: bool = False
+    yarn: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    base: float
+    percent: float = 1.0
+    llama3_factor: float | None = None
+
+
+def architecture(config: PretrainedConfig) -> Architecture:
+    """UserError where megatron-core, or this backend, cannot express what the config asks for."""
+    kind = config.model_type
+    if kind in _REFUSED:
+        raise UserError(f"{kind} is not trained by the Megatron backend: {_REFUSED[kind]}")
+    if kind not in _FAMILIES:
+        raise UserError(
+            f"the Megatron backend does not know model type {kind!r}; it knows "
+            f"{', '.join(sorted(_FAMILIES))}. Use --train-backend fsdp"
+        )
+    rope, yarn = _rope(config)
+    model = Architecture(
+        fields=_common(config),
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        tied=bool(config.tie_word_embeddings),
+        rope=rope,
+        yarn=yarn,
+    )
+    _FAMILIES[kind](config, model)
+    return model
+
+
+def known_model_types() -> list[str]:
+    return sorted(_FAMILIES)
+
+
+def _common(config: PretrainedConfig) -> dict[str, Any]:
+    if config.hidden_act != "silu":
+        raise _unsupported(config, "hidden_act", config.hidden_act, "silu")
+    heads = config.num_attention_heads
+    return {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": heads,
+        "num_query_groups": getattr(config, "num_key_value_heads", None) or heads,
+        "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "ffn_hidden_size": config.intermediate_size,
+        "layernorm_epsilon": config.rms_norm_eps,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "rotary_interleaved": False,
+    }
+
+
+def _rope(config: PretrainedConfig) -> tuple[Rope, dict[str, Any]]:
+    rope = dict(config.rope_parameters)
+    kind = rope.get("rope_type", "default")
+    percent = float(rope.get("partial_rotary_factor") or 1.0)
+    base = float(rope["rope_theta"])
+    if kind == "default":
+        return Rope(base=base, percent=percent), {}
+    if kind == "llama3":
+        asked = (
+            rope["low_freq_factor"],
+            rope["high_freq_factor"],
+            rope["original_max_position_embeddings"],
+        )
+        if asked != _MEGATRON_LLAMA3:
+            raise _unsupported(config, "rope_parameters", asked, str(_MEGATRON_LLAMA3))
+        return Rope(base=base, percent=percent, llama3_factor=float(rope["factor"])), {}
+    if kind == "yarn":
+        return Rope(base=base, percent=percent), _yarn(rope)
+    raise _unsupported(config, "rope_type", kind, "default, llama3 or yarn")
+
+
+def _yarn(rope: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "rotary_scaling_factor": float(rope["factor"]),
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        "mscale": float(rope.get("mscale") or 1.0),
+        "mscale_all_dim": float(rope.get("mscale_all_dim") or 0.0),
+        "correction_range_round_to_int": bool(rope.get("truncate", True)),
+    }
+
+
+# ---- families
+
+
+def _llama(config: PretrainedConfig, model: Architecture) -> None:
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(config, name, False):
+            raise _unsupported(config, name, True, "false")
+
+
+def _qwen2(config: PretrainedConfig, model: Architecture) -> None:
+    _refuse_sliding_window(config)
+    model.fields["add_qkv_bias"] = True
+
+
+def _mimo(config: PretrainedConfig, model: Architecture) -> None:
+    _refuse_sliding_window(config)
+    model.fields["add_qkv_bias"] = bool(config.attention_bias)
+
+
+def _qwen3(config: PretrainedConfig, model: Architecture) -> None:
+    _refuse_sliding_window(config)
+    if config.attention_bias:
+        raise _unsupported(config, "attention_bias", True, "false")
+    model.fields["qk_layernorm"] = True
+
+
+def _qwen3_moe(config: PretrainedConfig, model: Architecture) -> None:
+    _qwen3(config, model)
+    sparse = [
+        int(
+            layer not in config.mlp_only_layers
+            and config.num_experts > 0
+            and (layer + 1) % config.decoder_sparse_step == 0
+        )
+        for layer in range(config.num_hidden_layers)
+    ]
+    model.fields |= {
+        "num_moe_experts": config.num_experts,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_score_function": "softmax",
+        # Softmax of the chosen logits is the softmax of all, renormalised over the chosen.
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_layer_freq": sparse,
+    }
+
+
+def _glm4(config: PretrainedConfig, model: Architecture) -> None:
+    model.fields["add_qkv_bias"] = bool(config.attention_bias)
+    model.fields["rotary_interleaved"] = True
+    model.post_norms = True
+
+
+def _glm4_moe(config: PretrainedConfig, model: Architecture) -> None:
+    model.fields["add_qkv_bias"] = bool(config.attention_bias)
+    model.fields["qk_layernorm"] = bool(config.use_qk_norm)
+    model.fields |= _sigmoid_moe(config)
+
+
+def _deepseek_v3(config: PretrainedConfig, model: Architecture) -> None:
+    for name, wanted in (("attention_bias", False), ("rope_interleave", True)):
+        if bool(getattr(config, name)) is not wanted:
+            raise _unsupported(config, name, not wanted, str(wanted).lower())
+    model.fields |= _sigmoid_moe(config) | {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,  # of the two latents
+        "num_query_groups": config.num_attention_heads,
+        "kv_channels": config.v_head_dim,
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "rotary_base": model.rope.base,
+        "rope_type": "yarn" if model.yarn else "rope",
+        **(model.yarn or {"rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}),
+    }
+    if not model.fields.pop("correction_range_round_to_int", True):
+        raise _unsupported(config, "truncate", False, "true")
+
+
+def _gpt_oss(config: PretrainedConfig, model: Architecture) -> None:
+    if config.swiglu_alpha != _QUICK_GELU_ALPHA:
+        raise _unsupported(config, "swiglu_alpha", config.swiglu_alpha, str(_QUICK_GELU_ALPHA))
+    if not config.attention_bias:
+        raise _unsupported(config, "attention_bias", False, "true")
+    sliding = [int(kind == "sliding_attention") for kind in config.layer_types]
+    model.router_bias = True
+    model.fields |= {
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "softmax_type": "learnable",
+        "window_size": (config.sliding_window - 1, 0) if any(sliding) else None,
+        "window_attn_skip_freq": sliding if any(sliding) else None,
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": float(config.swiglu_limit),
+        "glu_linear_offset": 1.0,
+        "num_moe_experts": config.num_local_experts,
+        "moe_ffn_hidden_size": config.intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "moe_layer_freq": [1] * config.num_hidden_layers,
+    }
+
+
+def _sigmoid_moe(config: PretrainedConfig) -> dict[str, Any]:
+    """The router of DeepSeek-V3: sigmoid scores, chosen with a bias, within groups of experts."""
+    topk, groups, chosen = config.num_experts_per_tok, config.n_group, config.topk_group
+    if topk > 1 and not config.norm_topk_prob:
+        raise _unsupported(config, "norm_topk_prob", False, "true")
+    grouped = groups is not None and groups > 1
+    if grouped and topk // chosen != 2:
+        # A group counts by its best two experts; megatron-core takes its best topk / chosen.
+        raise _unsupported(config, "topk_group", chosen, f"{topk // 2}")
+    dense = config.first_k_dense_replace
+    return {
+        "num_moe_experts": config.n_routed_experts,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": (
+            config.moe_intermediate_size * config.n_shared_experts
+            if config.n_shared_experts
+            else None
+        ),
+        "moe_router_topk": topk,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": True,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        "moe_router_num_groups": groups if grouped else None,
+        "moe_router_group_topk": chosen if grouped else None,
+        "moe_layer_freq": [0] * dense + [1] * (config.num_hidden_layers - dense),
+    }
+
+
+def _refuse_sliding_window(config: PretrainedConfig) -> None:
+    if getattr(config, "use_sliding_window", False):
+        raise _unsupported(config, "use_sliding_window", True, "false")
+
+
+def _unsupported(config: PretrainedConfig, name: str, value: object, wanted: str) -> UserError:
+    return UserError(
+        f"config.json of --hf-checkpoint says {name} {value}: the Megatron backend trains "
+        f"{config.model_type} only with {wanted}. Use --train-backend fsdp"
+    )
+
+
+_MEGATRON_LLAMA3 = (1.0, 4.0, 8192)  # constants in megatron-core's RotaryEmbedding
+_QUICK_GELU_ALPHA = 1.702
+
+_FAMILIES: dict[str, Callable[[PretrainedConfig, Architecture], None]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "mimo": _mimo,
+    "glm4": _glm4,
+    "gpt_oss": _gpt_oss,
+    "qwen3_moe": _qwen3_moe,
+    "glm4_moe": _glm4_moe,
+    "deepseek_v3": _deepseek_v3,
+}
+
+_REFUSED = {
+    "qwen3_vl": "its vision tower and multimodal positions are missing. Use --train-backend fsdp",
+    "qwen3_vl_moe": "its vision tower and multimodal positions are missing",
+    "qwen3_next": "its gated delta net layers and gated attention are missing",
+}

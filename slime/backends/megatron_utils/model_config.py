@@ -1,0 +1,253 @@
+"""megatron-core's TransformerConfig for a Hugging Face model: its config, the parallel layout, the flags.
+
+`--hf-checkpoint` alone is enough. A flag that describes the model is compared with its config.json; any
+other flag of TransformerConfig is passed on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from transformers import AutoConfig, PretrainedConfig, Qwen2Config
+
+from slime.backends.megatron_utils.architecture import Architecture, architecture
+from slime.backends.megatron_utils.layer_pattern import layer_pattern
+from slime.utils.errors import ConfigError
+from slime.utils.flags.registry import all_flags
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOptions:
+    """What GPTModel's constructor is told besides the TransformerConfig."""
+
+    vocab_size: int  # padded
+    true_vocab_size: int
+    max_sequence_length: int
+    tied: bool
+    rotary_base: float
+    rotary_percent: float
+    rope_scaling: bool
+    rope_scaling_factor: float
+    position_embedding_type: str  # "rope" or "yarn"
+    post_norms: bool  # layers have norms behind attention and MLP too (layers/glm4.py)
+
+
+@dataclass
+class YarnTransformerConfig(TransformerConfig):
+    """With the attributes GPTModel reads for position_embedding_type yarn."""
+
+    yarn_rotary_scaling_factor: float = 1.0
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float = 1.0
+    yarn_mscale_all_dim: float = 0.0
+    yarn_correction_range_round_to_int: bool = True
+
+
+class MimoConfig(Qwen2Config):
+    """Qwen2 with biases to choose and layers that predict further tokens; transformers has no class."""
+
+    model_type = "mimo"
+
+
+def read_config(folder: str | Path) -> PretrainedConfig:
+    """The text model's config of a Hugging Face folder."""
+    raw = json.loads((Path(folder) / "config.json").read_text())
+    if raw.get("model_type") == "mimo":
+        return MimoConfig.from_dict({"attention_bias": True, **raw})
+    return AutoConfig.from_pretrained(folder)
+
+
+def model_config(hf_config: PretrainedConfig, args: Args) -> TransformerConfig:
+    """ConfigError when a flag describes another model than the config, one sentence."""
+    model = architecture(hf_config)
+    check_flags(model, args)
+    fields = {
+        **_DEFAULTS,
+        **_flag_fields(args, model),
+        **model.fields,
+        **_layout(args, model),
+        **_precision(args),
+        "transformer_impl": "transformer_engine" if has_te() else "local",
+    }
+    if model.fields.get("multi_latent_attention"):
+        return MLATransformerConfig(**fields)
+    if model.yarn:
+        yarn = {f"yarn_{name}": value for name, value in model.yarn.items()}
+        return YarnTransformerConfig(**fields, **yarn)
+    return TransformerConfig(**fields)
+
+
+def gpt_options(hf_config: PretrainedConfig, args: Args) -> GptOptions:
+    model = architecture(hf_config)
+    return GptOptions(
+        vocab_size=padded_vocab_size(model.vocab_size, args),
+        true_vocab_size=model.vocab_size,
+        max_sequence_length=model.max_sequence_length,
+        tied=model.tied,
+        rotary_base=model.rope.base,
+        rotary_percent=model.rope.percent,
+        rope_scaling=model.rope.llama3_factor is not None,
+        rope_scaling_factor=model.rope.llama3_factor or 8.0,
+        position_embedding_type=_position_embedding(model),
+        post_norms=model.post_norms,
+    )
+
+
+def padded_vocab_size(vocab_size: int, args: Args) -> int:
+    """Tensor parallel ranks hold equally many rows, as many as a flag makes divisible."""
+    given = args.make_vocab_size_divisible_by
+    each = all_flags()["make_vocab_size_divisible_by"].default if given is None else given
+    multiple = each * args.tensor_model_parallel_size
+    return math.ceil(vocab_size / multiple) * multiple
+
+
+def check_flags(model: Architecture, args: Args) -> None:
+    """Every flag that was given and says something about the model says what its config does."""
+    for name, wanted in model_flags(model).items():
+        given = getattr(args, name)
+        if args.origin(name) not in ("command line", "config") or given is None:
+            continue
+        if name == "moe_layer_freq":
+            given = layer_pattern(given, model.fields["num_layers"])
+        if not _same(given, wanted):
+            option = all_flags()[name].option
+            raise ConfigError(
+                f"{option} {given} disagrees with config.json of --hf-checkpoint, where it is "
+                f"{wanted}: leave {option} out or correct it"
+            )
+
+
+def model_flags(model: Architecture) -> dict[str, Any]:
+    """Flag -> value of everything Megatron's flags can say about this model."""
+    by_field = {
+        target.split(".")[1]: flag.name
+        for flag in all_flags().values()
+        if flag.family == "megatron"
+        for target in flag.sets
+        if target.split(".")[0] in ("TransformerConfig", "MLATransformerConfig")
+    }
+    named = {by_field[field]: v for field, v in model.fields.items() if field in by_field}
+    named.pop("group_query_attention", None)
+    named.pop("swiglu", None)
+    fields = model.fields
+    return {
+        **named,
+        "num_query_groups": fields["num_query_groups"],
+        "gated_linear_unit": fields["gated_linear_unit"],
+        "swiglu": fields["activation_func"] is torch.nn.functional.silu,
+        "untie_embeddings_and_output_weights": not model.tied,
+        "vocab_size": model.vocab_size,
+        "rotary_base": model.rope.base,
+        "rotary_percent": model.rope.percent,
+        "use_rope_scaling": model.rope.llama3_factor is not None,
+        "rope_scaling_factor": model.rope.llama3_factor or 8.0,
+        "position_embedding_type": _position_embedding(model),
+        "use_rotary_position_embeddings": True,
+        "post_self_attn_layernorm": model.post_norms,
+        "post_mlp_layernorm": model.post_norms,
+    }
+
+
+def has_te() -> bool:
+    return find_spec("transformer_engine") is not None
+
+
+def _position_embedding(model: Architecture) -> str:
+    mla = model.fields.get("multi_latent_attention")
+    return "yarn" if model.yarn and not mla else "rope"
+
+
+def _same(given: Any, wanted: Any) -> bool:
+    if isinstance(given, bool) or isinstance(wanted, bool):
+        return bool(given) == bool(wanted)
+    if isinstance(given, int | float) and isinstance(wanted, int | float):
+        return math.isclose(given, wanted, rel_tol=1e-6)
+    if isinstance(given, list | tuple) and isinstance(wanted, list | tuple):
+        return list(given) == list(wanted)
+    return given == wanted
+
+
+def _flag_fields(args: Args, model: Architecture) -> dict[str, Any]:
+    """Fields that a flag sets and that neither the model, the layout nor the precision decides."""
+    fields = {}
+    for flag in all_flags().values():
+        targets = [t.split(".")[1] for t in flag.sets if t.startswith("TransformerConfig.")]
+        if flag.family != "megatron" or len(targets) != 1 or targets[0] in _NOT_FROM_FLAGS:
+            continue
+        value = getattr(args, flag.name)
+        if args.origin(flag.name) != "default" and value is not None:
+            fields[targets[0]] = value
+    if "attention_backend" in fields:
+        fields["attention_backend"] = AttnBackend[fields["attention_backend"]]
+    return fields
+
+
+def _layout(args: Args, model: Architecture) -> dict[str, Any]:
+    tp = args.tensor_model_parallel_size
+    return {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": virtual_stages(args, model.fields["num_layers"]),
+        "context_parallel_size": args.context_parallel_size,
+        "expert_model_parallel_size": args.expert_model_parallel_size,
+        "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
+        "sequence_parallel": bool(args.sequence_parallel) and tp > 1,
+    }
+
+
+def virtual_stages(args: Args, num_layers: int) -> int | None:
+    """Model chunks per pipeline rank, None without a virtual pipeline."""
+    stages = args.virtual_pipeline_model_parallel_size or args.num_virtual_stages_per_pipeline_rank
+    per_stage, pp = args.num_layers_per_virtual_pipeline_stage, args.pipeline_model_parallel_size
+    if per_stage is not None:
+        if num_layers % (pp * per_stage):
+            raise ConfigError(
+                f"--num-layers-per-virtual-pipeline-stage {per_stage} x "
+                f"--pipeline-model-parallel-size {pp} does not divide the {num_layers} layers"
+            )
+        stages = num_layers // pp // per_stage
+    return stages if stages and stages > 1 else None
+
+
+def _precision(args: Args) -> dict[str, Any]:
+    dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
+    return {"bf16": args.precision == "bf16", "params_dtype": dtype, "pipeline_dtype": dtype}
+
+
+# Right for training by reinforcement; a flag changes them.
+_DEFAULTS: dict[str, Any] = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_dtype": "fp32",
+    "deallocate_pipeline_outputs": False,
+}
+
+# Decided elsewhere: by the precision, the layout, or the loss, whose flag has the same name.
+_NOT_FROM_FLAGS = {
+    "fp16",
+    "bf16",
+    "params_dtype",
+    "pipeline_dtype",
+    "transformer_impl",
+    "calculate_per_token_loss",
+    "virtual_pipeline_model_parallel_size",
+    "moe_layer_freq",
+    "multi_latent_attention",
+}
