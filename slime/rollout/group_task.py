@@ -64,7 +64,6 @@ async def _run_sample(
         return [sample]
     samples = [sample]
     if sample.status not in _GENERATED:
-        _mask_older_tokens(args, sample)
         as_it_was = clone_sample(sample)  # what a failure half way leaves may not fit together
         generate_it = _generate(args, sample, dict(sampling_params), evaluation)
         samples = await _guard("generate", [as_it_was], generate_it) or [as_it_was]
@@ -170,9 +169,3 @@ async def _guard(
             mark_failed(sample, stage, error)
         logger.debug("sample %s failed in %s", samples[0].index, stage, exc_info=True)
         return None
-
-
-def _mask_older_tokens(args: Args, sample: Sample) -> None:
-    """Tokens of an earlier, unfinished attempt come from older weights."""
-    if args.mask_offpolicy_in_partial_rollout and sample.response_length:
-        sample.loss_mask = [0] * sample.response_length

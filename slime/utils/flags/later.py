@@ -11,16 +11,9 @@ from slime.utils.flags.spec import option_of
 
 # Setting one of these, to anything but its default, is refused.
 LATER: dict[str, str] = {
-    "partial_rollout": "leave it out: aborted groups are generated anew",
-    "mask_offpolicy_in_partial_rollout": "leave it out",
     "max_weight_staleness": "leave it out: training is synchronous",
     "rollout_external": "leave it out: slime starts its own engines",
     "rollout_external_engine_addrs": "leave it out: slime starts its own engines",
-    "value_clip": "leave it out: there is no critic",
-    "num_critic_only_steps": "leave it out: there is no critic",
-    "critic_load": "leave it out: there is no critic",
-    "critic_save": "leave it out: there is no critic",
-    "critic_lr": "leave it out: there is no critic",
     "ref_update_interval": "leave it out: the reference model stays as --ref-load has it",
     "use_routing_replay": "leave it out",
     "use_rollout_routing_replay": "leave it out",
@@ -35,9 +28,6 @@ LATER: dict[str, str] = {
 
 # These values of a flag are refused, also where the value is the flag's default.
 LATER_VALUES: dict[tuple[str, str], str] = {
-    ("train_backend", "megatron"): "add --train-backend fsdp",
-    ("rollout_engine", "sglang"): "use --rollout-engine slime",
-    ("advantage_estimator", "ppo"): "use --advantage-estimator grpo",
     ("qkv_format", "bshd"): "use --qkv-format thd",
     ("rm_type", "gpqa"): "use --custom-rm-path with a function of your own",
     ("rm_type", "ifbench"): "use --custom-rm-path with a function of your own",
