@@ -441,7 +441,13 @@ def test_requests_on_an_engine_that_is_removed_are_made_again(tmp_path):
         pool = EnginePool([hung.url, good.url])
         install_pool(pool)
         args = rollout_args(tmp_path, rollout_batch_size=4)
-        threading.Timer(0.3, pool.set_urls, [[good.url]]).start()
+
+        def remove_it_once_it_has_requests():
+            while not hung.requests:
+                time.sleep(0.01)
+            pool.set_urls([good.url])
+
+        threading.Thread(target=remove_it_once_it_has_requests, daemon=True).start()
         output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
         assert {s.response for s in flat(output)} == {"done"}
         assert hung.requests and sum(pool.in_flight.values()) == 0
