@@ -12,14 +12,28 @@
 
 The reference pass runs only when a KL is asked for. The pass for the old log-probs runs only when they
 differ from those of the training forward, which with one optimizer step per rollout they never do.
+
+PPO has a second model, the critic: the same class in processes of its own, with role "critic". It is
+the actor's model with a value head, a linear map without bias from the last hidden state to one number,
+zero at first, in place of the output layer. Wherever an actor's forward pass gives log-probs of the
+labels [T], a critic's gives values [T] (fp32, not divided by a temperature), and entropy None::
+
+      critic.values ──▶ actor.train ──▶ actor.critic_targets ──▶ critic.train
+        V of the rows     GAE, policy     values and returns       value loss
+
+A backend therefore adds nothing to `log_probs`, `train_step`, `save` and `load`, as long as they take
+what its forward pass gives to `loss` and to `unpack`. Rank i of the critic has the rows of rank i of the
+actor, so both have the same layout.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -29,6 +43,7 @@ import torch.distributed as dist
 from slime.algorithms.advantages import compute_advantages
 from slime.algorithms.correction import mismatch_metrics
 from slime.algorithms.policy_loss import policy_loss, sft_loss
+from slime.algorithms.value_loss import value_loss
 from slime.backends.hooks import TrainHooks
 from slime.backends.rendezvous import Rendezvous
 from slime.backends.weight_sync import SyncReport, WeightSync, make_weight_sync
@@ -39,6 +54,7 @@ from slime.utils.packing import pack, unpack
 from slime.utils.reports import TrainReport
 from slime.utils.timer import Timer
 from slime.utils.types import (
+    CriticColumns,
     EngineInfo,
     LossInputs,
     LossOutput,
@@ -65,6 +81,14 @@ class StepResult:
         self.metrics = add_up([self.metrics, metrics])
 
 
+def first_weights(args: Args, role: str) -> str:
+    """Where a model starts that is not resumed: a folder of ours, of checkpoints, or of Hugging Face's."""
+    start = args.ref_load or args.hf_checkpoint
+    if role != "critic" or args.critic_load is None or not Path(args.critic_load).exists():
+        return start
+    return args.critic_load
+
+
 class TrainRayActor(ABC):
     """One rank of the trainer; a plain class, which slime/ray makes an actor of.
 
@@ -85,10 +109,12 @@ class TrainRayActor(ABC):
         self.parallel = ParallelInfo(
             rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size
         )
+        self.role = "actor"
         self.timer = Timer()
         master = None if master_addr is None or master_port is None else (master_addr, master_port)
         self._rendezvous = Rendezvous(rank, world_size, master)
         self._weight_sync: WeightSync | None = None
+        self._targets: CriticColumns | None = None
 
     # ---- start
 
@@ -115,11 +141,13 @@ class TrainRayActor(ABC):
 
         `checkpoint` is the folder of one checkpoint (`iter_0000019`) to resume from.
         """
-        if role != "actor" or with_opd_teacher:
-            asked = f"role {role!r}" if role != "actor" else "an on-policy distillation teacher"
-            raise UserError(f"{type(self).__name__} does not train with {asked} yet")
+        if with_opd_teacher:
+            raise UserError(f"{type(self).__name__} does not train with a teacher")
         if args is not None:
             self.args = args
+        self.role = role
+        if role == "critic" and self.args.critic_lr is not None:
+            self.args = self.args.replace(lr=self.args.critic_lr)
         if device_type() == "cuda":
             torch.cuda.set_device(self.rank % torch.cuda.device_count())
         self._rendezvous.join(timedelta(minutes=self.args.distributed_timeout_minutes))
@@ -130,9 +158,28 @@ class TrainRayActor(ABC):
 
     # ---- the training step
 
-    def train(self, rollout_id: int, batch_ref: Any) -> TrainReport:
-        phase = self.timer.phase
+    def train(
+        self, rollout_id: int, batch_ref: Any, columns: CriticColumns | None = None
+    ) -> TrainReport:
+        """Learn from this rank's rows; `columns` are the critic's values, or the actor's targets for it."""
         batch = self.fetch(batch_ref)
+        if columns is not None:
+            batch.values, batch.returns = columns.values, columns.returns
+        if self.role == "actor":
+            self.prepare(rollout_id, batch)
+        critic_alone = self.role == "actor" and rollout_id < self.args.num_critic_only_steps
+        with self.timer.phase(f"{self._phase}/steps"):
+            results = [
+                self.train_step(rollout_id, step_id, micro_batches)
+                for step_id, micro_batches in enumerate(() if critic_alone else self.steps(batch))
+            ]
+        return self.report(batch, results)
+
+    async_train = train
+
+    def prepare(self, rollout_id: int, batch: RolloutBatch) -> None:
+        """Everything that must be known of the rows before the first step."""
+        phase = self.timer.phase
         if self.needs_ref:
             with phase("train/ref_log_probs"):
                 batch.ref_log_probs = self.log_probs(batch, model="ref")
@@ -140,14 +187,19 @@ class TrainRayActor(ABC):
             with phase("train/old_log_probs"):
                 batch.old_log_probs = self.log_probs(batch, model="actor")
         self.advantages(rollout_id, batch)
-        with phase("train/steps"):
-            results = [
-                self.train_step(rollout_id, step_id, micro_batches)
-                for step_id, micro_batches in enumerate(self.steps(batch))
-            ]
-        return self.report(batch, results)
+        if batch.values is not None:
+            self._targets = CriticColumns(values=batch.values, returns=batch.returns)
 
-    async_train = train
+    def values(self, batch_ref: Any) -> CriticColumns:
+        """The critic's value of the state before each response token."""
+        with self.timer.phase("critic/values"):
+            return CriticColumns(values=self.log_probs(self.fetch(batch_ref), model="actor"))
+
+    def critic_targets(self) -> CriticColumns:
+        """What the critic is to learn from the rows that the actor was last trained on."""
+        targets, self._targets = self._targets, None
+        assert targets is not None
+        return targets
 
     def fetch(self, batch_ref: Any) -> RolloutBatch:
         """This rank's rows: the batch itself, a Ray reference, or one of either per DP rank."""
@@ -185,7 +237,7 @@ class TrainRayActor(ABC):
                 gamma=args.gamma,
                 lambd=args.lambd,
                 normalize=args.normalize_advantages,
-                dp_group=dist.group.WORLD if self.parallel.dp_size > 1 else None,
+                dp_group=self.dp_group,
             )
         if self.hooks.postprocess is not None:
             self.hooks.postprocess(args, rollout_id, batch)
@@ -203,6 +255,10 @@ class TrainRayActor(ABC):
     def pack(self, batch: RolloutBatch, rows: list[int], *, filler: bool = False) -> TrainBatch:
         return pack(batch, rows, self.parallel, filler=filler)
 
+    def unpack(self, column: torch.Tensor, batch: TrainBatch) -> list[np.ndarray]:
+        """The response part of each row of a packed column [T], of which this rank may hold a part."""
+        return unpack(column, batch)
+
     def loss(
         self,
         batch: TrainBatch,
@@ -210,7 +266,14 @@ class TrainRayActor(ABC):
         entropy: torch.Tensor | None,  # [T]
         result: StepResult,
     ) -> torch.Tensor:
-        """This micro-batch's share of the step's loss; what it says goes into `result`."""
+        """This micro-batch's share of the step's loss; what it says goes into `result`.
+
+        A critic's forward pass gives values in place of `log_probs`.
+        """
+        if self.role == "critic":
+            output = self._value(log_probs, batch)
+            result.add(output.metrics)
+            return output.loss
         if entropy is not None and not self.args.entropy_coef:
             entropy = entropy.detach()  # reported only: spares the backward pass its gradient
         inputs = LossInputs(
@@ -227,9 +290,9 @@ class TrainRayActor(ABC):
             rollout_log_probs=batch.rollout_log_probs,
             teacher_log_probs=batch.teacher_log_probs,
         )
-        trains = bool(batch.loss_mask.any())  # a filler repeats a row, but with nothing to train on
-        if trains and batch.old_log_probs is None and batch.rollout_log_probs is not None:
-            result.log_probs.update(zip(batch.rows, unpack(log_probs, batch), strict=True))
+        reported = not batch.filler and batch.rollout_log_probs is not None
+        if reported and batch.old_log_probs is None:
+            result.log_probs.update(zip(batch.rows, self.unpack(log_probs, batch), strict=True))
         output = (
             sft_loss(inputs) if self.args.loss_type == "sft_loss" else self._policy(inputs, batch)
         )
@@ -263,37 +326,83 @@ class TrainRayActor(ABC):
             use_rollout_logprobs=args.use_rollout_logprobs,
             correction=self.hooks.correction(batch),
             reduce_pg=self.hooks.pg_reducer(batch),
+            cp_group=self.cp_group,
         )
+
+    def _value(self, values: torch.Tensor, batch: TrainBatch) -> LossOutput:
+        assert batch.values is not None and batch.returns is not None
+        return value_loss(
+            values,
+            old_values=batch.values,
+            returns=batch.returns,
+            loss_weights=batch.loss_weights,
+            value_clip=self.args.value_clip,
+        )
+
+    @property
+    def _phase(self) -> str:
+        return "train" if self.role == "actor" else self.role
+
+    def require_finite(
+        self, grad_norm: float, rollout_id: int, step_id: int, result: StepResult
+    ) -> None:
+        if not math.isfinite(grad_norm):
+            loss = f"loss {result.metrics['loss'].mean}, " if "loss" in result.metrics else ""
+            raise UserError(
+                f"rollout {rollout_id}, step {step_id}: the gradient is not finite ({loss}norm "
+                f"{grad_norm}); the weights were left as they were. Lower --lr, or look at the samples "
+                "with --save-debug-rollout-data"
+            )
 
     def report(self, batch: RolloutBatch, results: list[StepResult]) -> TrainReport:
         """Metrics of all steps and ranks as one; the times are this rank's."""
-        gap_sums, gap_maxima = self._mismatch(batch, results[0])
+        gap_sums, gap_maxima = self._mismatch(batch, results)
         sums = add_up([*(result.metrics for result in results), gap_sums])
-        metrics = prefixed("train", reduce_metrics(sums, gap_maxima, gather=self._gather))
+        means = reduce_metrics(sums, gap_maxima, gather=self._gather)
+        if self.role == "critic":
+            means = {f"critic_{name}": value for name, value in means.items()}
+        metrics = prefixed("train", means)
         times = self.timer.take()
         del times["perf/step_time"]
-        tokens = sum(self._gather(sum(batch.total_lens)))
+        if self.role == "critic":
+            return TrainReport(metrics={**metrics, **times})
+        tokens = sum(self._gather(sum(batch.total_lens))) / self.parallel.cp_size
         return TrainReport(metrics={**metrics, **times, "perf/train_tokens": float(tokens)})
 
     def _mismatch(
-        self, batch: RolloutBatch, first: StepResult
+        self, batch: RolloutBatch, results: list[StepResult]
     ) -> tuple[dict[str, MetricSum], dict[str, float]]:
         """How far these log-probs are from the engine's; later steps are off by their own updates."""
         if batch.rollout_log_probs is None or self.args.loss_type != "policy_loss":
             return {}, {}
+        if self.role != "actor" or not (results or batch.old_log_probs):
+            return {}, {}
         breakdown = self.args.get_mismatch_metrics
         if batch.old_log_probs is not None:
             return mismatch_metrics(batch, breakdown=breakdown)
-        rows = sorted(first.log_probs)
+        rows = sorted(results[0].log_probs)
         seen = batch.select(rows)
-        seen.old_log_probs = [first.log_probs[row] for row in rows]
+        seen.old_log_probs = [results[0].log_probs[row] for row in rows]
         return mismatch_metrics(seen, breakdown=breakdown)
 
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold different rows, one of each model replica; None for a single one."""
+        return dist.group.WORLD if self.parallel.dp_size > 1 else None
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold parts of the same rows; None for a single one."""
+        return None
+
     def _gather(self, value: object) -> list[Any]:
-        everyone: list[Any] = [value] * self.world_size
+        """What every rank says whose loss counts: the first tensor rank of each last pipeline stage."""
+        here = self.parallel
+        speaks = here.tp_rank == 0 and here.pp_rank == here.pp_size - 1
+        everyone: list[Any] = [(speaks, value)] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(everyone, value)
-        return everyone
+            dist.all_gather_object(everyone, (speaks, value))
+        return [said for counts, said in everyone if counts]
 
     # ---- weights
 

@@ -1,14 +1,21 @@
-"""Saves and resumes a whole run: trainer, data position and buffer, weight version."""
+"""Saves and resumes a whole run: trainer, data position and buffer, weight version.
+
+The critic of PPO is the folder `critic` inside each checkpoint, or with --critic-save a checkpoint of
+its own there, which counts before the run's does.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from slime.ray.placement_group import needs_critic
 from slime.ray.rollout_group import RolloutGroup
 from slime.ray.train_group import TrainGroup
 from slime.utils.arguments import Args
 from slime.utils.checkpoint import CheckpointFolder, CheckpointMeta, find_checkpoint, read_meta
 from slime.utils.errors import ConfigError, UserError
+
+_CRITIC = "critic"
 
 
 class Checkpointer:
@@ -27,7 +34,9 @@ class Checkpointer:
         self.start_rollout_id = meta.rollout_id + 1 if meta else 0
         if args.start_rollout_id is not None:
             self.start_rollout_id = args.start_rollout_id
+        self.critic_loaded = self._find_critic(meta.rollout_id) if meta else None
         self._folder = CheckpointFolder(args.save) if args.save else None
+        self._critic_folder = CheckpointFolder(args.critic_save) if args.critic_save else None
         self._pending: CheckpointMeta | None = None  # being written in the background
         self._saved = meta.rollout_id if meta and args.load == args.save else None
 
@@ -42,9 +51,10 @@ class Checkpointer:
             train_backend=self.args.train_backend,
         )
         try:
-            path = str(self._folder.begin(rollout_id))
-            actor.save(rollout_id, path)
-            rollout.save(path, rollout_id)
+            path = self._folder.begin(rollout_id)
+            critic = [self._begin_critic(rollout_id, path)] if needs_critic(self.args) else []
+            actor.save(rollout_id, str(path), *critic)
+            rollout.save(str(path), rollout_id)
         except Exception as error:
             raise self._failed(rollout_id, error) from error
         self._pending = meta
@@ -58,14 +68,40 @@ class Checkpointer:
         meta, self._pending = self._pending, None
         try:
             actor.wait_save()
+            if self._critic_folder:
+                self._critic_folder.commit(meta)
             self._folder.commit(meta, keep=self.args.save_total_limit)
+            if self._critic_folder:
+                self._critic_folder.prune(self.args.save_total_limit)
         except Exception as error:
             raise self._failed(meta.rollout_id, error) from error
         self._saved = meta.rollout_id
 
+    def _begin_critic(self, rollout_id: int, path: Path) -> str:
+        if self._critic_folder:
+            return str(self._critic_folder.begin(rollout_id))
+        (path / _CRITIC).mkdir()
+        return str(path / _CRITIC)
+
+    def _find_critic(self, rollout_id: int) -> Path | None:
+        """The critic of the checkpoint that is continued."""
+        if not needs_critic(self.args) or self.loaded is None:
+            return None
+        folders = [f for f in (self.args.critic_load, self.args.critic_save) if f]
+        places = [self.loaded / _CRITIC, *(CheckpointFolder(f).path(rollout_id) for f in folders)]
+        found = next((place for place in places if place.is_dir()), None)
+        if found is None:
+            raise ConfigError(
+                f"--load {self.loaded} has no critic, and neither have --critic-load and --critic-save "
+                "at that step: give --critic-load, or start anew with --ref-load in place of --load"
+            )
+        return found
+
     def _failed(self, rollout_id: int, error: Exception) -> UserError:
         assert self._folder is not None
         self._folder.discard(rollout_id)
+        if self._critic_folder:
+            self._critic_folder.discard(rollout_id)
         good = self._folder.rollout_ids()
         last = (
             f"the last good checkpoint is {self._folder.path(good[-1])}"

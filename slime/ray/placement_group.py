@@ -6,6 +6,8 @@ disaggregated, 2 trainer ranks, 2 engines      bundle  0  1 | 2  3
 colocated, 2 ranks, 2 engines                  bundle  0  1
                                                trainer 0  1
                                                engine  0  1
+
+The critic of PPO has one process on each device of the trainer.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from slime.utils.errors import ConfigError
 
 # A slot is a process, not a core: any layout can be rehearsed on a laptop.
 _CPU_SLOT = 0.01
-_TRAINER_GPU, _ENGINE_GPU = 0.6, 0.3  # shares of one GPU when both sit on it
+_GPU_SHARES = {"actor": 0.4, "critic": 0.25, "engine": 0.3}  # of one GPU when several sit on it
 _READY_TIMEOUT_S = 600
 
 
@@ -32,9 +34,16 @@ class Layout:
     num_bundles: int
     trainer: list[int]
     engines: list[list[int]]
+    with_critic: bool = False
 
 
-def plan_layout(args: Args, *, with_trainer: bool = True, with_engines: bool = True) -> Layout:
+def plan_layout(
+    args: Args,
+    *,
+    with_trainer: bool = True,
+    with_engines: bool = True,
+    with_critic: bool = False,
+) -> Layout:
     """Bundles for each role; pure arithmetic on the cluster flags."""
     train = args.actor_num_nodes * args.actor_num_gpus_per_node if with_trainer else 0
     rollout = args.rollout_num_gpus if with_engines else 0
@@ -45,7 +54,16 @@ def plan_layout(args: Args, *, with_trainer: bool = True, with_engines: bool = T
         for start in range(0, rollout - per_engine + 1, per_engine)
     ]
     total = max(train, rollout) if args.colocate else train + rollout
-    return Layout(num_bundles=total, trainer=list(range(train)), engines=engines)
+    return Layout(
+        num_bundles=total,
+        trainer=list(range(train)),
+        engines=engines,
+        with_critic=with_critic and with_trainer,
+    )
+
+
+def needs_critic(args: Args) -> bool:
+    return args.advantage_estimator == "ppo" and args.loss_type != "sft_loss"
 
 
 class Placement:
@@ -64,8 +82,11 @@ class Placement:
 
     def options(self, bundle: int, *, role: str) -> dict:
         """Ray options that put an actor of `role` on a bundle."""
-        shared = bundle in self.layout.trainer and any(bundle in b for b in self.layout.engines)
-        share = (_TRAINER_GPU if role == "trainer" else _ENGINE_GPU) if shared else 1
+        trains = bundle in self.layout.trainer
+        shared = trains and (
+            self.layout.with_critic or any(bundle in b for b in self.layout.engines)
+        )
+        share = _GPU_SHARES[role] if shared else 1
         return {
             "num_cpus": _CPU_SLOT / 4,
             "num_gpus": share if self.on_gpu else 0,

@@ -13,7 +13,7 @@ from slime.dashboard.report import write_report
 from slime.dashboard.summary import closing_lines
 from slime.ray.checkpointing import Checkpointer
 from slime.ray.cluster import actor_env, connect
-from slime.ray.placement_group import Placement, plan_layout
+from slime.ray.placement_group import Placement, needs_critic, plan_layout
 from slime.ray.recorder import Recorder
 from slime.ray.rollout_group import RolloutGroup
 from slime.ray.stop_signal import StopSignal, Terminated
@@ -130,7 +130,12 @@ class Run:
             args.rollout_function_path, flag="--rollout-function-path", protocol=RolloutFunction
         )
         engines = getattr(generate, "needs_engines", True) and not args.debug_train_only
-        layout = plan_layout(args, with_trainer=not args.debug_rollout_only, with_engines=engines)
+        layout = plan_layout(
+            args,
+            with_trainer=not args.debug_rollout_only,
+            with_engines=engines,
+            with_critic=needs_critic(args),
+        )
         self._owns_ray = connect()
         self.stop_signal.install()
         self._placement = placement = Placement(layout)
@@ -156,7 +161,10 @@ class Run:
         )
         self.rollout.push_weights = self.actor.push_weights
         loaded = self._checkpoints.loaded
-        trainers = self.actor.start(str(loaded) if loaded else None)
+        critic = self._checkpoints.critic_loaded
+        trainers = self.actor.start(
+            str(loaded) if loaded else None, str(critic) if critic else None
+        )
         if loaded:
             self.rollout.load(str(loaded), self.start_rollout_id - 1)
         self.rollout.wait()

@@ -7,8 +7,8 @@ from typing import Any
 import ray
 
 from slime.ray.placement_group import Placement
+from slime.ray.ranks import Ranks
 from slime.ray.recorder import Recorder
-from slime.ray.remote import Remote
 from slime.ray.rollout_group import RolloutGroup
 from slime.utils.arguments import Args
 from slime.utils.errors import WeightMismatchError
@@ -18,7 +18,11 @@ BACKENDS = {"fsdp": "slime.backends.fsdp_utils.actor.FSDPTrainRayActor"}
 
 
 class TrainGroup:
-    """All ranks of the actor model; without ranks (`--debug-rollout-only`) every call does nothing."""
+    """Actor and, for PPO, critic; without ranks (`--debug-rollout-only`) every call does nothing.
+
+    The critic sits on the actor's devices. With --offload-train they take turns: only one of them, or
+    an engine, is on the device at a time.
+    """
 
     def __init__(
         self, args: Args, placement: Placement, *, env: dict[str, str], recorder: Recorder
@@ -27,53 +31,68 @@ class TrainGroup:
         self.weight_version = 0  # of what the engines hold
         self.trained_version = 0  # what they held when the last training step ended
         self.last_trained: int | None = None  # rollout id
-        self._asleep = False
-        ranks = placement.layout.trainer
-        self._actors = [
-            Remote(
-                {**placement.options(bundle, role="trainer"), "runtime_env": {"env_vars": env}},
-                BACKENDS[args.train_backend],
-                args,
-                rank=rank,
-                world_size=len(ranks),
-            )
-            for rank, bundle in enumerate(ranks)
-        ]
+        backend = BACKENDS[args.train_backend]
+        self._actor = Ranks(args, backend, placement, role="actor", env=env)
+        self._critic: Ranks | None = None
+        if placement.layout.with_critic:
+            self._critic = Ranks(args, backend, placement, role="critic", env=env)
 
-    def start(self, checkpoint: str | None) -> list[Any]:
+    def start(self, checkpoint: str | None, critic_checkpoint: str | None = None) -> list[Any]:
         """References that are ready when every rank has its model; engines can start meanwhile."""
-        if not self._actors:
-            return []
-        self._all("set_master", *self._actors[0].get("get_master_address"))
-        return [
-            actor.call(
-                "init",
-                self.args,
-                "actor",
-                with_ref=needs_ref(self.args),
-                checkpoint=checkpoint,
-            )
-            for actor in self._actors
-        ]
+        started = self._actor.start(self.args, with_ref=needs_ref(self.args), checkpoint=checkpoint)
+        if self._critic:
+            started += self._critic.start(self.args, checkpoint=critic_checkpoint)
+            if self.args.offload_train:
+                started += self._critic.ask("sleep")
+                self._critic.asleep = True
+        return started
 
     def parallel(self) -> tuple[int, int]:
         """Data-parallel and context-parallel size."""
-        if not self._actors:
+        if not self._actor:
             return 1, 1
-        info = self._actors[0].get("parallel_info")
+        info = self._actor.first("parallel_info")
         return info.dp_size, info.cp_size
 
     def train(self, rollout_id: int, batch_refs: list[Any]) -> None:
-        if not self._actors:
+        if not self._actor:
             self.recorder.log_learning(rollout_id)
             return
+        # Wrapped, so that Ray hands each rank the reference, not everybody's rows.
+        rows = [[ref] for ref in batch_refs]
         with self.recorder.phase("train"):
-            self.wake_up()
-            # Wrapped, so that Ray hands each rank the reference, not everybody's rows.
-            reports = self._all("train", rollout_id, [[ref] for ref in batch_refs])
+            reports = self._train_pair(rollout_id, rows) if self._critic else []
+            if not self._critic:
+                self.wake_up()
+                reports = [self._actor.all("train", rollout_id, rows)[0]]
         self.last_trained, self.trained_version = rollout_id, self.weight_version
-        self.recorder.add(reports[0].metrics)
+        for report in reports:
+            self.recorder.add(report.metrics)
         self.recorder.log_learning(rollout_id)
+
+    def _train_pair(self, rollout_id: int, rows: list[Any]) -> list[Any]:
+        """Values by the critic, steps of the actor, steps of the critic."""
+        critic = self._critic
+        assert critic is not None
+        in_turns = self.args.offload_train
+        critic.wake_up()
+        values = critic.ask("values", rows)
+        if in_turns:
+            ray.wait(values, num_returns=len(values))
+            critic.sleep()
+        self.wake_up()
+        trained = self._actor.ask_each("train", rollout_id, rows, last=values)
+        targets = self._actor.ask("critic_targets")
+        reports = ray.get(trained)[:1]
+        if in_turns:
+            ray.wait(targets, num_returns=len(targets))
+            self._actor.sleep()
+            critic.wake_up()
+        reports += ray.get(critic.ask_each("train", rollout_id, rows, last=targets))[:1]
+        if in_turns:
+            critic.sleep()
+            self.wake_up()
+        return reports
 
     def update_weights(self, rollout: RolloutGroup, rollout_id: int | None = None) -> None:
         """Give every engine the current weights and prove that they hold them.
@@ -81,7 +100,7 @@ class TrainGroup:
         After a rollout that --update-weights-interval skips they keep what they have, unless they gave
         their memory away and so have nothing.
         """
-        if not self._actors or not rollout.has_engines:
+        if not self._actor or not rollout.has_engines:
             return
         interval = self.args.update_weights_interval
         skipped = rollout_id is not None and (rollout_id + 1) % interval != 0
@@ -93,21 +112,18 @@ class TrainGroup:
             rollout.resume("weights")
             reports = self._push(rollout)
             if self.args.offload_train:
-                self._all("sleep")
-                self._asleep = True
+                self._actor.sleep()
             rollout.resume("kv_cache")
             rollout.admit_engines()
         self.recorder.add(reports[0].metrics())
 
     def wake_up(self) -> None:
         """Back on the device, which the engines must have left."""
-        if self._asleep:
-            self._all("wake_up")
-            self._asleep = False
+        self._actor.wake_up()
 
     def push_weights(self, engines: list[EngineInfo]) -> None:
         """The version all engines have, once more, for those that were started again."""
-        self._all("update_weights", engines, self.weight_version)
+        self._actor.all("update_weights", engines, self.weight_version)
 
     def _push(self, rollout: RolloutGroup) -> list[Any]:
         """To all engines; once more from the start if one of them died meanwhile.
@@ -117,29 +133,37 @@ class TrainGroup:
         broadcast = self.args.update_weight_transport == "distributed"
         while True:
             try:
-                return self._all("update_weights", rollout.engine_infos, self.weight_version)
+                return self._actor.all("update_weights", rollout.engine_infos, self.weight_version)
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error, WeightMismatchError):
                     raise
                 if not rollout.replace_failed(all_if_any=broadcast):
                     raise
 
-    def save(self, rollout_id: int, path: str) -> None:
-        self._all("save", rollout_id, path)
+    def save(self, rollout_id: int, path: str, critic_path: str | None = None) -> None:
+        self._actor.all("save", rollout_id, path)
+        if self._critic and critic_path is not None:
+            asleep = self._critic.asleep
+            if asleep:
+                self._actor.sleep()
+                self._critic.wake_up()
+            self._critic.all("save", rollout_id, critic_path)
+            if asleep:
+                self._critic.sleep()
+                self.wake_up()
 
     def wait_save(self) -> None:
-        self._all("wait_save")
+        self._actor.all("wait_save")
+        if self._critic:
+            self._critic.all("wait_save")
 
     def export_hf(self, path: str) -> None:
-        self._all("export_hf", path)
+        self._actor.all("export_hf", path)
 
     def stop(self) -> None:
-        for actor in self._actors:
-            actor.kill()
-        self._actors = []
-
-    def _all(self, method: str, *call_args: Any) -> list[Any]:
-        return ray.get([actor.call(method, *call_args) for actor in self._actors])
+        self._actor.stop()
+        if self._critic:
+            self._critic.stop()
 
 
 def needs_ref(args: Args) -> bool:

@@ -56,9 +56,13 @@ class CheckpointFolder:
             shutil.rmtree(final)
         aside.rename(final)
         self._point_to(meta.rollout_id)
-        if keep is not None:
-            self._prune(max(keep, 1))
+        self.prune(keep)
         return final
+
+    def prune(self, keep: int | None) -> None:
+        """Drop all but the newest `keep`, and never the only one."""
+        for rollout_id in self.rollout_ids()[: -max(keep, 1)] if keep is not None else ():
+            shutil.rmtree(self.path(rollout_id))
 
     def discard(self, rollout_id: int) -> None:
         shutil.rmtree(self._aside(rollout_id), ignore_errors=True)
@@ -79,10 +83,6 @@ class CheckpointFolder:
         _sync_file(fresh)
         fresh.replace(self.root / TRACKER)
         _sync_file(self.root)
-
-    def _prune(self, keep: int) -> None:
-        for rollout_id in self.rollout_ids()[:-keep]:
-            shutil.rmtree(self.path(rollout_id))
 
 
 def find_checkpoint(load: str | None, step: int | None = None) -> Path | None:

@@ -8,6 +8,7 @@ For C = 2 and a row of tokens 0..7, rank 0 holds [0, 1, 6, 7] and rank 1 holds [
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,16 +28,23 @@ _VALUE_COLUMNS = (
 
 
 def pack(
-    batch: RolloutBatch, rows: list[int], parallel: ParallelInfo, *, filler: bool = False
+    batch: RolloutBatch,
+    rows: list[int],
+    parallel: ParallelInfo,
+    *,
+    filler: bool = False,
+    equal_multiple: int | None = None,
 ) -> TrainBatch:
     """Pack the given rows, in this order, for this rank; a filler counts for nothing in the loss.
+
+    With `equal_multiple` all rows are padded to one length, the next multiple of it on each rank.
 
     All columns are this rank's slice, and so is `cu_seqlens` (its last entry is the slice's T): the
     offsets and `max_seqlen` of the padded sequences over all context ranks are `cp_size` times those.
     """
     if batch.loss_weights is None:
         raise ValueError("the batch has no loss_weights; see slime.utils.dp_schedule.loss_weights")
-    layout = _Layout([len(batch.tokens[r]) for r in rows], parallel)
+    layout = _Layout([len(batch.tokens[r]) for r in rows], parallel, equal_multiple)
     response_lens = [int(batch.response_lens[r]) for r in rows]
     prompt_lens = [int(n) - r for n, r in zip(layout.lens, response_lens, strict=True)]
     at_response = _ranges(layout.starts + np.array(prompt_lens) - 1, response_lens)
@@ -64,6 +72,7 @@ def pack(
         rows=list(rows),
         prompt_lens=prompt_lens,
         response_lens=response_lens,
+        filler=filler,
         **{name: response_column(c) for name, c in columns.items() if c is not None},
     )
 
@@ -106,10 +115,16 @@ def zigzag_index(padded_lens: np.ndarray, cp_rank: int, cp_size: int) -> np.ndar
 class _Layout:
     """Where each row lies in the whole packed sequence, and which part of it this rank holds."""
 
-    def __init__(self, lens: list[int], parallel: ParallelInfo) -> None:
+    def __init__(
+        self, lens: list[int], parallel: ParallelInfo, equal_multiple: int | None
+    ) -> None:
         unit = 2 * parallel.cp_size if parallel.cp_size > 1 else 1
         self.lens = np.array(lens)
-        self.padded = -(-self.lens // unit) * unit
+        if equal_multiple is None:
+            self.padded = -(-self.lens // unit) * unit
+        else:
+            unit = math.lcm(unit, equal_multiple * parallel.cp_size)
+            self.padded = np.full_like(self.lens, -(-max(lens) // unit) * unit)
         self.starts = np.cumsum(self.padded) - self.padded
         self.total = int(self.padded.sum())
         self.local_total = self.total // parallel.cp_size

@@ -6,7 +6,7 @@ V vocabulary, H hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -254,6 +254,20 @@ class RolloutBatch:
 
 
 @dataclass(kw_only=True, frozen=True)
+class CriticColumns:
+    """What actor and critic tell each other about the rows of one rank: N x [R] each.
+
+    The critic gives `values` alone; the actor gives them back with the `returns` they led to::
+
+        values  = [float32[0.2, 0.4]]     of one row with two response tokens and reward 1
+        returns = [float32[1.0, 1.0]]
+    """
+
+    values: list[np.ndarray]
+    returns: list[np.ndarray] | None = None
+
+
+@dataclass(kw_only=True, frozen=True)
 class Schedule:
     """Which rows of a rank's batch form which micro-batch of which optimizer step.
 
@@ -300,6 +314,7 @@ class TrainBatch:
     rows: list[int]  # rows of the RolloutBatch, in packing order
     prompt_lens: list[int]
     response_lens: list[int]
+    filler: bool = False  # repeats rows to keep ranks in step, and counts for nothing
     advantages: torch.Tensor | None = None  # [T]
     returns: torch.Tensor | None = None  # [T]
     values: torch.Tensor | None = None  # [T]
@@ -307,6 +322,10 @@ class TrainBatch:
     ref_log_probs: torch.Tensor | None = None  # [T]
     rollout_log_probs: torch.Tensor | None = None  # [T]
     teacher_log_probs: torch.Tensor | None = None  # [T]
+
+    def as_filler(self) -> TrainBatch:
+        zeros = self.loss_mask * 0
+        return replace(self, filler=True, loss_mask=zeros, loss_weights=zeros)
 
     def to(self, device: torch.device | str) -> TrainBatch:
         columns = {f.name: getattr(self, f.name) for f in fields(self)}

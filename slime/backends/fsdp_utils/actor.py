@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from slime.backends.base import HFBucket, StepResult, TrainRayActor
+from slime.backends.base import HFBucket, StepResult, TrainRayActor, first_weights
 from slime.backends.fsdp_utils.checkpoint import Checkpointer, is_checkpoint
 from slime.backends.fsdp_utils.hf_export import export_hf, hf_buckets
 from slime.backends.fsdp_utils.loading import (
@@ -45,21 +44,25 @@ class FSDPTrainRayActor(TrainRayActor):
         self.mesh = init_device_mesh(device_type(), (self.world_size,), mesh_dim_names=("dp",))
         self._checkpointer = Checkpointer()
         self._asleep: Offloaded | None = None
-        start = args.ref_load or args.hf_checkpoint
-        self.model = build_model(args, self.mesh, trainable=True)
-        trained = trained_names(
-            list(self.model.params), args.only_train_params_name_list, args.freeze_params_name_list
-        )
+        self.model = build_model(args, self.mesh, trainable=True, critic=role == "critic")
+        trained = self._trained_names()
         for name, param in self.model.params.items():
             param.requires_grad_(name in trained)
-        self._fill(self.model, checkpoint or start)
+        self._fill(self.model, checkpoint or first_weights(args, role))
         self.optimizer = ShardedAdamW(args, {n: self.model.params[n] for n in trained})
         self.ref: ShardedModel | None = None
         if with_ref:
             self.ref = build_model(args, self.mesh, trainable=False)
-            self._fill(self.ref, start)
+            self._fill(self.ref, first_weights(args, "ref"))
         torch.manual_seed(args.seed + self.rank)
         return 0 if checkpoint is None else self.load(checkpoint) + 1
+
+    def _trained_names(self) -> list[str]:
+        """Of a critic everything: what is frozen is said of the actor."""
+        names, args = list(self.model.params), self.args
+        if self.role == "critic":
+            return names
+        return trained_names(names, args.only_train_params_name_list, args.freeze_params_name_list)
 
     def _fill(self, model: ShardedModel, path: str) -> None:
         """Weights from one of our checkpoints, from a folder of them, or from a Hugging Face folder."""
@@ -98,11 +101,7 @@ class FSDPTrainRayActor(TrainRayActor):
         result = self.forward_backward(micro_batches)
         lr = self.optimizer.lr
         grad_norm = self.optimizer.step()
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"rollout {rollout_id}, step {step_id}: the gradient is not finite "
-                f"(loss {result.metrics['loss'].mean}); the weights were left as they were"
-            )
+        self.require_finite(grad_norm, rollout_id, step_id, result)
         result.add(
             {"grad_norm": MetricSum(total=grad_norm, count=1), "lr": MetricSum(total=lr, count=1)}
         )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from slime.backends.fsdp_utils.loading import ShardedModel, persistent_buffers
+from slime.backends.fsdp_utils.loading import ShardedModel, zero_value_head
 from slime.backends.fsdp_utils.optimizer import ShardedAdamW
 from slime.utils.errors import UserError
 
@@ -78,10 +78,17 @@ class Checkpointer:
             pending.result()
 
     def load_model(self, path: str, model: ShardedModel) -> CheckpointFacts:
-        """Fill in the parameters; what else the checkpoint says."""
+        """Fill in the parameters; what else the checkpoint says.
+
+        A critic may start from an actor's checkpoint, with everything but its value head.
+        """
         facts = read_facts(path)
-        _refuse_other_architecture(facts, model, path)
-        self._read(path, _model_tensors(model))
+        head = model.value_head
+        absent = head if head and facts.shapes.get(head, [0])[0] != 1 else None
+        _refuse_other_architecture(facts, model, path, absent)
+        if absent:
+            zero_value_head(model)
+        self._read(path, _model_tensors(model, without=absent))
         return facts
 
     def load_optimizer(self, path: str, optimizer: ShardedAdamW) -> None:
@@ -119,13 +126,14 @@ def _facts(
     )
 
 
-def _refuse_other_architecture(facts: CheckpointFacts, model: ShardedModel, path: str) -> None:
+def _refuse_other_architecture(
+    facts: CheckpointFacts, model: ShardedModel, path: str, but: str | None
+) -> None:
     shapes = {name: list(param.shape) for name, param in model.params.items()}
-    if facts.shapes == shapes:
+    names = (facts.shapes.keys() | shapes.keys()) - {but}
+    differing = sorted(n for n in names if facts.shapes.get(n) != shapes.get(n))
+    if not differing:
         return
-    differing = sorted(
-        n for n in facts.shapes.keys() | shapes.keys() if facts.shapes.get(n) != shapes.get(n)
-    )
     name = differing[0]
     raise UserError(
         f"{path} is a checkpoint of another architecture ({facts.model_type}) than --hf-checkpoint: "
@@ -133,8 +141,8 @@ def _refuse_other_architecture(facts: CheckpointFacts, model: ShardedModel, path
     )
 
 
-def _model_tensors(model: ShardedModel) -> Tensors:
-    named = {**model.params, **persistent_buffers(model.module.hf)}
+def _model_tensors(model: ShardedModel, without: str | None = None) -> Tensors:
+    named = model.tensors(without=without)
     return {f"model.{name}": tensor.detach() for name, tensor in named.items()}
 
 

@@ -30,6 +30,7 @@ from slime.backends.fsdp_utils.fused_norm import fuse_norms
 from slime.backends.fsdp_utils.model import (
     HeadOptions,
     PackedCausalLM,
+    PackedCritic,
     check_head,
     choose_attention,
     refuse_unpackable,
@@ -48,6 +49,19 @@ class ShardedModel:
     module: PackedCausalLM
     params: dict[str, DTensor]  # by the name in the Hugging Face module; a tied weight once
 
+    @property
+    def value_head(self) -> str | None:
+        """The name of a critic's value head."""
+        if not isinstance(self.module, PackedCritic):
+            return None
+        head = self.module.hf.get_output_embeddings().weight
+        return next(name for name, param in self.params.items() if param is head)
+
+    def tensors(self, *, without: str | None = None) -> dict[str, torch.Tensor]:
+        """Parameters and the buffers a checkpoint has."""
+        named = {**self.params, **persistent_buffers(self.module.hf)}
+        return {name: tensor for name, tensor in named.items() if name != without}
+
     def reshard(self) -> None:
         """Free gathered parameters: after a forward pass without a backward one they would go stale."""
         for module in self.module.modules():
@@ -55,7 +69,9 @@ class ShardedModel:
                 module.reshard()
 
 
-def build_model(args: Args, mesh: DeviceMesh, *, trainable: bool) -> ShardedModel:
+def build_model(
+    args: Args, mesh: DeviceMesh, *, trainable: bool, critic: bool = False
+) -> ShardedModel:
     """The model of `--hf-checkpoint`, sharded, its parameters not yet filled in.
 
     A trained model has fp32 parameters and computes in the run's precision; a frozen one is held in
@@ -67,20 +83,24 @@ def build_model(args: Args, mesh: DeviceMesh, *, trainable: bool) -> ShardedMode
     if trainable and args.gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     hf.train(trainable)
-    hf.requires_grad_(trainable)
     _no_dropout(hf)
     fuse_norms(hf)
     head = HeadOptions(temperature=args.rollout_temperature, chunk_size=args.log_probs_chunk_size)
-    module = PackedCausalLM(hf, head)
+    module = PackedCritic(hf, head) if critic else PackedCausalLM(hf, head)
+    hf.requires_grad_(trainable)
     _shard(module, mesh, compute_dtype, offload=args.fsdp_cpu_offload)
     _materialise(module, torch.device("cpu") if args.fsdp_cpu_offload else current_device())
     return ShardedModel(module, {k: p for k, p in hf.named_parameters() if isinstance(p, DTensor)})
 
 
 def load_hf_weights(model: ShardedModel, path: str) -> None:
-    """Fill in the parameters from a Hugging Face folder; all ranks call this together."""
+    """Fill in the parameters from a Hugging Face folder; all ranks call this together.
+
+    A critic's value head, which such a folder does not have, starts at zero.
+    """
     source: dict[str, torch.Tensor] = {}
-    targets = {**model.params, **persistent_buffers(model.module.hf)}
+    targets = model.tensors(without=model.value_head)
+    zero_value_head(model)
     if dist.get_rank() == 0:
         transformers_logging.disable_progress_bar()
         hf = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
@@ -90,6 +110,12 @@ def load_hf_weights(model: ShardedModel, path: str) -> None:
     _refuse_other_architecture(described[0], targets, path)
     for name, target in targets.items():
         _fill(target, source.pop(name, None), described[0][name][0])
+
+
+@torch.no_grad()
+def zero_value_head(model: ShardedModel) -> None:
+    if model.value_head is not None:
+        model.params[model.value_head].to_local().zero_()
 
 
 def finish_loading(model: ShardedModel) -> None:

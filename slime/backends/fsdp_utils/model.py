@@ -77,6 +77,27 @@ class PackedCausalLM(nn.Module):
         }
 
 
+class PackedCritic(PackedCausalLM):
+    """The same backbone with a value head: wherever log-probs [T] come out above, values do here."""
+
+    def __init__(self, hf: nn.Module, head: HeadOptions) -> None:
+        old = hf.get_output_embeddings().weight
+        with torch.device(old.device):
+            hf.set_output_embeddings(nn.Linear(old.shape[1], 1, bias=False, dtype=old.dtype))
+        super().__init__(hf, head)
+
+    def forward(
+        self,
+        batch: TrainBatch,
+        *,
+        output: Literal["log_probs", "logits", "hf_logits"] = "log_probs",
+        with_entropy: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden = self.hf.base_model(**self._inputs(batch)).last_hidden_state.squeeze(0)  # [T, H]
+        weight = self.hf.get_output_embeddings().weight  # [1, H]
+        return F.linear(hidden.float(), weight.float()).squeeze(1) * batch.loss_mask, None
+
+
 def attention_keywords(implementation: str, batch: TrainBatch) -> dict[str, Any]:
     """What tells the attention function where samples begin and end."""
     if implementation == PACKED_ATTENTION:
@@ -127,6 +148,7 @@ def check_head(model: PackedCausalLM, device: torch.device) -> None:
 
     Some scale or cap their logits. Log-probs here come from hidden states and the head's weight, so
     they would silently be those of another model. Every rank must call this: it is a forward pass.
+    A critic has no logits, and only runs.
     """
     tokens = torch.arange(4, device=device)
     batch = TrainBatch(
@@ -142,6 +164,8 @@ def check_head(model: PackedCausalLM, device: torch.device) -> None:
         response_lens=[3],
     )
     ours, _ = model(batch, output="logits")
+    if isinstance(model, PackedCritic):
+        return
     theirs, _ = model(batch, output="hf_logits")
     if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2):
         raise UserError(

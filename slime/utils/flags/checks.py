@@ -50,6 +50,10 @@ _INERT_WITHOUT = {
 
 
 def check_all(draft: Draft) -> None:
+# these do nothing without a critic
+_OF_THE_CRITIC = ("value_clip", "num_critic_only_steps", "critic_load", "critic_save", "critic_lr")
+
+
     """Rules about combinations; every value is derived by now."""
     check_backend(draft)
     check_engine(draft)
@@ -168,6 +172,8 @@ def check_optimizer(draft: Draft) -> None:
     fraction, iters = draft["lr_warmup_fraction"], draft["lr_warmup_iters"]
     if fraction is not None and iters:
         raise ConfigError(
+    if draft["critic_lr"] is not None and draft["min_lr"] > draft["critic_lr"]:
+        raise ConfigError(f"--min-lr {draft['min_lr']} is above --critic-lr {draft['critic_lr']}")
             "--lr-warmup-fraction and --lr-warmup-iters exclude each other: leave one out"
         )
     decay = draft["lr_decay_iters"]
@@ -239,6 +245,8 @@ def check_modes(draft: Draft) -> None:
     if draft["ckpt_step"] is not None and draft["load"] is None:
         raise ConfigError("--ckpt-step needs --load with the folder of the checkpoints")
     if draft["eval_interval"] and not draft["eval_datasets"] and not _custom_eval(draft):
+    if draft["critic_save"] is not None and draft["save"] is None:
+        raise ConfigError("--critic-save needs --save with the folder for the actor's checkpoints")
         raise ConfigError("--eval-interval needs data: give --eval-prompt-data NAME PATH")
     names = [dataset.name for dataset in draft["eval_datasets"]]
     for name in names:
@@ -254,6 +262,9 @@ def warn_inert(draft: Draft) -> None:
     if draft["eval_datasets"] and not draft["eval_interval"]:
         draft.warn("--eval-prompt-data has no effect without --eval-interval")
 
+    for name in _OF_THE_CRITIC if draft["advantage_estimator"] != "ppo" else ():
+        if draft.given(name):
+            draft.warn(f"{option_of(name)} has no effect without --advantage-estimator ppo")
 
 def _custom_eval(draft: Draft) -> bool:
     return draft["eval_function_path"] != own_flags()["rollout_function_path"].default

@@ -17,6 +17,8 @@ def check_files(draft: Draft) -> None:
     _check_model(draft)
     if draft["ref_load"] is not None:
         draft.need_file(draft["ref_load"], "--ref-load")
+    if draft["critic_load"] not in (None, draft["critic_save"]):
+        draft.need_file(draft["critic_load"], "--critic-load")
     _check_prompts(draft)
     for dataset in draft["eval_datasets"]:
         option = f"--eval-prompt-data {dataset.name}"

@@ -190,8 +190,14 @@ class Algorithm:
         False, "log the gap between engine and trainer log-probs token by token"
     )
     num_critic_only_steps: int = flag(0, "rollouts that train the critic alone, at the start (ppo)")
-    critic_load: str | None = flag(None, "checkpoint of the critic; default: --load")
-    critic_save: str | None = flag(None, "folder for the critic's checkpoints")
+    critic_load: str | None = flag(
+        None,
+        "where the critic starts: a folder of checkpoints, or a Hugging Face folder (its value head "
+        "then starts at 0); default: as the actor. A resumed run takes the critic out of --load",
+    )
+    critic_save: str | None = flag(
+        None, "folder for the critic's checkpoints; default: inside those of --save"
+    )
     critic_lr: float | None = flag(None, "learning rate of the critic; default: --lr")
     ref_update_interval: int | None = flag(
         None, "rollouts after which the reference model becomes the actor"

@@ -58,9 +58,11 @@ _AT_LEAST_ZERO = (
     "tis_clip_low",
     "overlong_penalty_factor",
     "eval_temperature",
+    "num_critic_only_steps",
+    "critic_lr",
     "rollout_health_check_first_wait",
 )
-_ABOVE_ZERO = ("rollout_health_check_interval", "rollout_health_check_timeout")
+_ABOVE_ZERO = ("rollout_health_check_interval", "rollout_health_check_timeout", "value_clip")
 _FRACTIONS = ("gamma", "lambd", "lr_warmup_fraction", "adam_beta1", "adam_beta2", "eps_clip")
 
 
