@@ -49,11 +49,11 @@ _INERT_WITHOUT = {
 }
 
 
-def check_all(draft: Draft) -> None:
 # these do nothing without a critic
 _OF_THE_CRITIC = ("value_clip", "num_critic_only_steps", "critic_load", "critic_save", "critic_lr")
 
 
+def check_all(draft: Draft) -> None:
     """Rules about combinations; every value is derived by now."""
     check_backend(draft)
     check_engine(draft)
@@ -169,11 +169,11 @@ def check_algorithm(draft: Draft) -> None:
 def check_optimizer(draft: Draft) -> None:
     if draft["min_lr"] > draft["lr"]:
         raise ConfigError(f"--min-lr {draft['min_lr']} is above --lr {draft['lr']}")
+    if draft["critic_lr"] is not None and draft["min_lr"] > draft["critic_lr"]:
+        raise ConfigError(f"--min-lr {draft['min_lr']} is above --critic-lr {draft['critic_lr']}")
     fraction, iters = draft["lr_warmup_fraction"], draft["lr_warmup_iters"]
     if fraction is not None and iters:
         raise ConfigError(
-    if draft["critic_lr"] is not None and draft["min_lr"] > draft["critic_lr"]:
-        raise ConfigError(f"--min-lr {draft['min_lr']} is above --critic-lr {draft['critic_lr']}")
             "--lr-warmup-fraction and --lr-warmup-iters exclude each other: leave one out"
         )
     decay = draft["lr_decay_iters"]
@@ -242,11 +242,11 @@ def check_modes(draft: Draft) -> None:
         raise ConfigError("--debug-train-only needs --load-debug-rollout-data to train on")
     if draft["save_interval"] is not None and draft["save"] is None:
         raise ConfigError("--save-interval needs --save with the folder for checkpoints")
+    if draft["critic_save"] is not None and draft["save"] is None:
+        raise ConfigError("--critic-save needs --save with the folder for the actor's checkpoints")
     if draft["ckpt_step"] is not None and draft["load"] is None:
         raise ConfigError("--ckpt-step needs --load with the folder of the checkpoints")
     if draft["eval_interval"] and not draft["eval_datasets"] and not _custom_eval(draft):
-    if draft["critic_save"] is not None and draft["save"] is None:
-        raise ConfigError("--critic-save needs --save with the folder for the actor's checkpoints")
         raise ConfigError("--eval-interval needs data: give --eval-prompt-data NAME PATH")
     names = [dataset.name for dataset in draft["eval_datasets"]]
     for name in names:
@@ -259,12 +259,12 @@ def warn_inert(draft: Draft) -> None:
     for name, other in _INERT_WITHOUT.items():
         if draft.given(name) and not draft[other]:
             draft.warn(f"{option_of(name)} has no effect without {option_of(other)}")
-    if draft["eval_datasets"] and not draft["eval_interval"]:
-        draft.warn("--eval-prompt-data has no effect without --eval-interval")
-
     for name in _OF_THE_CRITIC if draft["advantage_estimator"] != "ppo" else ():
         if draft.given(name):
             draft.warn(f"{option_of(name)} has no effect without --advantage-estimator ppo")
+    if draft["eval_datasets"] and not draft["eval_interval"]:
+        draft.warn("--eval-prompt-data has no effect without --eval-interval")
+
 
 def _custom_eval(draft: Draft) -> bool:
     return draft["eval_function_path"] != own_flags()["rollout_function_path"].default
