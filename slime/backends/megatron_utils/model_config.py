@@ -20,6 +20,7 @@ from transformers import AutoConfig, PretrainedConfig, Qwen2Config
 
 from slime.backends.megatron_utils.architecture import Architecture, architecture
 from slime.backends.megatron_utils.layer_pattern import layer_pattern
+from slime.backends.megatron_utils.layers.post_norm import PostNormConfig
 from slime.utils.errors import ConfigError
 from slime.utils.flags.registry import all_flags
 
@@ -40,7 +41,6 @@ class GptOptions:
     rope_scaling: bool
     rope_scaling_factor: float
     position_embedding_type: str  # "rope" or "yarn"
-    post_norms: bool  # layers have norms behind attention and MLP too (layers/glm4.py)
 
 
 @dataclass
@@ -87,7 +87,7 @@ def model_config(hf_config: PretrainedConfig, args: Args) -> TransformerConfig:
     if model.yarn:
         yarn = {f"yarn_{name}": value for name, value in model.yarn.items()}
         return YarnTransformerConfig(**fields, **yarn)
-    return TransformerConfig(**fields)
+    return (PostNormConfig if model.post_norms else TransformerConfig)(**fields)
 
 
 def gpt_options(hf_config: PretrainedConfig, args: Args) -> GptOptions:
@@ -102,7 +102,6 @@ def gpt_options(hf_config: PretrainedConfig, args: Args) -> GptOptions:
         rope_scaling=model.rope.llama3_factor is not None,
         rope_scaling_factor=model.rope.llama3_factor or 8.0,
         position_embedding_type=_position_embedding(model),
-        post_norms=model.post_norms,
     )
 
 

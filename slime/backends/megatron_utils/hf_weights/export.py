@@ -1,0 +1,182 @@
+"""Whole Hugging Face tensors from a model that is spread over ranks, gathered one after another.
+
+All ranks go through the same sequence. A weight is gathered over the tensor ranks of the pipeline stage
+that holds it (over expert-tensor and expert ranks for experts), then sent to the other stages, so every
+rank sees every tensor whole, and never more than one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from slime.backends.megatron_utils.hf_weights.local import current_layout, local_weights
+from slime.backends.megatron_utils.hf_weights.rules import Rule, WeightMap
+from slime.utils.device import current_device
+
+HfTensor = tuple[str, torch.Tensor]
+
+
+def export_hf(
+    chunks: Sequence[torch.nn.Module], weights: WeightMap, dtype: torch.dtype | None = None
+) -> Iterator[HfTensor]:
+    """(Hugging Face name, whole tensor) on every rank, in the order of the layers.
+
+    In `dtype`, or as the model holds them. A tensor may share memory with the model: it is to be read
+    before the next training step.
+    """
+    gather = _Gather(chunks, weights, dtype)
+    first, *rest = weights.rules
+    per_layer = [rule for rule in rest if rule.per_layer]
+    yield from gather.tensors(first, 0)
+    for layer in range(weights.num_layers):
+        for rule in per_layer:
+            yield from gather.tensors(rule, layer)
+    for rule in rest:
+        if not rule.per_layer:
+            yield from gather.tensors(rule, 0)
+
+
+def hf_buckets(
+    chunks: Sequence[torch.nn.Module],
+    weights: WeightMap,
+    max_bytes: int,
+    *,
+    dtype: torch.dtype | None = None,
+    keep: bool = True,
+) -> Iterator[list[HfTensor]]:
+    """The same in lists of at most `max_bytes`, or of one larger tensor.
+
+    With `keep` off the lists are empty but as many: a rank that only helps to gather holds nothing.
+    """
+    bucket: list[HfTensor] = []
+    size = 0
+    for name, tensor in export_hf(chunks, weights, dtype):
+        if size and size + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        size += tensor.nbytes
+        if keep:
+            bucket.append((name, tensor))
+    if size:
+        yield bucket
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A weight of some pipeline stage: by which, of what shape and type there."""
+
+    stage: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Gather:
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], weights: WeightMap, dtype: torch.dtype | None
+    ) -> None:
+        layout = current_layout()
+        self._dtype = dtype
+        self._expert = layout.expert
+        local = list(local_weights(chunks, weights, layout))
+        self._local = {weight.name: weight.tensor for weight in local}
+        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+        self._held = self._where()
+        experts = {w.match.expert for w in local if w.match.rule.per_expert}
+        self._num_local = max(_over_stages(len(experts)))
+
+    def tensors(self, rule: Rule, layer: int) -> Iterator[HfTensor]:
+        """The Hugging Face tensors of one rule, none where the layer is of another kind."""
+        if rule.load_only:
+            return
+        if rule.per_expert:
+            yield from self._experts(rule, layer)
+        elif rule.name(layer) in self._held:
+            whole = self._whole(rule, rule.name(layer))
+            yield from zip(rule.hf_names(layer), rule.mapping.to_hf(whole), strict=True)
+
+    def _experts(self, rule: Rule, layer: int) -> Iterator[HfTensor]:
+        """The n-th local expert of all expert ranks at a time."""
+        mine = self._expert.rank * self._num_local
+        if self._num_local == 0 or rule.name(layer, mine) not in self._held:
+            return
+        stacked: dict[int, list[torch.Tensor]] = {}
+        for number in range(self._num_local):
+            everyone = self._whole(rule, rule.name(layer, mine + number))
+            for rank, whole in enumerate(everyone):
+                expert = rank * self._num_local + number
+                tensors = rule.mapping.to_hf(whole)
+                if rule.stacked:
+                    stacked[expert] = tensors
+                else:
+                    yield from zip(rule.hf_names(layer, expert), tensors, strict=True)
+        if rule.stacked:
+            of_each_name = zip(*(stacked[expert] for expert in sorted(stacked)), strict=True)
+            for name, experts in zip(rule.hf_names(layer), of_each_name, strict=True):
+                yield name, torch.stack(experts)
+
+    def _whole(self, rule: Rule, name: str) -> torch.Tensor:
+        """Of an expert, the same expert of every expert rank: [expert ranks, ...]."""
+        held = self._held[name]
+        dtype = held.dtype if self._dtype is None or rule.fp32 else self._dtype
+        if held.stage == self._stage:
+            whole = self._over_tensor_ranks(rule, self._local[name].to(current_device(), dtype))
+            if rule.per_expert:
+                group = parallel_state.get_expert_model_parallel_group()
+                whole = torch.stack(_all_gather(whole, group))
+        else:
+            whole = torch.empty(self._shape(rule, held.shape), dtype=dtype, device=current_device())
+        _from_stage(whole, held.stage)
+        return whole
+
+    def _over_tensor_ranks(self, rule: Rule, local: torch.Tensor) -> torch.Tensor:
+        if rule.mapping.dim is None:
+            return local
+        return rule.mapping.join(_all_gather(local, _tensor_group(rule)))
+
+    def _shape(self, rule: Rule, local: tuple[int, ...]) -> tuple[int, ...]:
+        whole = rule.mapping.whole_shape(local, _tensor_group(rule).size())
+        return (self._expert.size, *whole) if rule.per_expert else whole
+
+    def _where(self) -> dict[str, _Held]:
+        mine = {
+            name: _Held(self._stage, tuple(tensor.shape), tensor.dtype)
+            for name, tensor in self._local.items()
+        }
+        held: dict[str, _Held] = {}
+        for stage in _over_stages(mine):
+            held = {**stage, **held}
+        return held
+
+
+def _tensor_group(rule: Rule) -> dist.ProcessGroup:
+    if rule.per_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    if group.size() == 1:
+        return [tensor]
+    tensor = tensor.contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor, group=group)
+    return parts
+
+
+def _over_stages(value: object) -> list:
+    group = parallel_state.get_pipeline_model_parallel_group()
+    values = [value] * group.size()
+    if group.size() > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _from_stage(tensor: torch.Tensor, stage: int) -> None:
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() > 1:
+        dist.broadcast(tensor, group=group, group_src=stage)

@@ -1,0 +1,94 @@
+"""The weights this rank holds, under names that count layers and experts over all ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+
+from slime.backends.megatron_utils.hf_weights.mappings import WHOLE, Part
+from slime.backends.megatron_utils.hf_weights.rules import Match, WeightMap, canonical
+from slime.backends.megatron_utils.layers.value_head import ValueHead
+from slime.utils.errors import UserError
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where this rank stands among those that share a model."""
+
+    tensor: Part = WHOLE
+    expert_tensor: Part = WHOLE
+    expert: Part = WHOLE
+
+    def part(self, match: Match) -> Part:
+        return self.expert_tensor if match.rule.per_expert else self.tensor
+
+
+def current_layout() -> Layout:
+    state = parallel_state
+    return Layout(
+        tensor=Part(
+            state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
+        ),
+        expert_tensor=Part(
+            state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()
+        ),
+        expert=Part(
+            state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalWeight:
+    """One of this rank's tensors."""
+
+    name: str
+    tensor: torch.Tensor
+    match: Match
+
+
+def local_weights(
+    chunks: Sequence[torch.nn.Module], weights: WeightMap, layout: Layout
+) -> Iterator[LocalWeight]:
+    """Parameters and persistent buffers of all chunks; a critic's head is no part of the model."""
+    for chunk in map(_unwrapped, chunks):
+        layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        experts = _experts_per_rank(chunk)
+        for name, tensor in chunk.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, torch.Tensor) or _is_value_head(chunk, name):
+                continue
+            name = _global_name(canonical(name), layers, layout.expert.rank * experts)
+            match = weights.match(name)
+            if match is None:
+                raise UserError(
+                    f"Megatron's parameter {name} has no counterpart in a Hugging Face "
+                    f"{weights.model_type} model"
+                )
+            yield LocalWeight(name=name, tensor=tensor.detach(), match=match)
+
+
+def _global_name(name: str, layers: list[int], first_expert: int) -> str:
+    name = _LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])]}.", name)
+    return _EXPERT.sub(lambda m: f".local_experts.{int(m[1]) + first_expert}.", name)
+
+
+def _experts_per_rank(chunk: torch.nn.Module) -> int:
+    count = chunk.config.num_moe_experts or 0
+    return count // chunk.config.expert_model_parallel_size
+
+
+def _is_value_head(chunk: torch.nn.Module, name: str) -> bool:
+    return name.startswith("output_layer.") and isinstance(chunk.output_layer, ValueHead)
+
+
+def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    while isinstance(getattr(chunk, "module", None), torch.nn.Module):
+        chunk = chunk.module
+    return chunk

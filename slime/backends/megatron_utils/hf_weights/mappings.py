@@ -1,0 +1,175 @@
+"""How Hugging Face tensors make up one Megatron tensor, and how that one is cut over ranks.
+
+A mapping knows four things: the shape of a rank's part, how to read that part, how the parts of all
+ranks join into the whole, and which Hugging Face tensors the whole stands for. Megatron's linear layers
+hold [out, in]: "column" parallel ones are cut in dimension 0, "row" parallel ones in dimension 1.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from slime.backends.megatron_utils.hf_weights.reader import TensorReader
+
+Shape = tuple[int, ...]
+Cut = Literal["column", "row"] | None
+
+_DIM = {"column": 0, "row": 1, None: None}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which of `size` equal parts."""
+
+    rank: int = 0
+    size: int = 1
+
+    def of(self, length: int) -> slice:
+        each = length // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+
+WHOLE = Part()
+
+
+class Mapping(ABC):
+    dim: int | None  # in which a rank's part is cut, None where every rank holds the whole
+
+    @abstractmethod
+    def shape(self, shapes: list[Shape], part: Part) -> Shape:
+        """Of a rank's part, from the shapes of the Hugging Face tensors."""
+
+    @abstractmethod
+    def read(
+        self, reader: TensorReader, names: list[str], part: Part, expert: int = 0
+    ) -> torch.Tensor:
+        """A rank's part; of tensors that hold all experts, of this one."""
+
+    @abstractmethod
+    def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The Hugging Face tensors, in the order of their names in the rule."""
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        if self.dim is None or len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, dim=self.dim)
+
+    def whole_shape(self, local: Shape, size: int) -> Shape:
+        if self.dim is None:
+            return local
+        return tuple(n * size if dim == self.dim else n for dim, n in enumerate(local))
+
+
+class Plain(Mapping):
+    """The same tensor on both sides."""
+
+    def __init__(self, cut: Cut = None) -> None:
+        self.dim = _DIM[cut]
+
+    def shape(self, shapes: list[Shape], part: Part) -> Shape:
+        return tuple(n // part.size if dim == self.dim else n for dim, n in enumerate(shapes[0]))
+
+    def read(
+        self, reader: TensorReader, names: list[str], part: Part, expert: int = 0
+    ) -> torch.Tensor:
+        (name,) = names
+        if self.dim is None or part.size == 1:
+            return reader.read(name)
+        shape = reader.shape(name)
+        return reader.read(name, *([slice(None)] * self.dim), part.of(shape[self.dim]))
+
+    def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        return [whole]
+
+
+class Vocab(Mapping):
+    """Rows of the vocabulary, with rows of zeros behind the real ones so that every rank has as many."""
+
+    dim = 0
+
+    def __init__(self, rows: int, padded: int) -> None:
+        self._rows, self._padded = rows, padded
+
+    def shape(self, shapes: list[Shape], part: Part) -> Shape:
+        rows, *rest = shapes[0]
+        missing = self._padded - self._rows  # a table of other size than the config's stays visible
+        return ((rows + missing) // part.size, *rest)
+
+    def read(
+        self, reader: TensorReader, names: list[str], part: Part, expert: int = 0
+    ) -> torch.Tensor:
+        mine = part.of(self._padded)
+        real = slice(min(mine.start, self._rows), min(mine.stop, self._rows))
+        rows = reader.read(names[0], real)
+        padding = rows.new_zeros(mine.stop - mine.start - rows.shape[0], *rows.shape[1:])
+        return torch.cat([rows, padding])
+
+    def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        return [whole[: self._rows]]
+
+
+class Qkv(Mapping):
+    """Query, key and value rows, interleaved by group: the queries of a group, its key, its value."""
+
+    dim = 0
+
+    def __init__(self, groups: int, head_dim: int) -> None:
+        self._groups, self._head_dim = groups, head_dim
+
+    def shape(self, shapes: list[Shape], part: Part) -> Shape:
+        return (sum(shape[0] for shape in shapes) // part.size, *shapes[0][1:])
+
+    def read(
+        self, reader: TensorReader, names: list[str], part: Part, expert: int = 0
+    ) -> torch.Tensor:
+        if self._groups % part.size == 0:
+            parts = [reader.read(name, part.of(reader.shape(name)[0])) for name in names]
+            return self._interleave(parts, self._groups // part.size)
+        # More ranks than groups: a rank holds a piece of one group.
+        whole = self._interleave([reader.read(name) for name in names], self._groups)
+        return whole[part.of(whole.shape[0])]
+
+    def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        grouped = whole.unflatten(0, (self._groups, -1))
+        queries = grouped.shape[1] - 2 * self._head_dim
+        pieces = grouped.split([queries, self._head_dim, self._head_dim], dim=1)
+        return [piece.flatten(0, 1) for piece in pieces]
+
+    def _interleave(self, tensors: list[torch.Tensor], groups: int) -> torch.Tensor:
+        return torch.cat([t.unflatten(0, (groups, -1)) for t in tensors], dim=1).flatten(0, 1)
+
+
+class GateUp(Mapping):
+    """Gate above up; a rank's part is its rows of the one above its rows of the other.
+
+    In Hugging Face two tensors, or, with `fused`, already one.
+    """
+
+    dim = 0
+
+    def __init__(self, *, fused: bool = False) -> None:
+        self._fused = fused
+
+    def shape(self, shapes: list[Shape], part: Part) -> Shape:
+        return (sum(shape[0] for shape in shapes) // part.size, *shapes[0][1:])
+
+    def read(
+        self, reader: TensorReader, names: list[str], part: Part, expert: int = 0
+    ) -> torch.Tensor:
+        if not self._fused:
+            return torch.cat([reader.read(n, part.of(reader.shape(n)[0])) for n in names])
+        half = reader.shape(names[0])[0] // 2
+        mine = part.of(half)
+        starts = (mine, slice(mine.start + half, mine.stop + half))
+        return torch.cat([reader.read(names[0], rows) for rows in starts])
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+
+    def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        return [whole] if self._fused else list(whole.chunk(2))

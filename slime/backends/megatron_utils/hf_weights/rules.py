@@ -1,0 +1,115 @@
+"""One line of a family's map, and the map."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from slime.backends.megatron_utils.hf_weights.mappings import Mapping
+
+_FIELDS = {"layer": r"(?P<layer>\d+)", "expert": r"(?P<expert>\d+)"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A Megatron parameter and the Hugging Face tensors it is made of.
+
+    Names are those of a model on one rank, with `{layer}` and `{expert}` counted over all ranks::
+
+        Rule("decoder.layers.{layer}.mlp.linear_fc1.weight",
+             ("model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"),
+             GateUp())
+
+    Parameters of routed experts are cut by expert-tensor parallelism, all others by tensor parallelism.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    mapping: Mapping
+    stacked: bool = False  # the Hugging Face tensors hold all experts
+    load_only: bool = False  # exported under another rule
+    fp32: bool = False  # kept in float32 whatever the model is held in
+
+    @property
+    def per_layer(self) -> bool:
+        return "{layer}" in self.megatron
+
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.megatron
+
+    def name(self, layer: int = 0, expert: int = 0) -> str:
+        return self.megatron.format(layer=layer, expert=expert)
+
+    def hf_names(self, layer: int = 0, expert: int = 0) -> list[str]:
+        return [name.format(layer=layer, expert=expert) for name in self.hf]
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        parts = re.split(r"\{(layer|expert)\}", self.megatron)
+        return re.compile(
+            "".join(_FIELDS[p] if i % 2 else re.escape(p) for i, p in enumerate(parts))
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """A rule, and where in the model it was met."""
+
+    rule: Rule
+    layer: int = 0
+    expert: int = 0
+
+    @property
+    def hf_names(self) -> list[str]:
+        return self.rule.hf_names(self.layer, self.expert)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightMap:
+    """All rules of one model; `untrained` are prefixes of tensors that Megatron does not hold."""
+
+    model_type: str
+    num_layers: int
+    rules: tuple[Rule, ...]
+    untrained: tuple[str, ...] = ()
+
+    def match(self, name: str) -> Match | None:
+        """For a Megatron name that counts layers and experts over all ranks."""
+        name = canonical(name)
+        for rule in self.rules:
+            found = rule.pattern.fullmatch(name)
+            if found:
+                numbers = {field: int(value) for field, value in found.groupdict().items()}
+                return Match(rule=rule, **numbers)
+        return None
+
+    def is_untrained(self, hf_name: str) -> bool:
+        return hf_name.startswith(self.untrained) or hf_name.endswith("rotary_emb.inv_freq")
+
+
+def canonical(name: str) -> str:
+    """TransformerEngine's layers hold some weights under other names than megatron-core's own."""
+    for theirs, ours in _TRANSFORMER_ENGINE:
+        name = theirs.sub(ours, name)
+    return name
+
+
+_TRANSFORMER_ENGINE = [
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
+    (re.compile(r"self_attention\.linear_q_proj\.layer_norm_weight$"), "input_layernorm.weight"),
+    (
+        re.compile(r"self_attention\.linear_q_up_proj\.layer_norm_weight$"),
+        "self_attention.q_layernorm.weight",
+    ),
+    (
+        re.compile(r"self_attention\.linear_kv_up_proj\.layer_norm_weight$"),
+        "self_attention.kv_layernorm.weight",
+    ),
+    (re.compile(r"(?<=\d\.)mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
+    (
+        re.compile(r"mlp\.experts\.linear_fc([12])\.(weight|bias)(\d+)$"),
+        r"mlp.experts.local_experts.\3.linear_fc\1.\2",
+    ),
+]

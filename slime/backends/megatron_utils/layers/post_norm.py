@@ -1,0 +1,50 @@
+"""A layer with norms behind attention and MLP too, before each is added to the residual (GLM4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+
+@dataclass
+class PostNormConfig(TransformerConfig):
+    """Of a model whose layers are PostNormLayers."""
+
+
+class PostNormLayer(TransformerLayer):
+    """`post_norm` is the norm's module, given in the params of a layer spec."""
+
+    def __init__(self, *args: Any, post_norm: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.post_self_attn_layernorm = self._norm(post_norm)
+        self.post_mlp_layernorm = self._norm(post_norm)
+        self.self_attn_bda = _after(self.post_self_attn_layernorm, self.self_attn_bda)
+        self.mlp_bda = _after(self.post_mlp_layernorm, self.mlp_bda)
+
+    def _norm(self, module: Any) -> torch.nn.Module:
+        config = self.config
+        return build_module(
+            module, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+        )
+
+
+def _after(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's way to add an output to the residual, with a norm of the output first."""
+
+    def prepare(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        add_to_residual = add(training, fused)
+
+        def run(output_with_bias: Any, residual: torch.Tensor, dropout: float) -> torch.Tensor:
+            output, bias = output_with_bias
+            output = norm(output if bias is None else output + bias)
+            return add_to_residual((output, None), residual, dropout)
+
+        return run
+
+    return prepare

@@ -1,0 +1,20 @@
+"""The critic's head: one number per token."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class ValueHead(torch.nn.Module):
+    """A linear map from hidden states to a value, zero at first; the same on all tensor ranks."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        weight = torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device)
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T]"""
+        return (hidden @ self.weight.t()).squeeze(1).float()

@@ -1,0 +1,73 @@
+"""A Megatron model of this rank, as the trainer builds it, without an optimizer.
+
+To be imported inside rank processes: it makes the CPU stand for the GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from slime.backends.megatron_utils.cpu import install_cpu_adapter
+
+install_cpu_adapter()
+
+from slime.backends.megatron_utils.hf_weights.export import export_hf  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.families import weight_map  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.load import load_hf  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
+from slime.backends.megatron_utils.model import Head, build_chunks  # noqa: E402
+from slime.backends.megatron_utils.model_config import (  # noqa: E402
+    gpt_options,
+    model_config,
+    read_config,
+    virtual_stages,
+)
+from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
+from slime.backends.megatron_utils.passes import Passes, prepare_config  # noqa: E402
+from slime.utils.arguments import Args  # noqa: E402
+from slime.utils.types import TrainBatch  # noqa: E402
+
+
+class MegatronModel:
+    def __init__(self, args: Args) -> None:
+        hf_config = read_config(args.hf_checkpoint)
+        self.parallel = init_parallel(args, virtual_stages(args, hf_config.num_hidden_layers))
+        self.config = model_config(hf_config, args)
+        prepare_config(self.config)
+        options = gpt_options(hf_config, args)
+        self.weights = weight_map(hf_config, args)
+        self.passes = Passes(self.config, self.parallel, padded=False)
+        self.head = Head(vocab_size=options.true_vocab_size, temperature=1.0, chunk_size=1024)
+        self.chunks = build_chunks(args, self.config, options)
+
+    def load(self, folder: Path) -> None:
+        load_hf(self.chunks, self.weights, HfReader(folder))
+
+    def logits(self, rows: list[np.ndarray]) -> torch.Tensor | None:
+        """[T, V] of all rows end to end; None where this rank is not of the last stage."""
+        outputs = self.passes.collect(self.chunks, [packed(rows)], self.head.logits)
+        return outputs[0] if outputs else None
+
+    def exported(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in export_hf(self.chunks, self.weights)}
+
+
+def packed(rows: list[np.ndarray]) -> TrainBatch:
+    """A micro-batch of which only the tokens matter."""
+    lens = [len(row) for row in rows]
+    total = torch.zeros(sum(lens))
+    return TrainBatch(
+        tokens=torch.from_numpy(np.concatenate(rows)),
+        position_ids=torch.cat([torch.arange(length) for length in lens]),
+        labels=total.long(),
+        loss_mask=total,
+        loss_weights=total,
+        cu_seqlens=torch.tensor([0, *lens]).cumsum(0).int(),
+        max_seqlen=max(lens),
+        rows=list(range(len(rows))),
+        prompt_lens=lens,
+        response_lens=[0] * len(rows),
+    )

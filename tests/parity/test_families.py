@@ -1,0 +1,135 @@
+"""Every family: Hugging Face -> Megatron, equal logits; -> Hugging Face again, identical tensors.
+
+One group of four processes goes through all families and layouts: importing takes longest.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.args import make_args
+from tests.parity.tiny_families import FAMILIES, MOE, UNTRAINED, VOCAB_SIZE, make_family, make_model
+from tests.ranks import run_ranks
+
+LENS = [7, 12, 3]
+TOLERANCE = 1e-4  # of the largest logit
+
+ONE = {"tensor_model_parallel_size": 1}
+DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": ONE,
+    "TP2 SP PP2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "pipeline_model_parallel_size": 2,
+    },
+    "TP4": {"tensor_model_parallel_size": 4},
+    "PP2 VPP2": {
+        "pipeline_model_parallel_size": 2,
+        "num_layers_per_virtual_pipeline_stage": 1,
+    },
+}
+MOE_LAYOUTS: dict[str, dict[str, Any]] = {
+    "EP2": {"expert_model_parallel_size": 2},
+    "TP2 SP PP2 EP2 ETP1": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "pipeline_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
+}
+
+
+def layouts_of(family: str) -> dict[str, dict[str, Any]]:
+    """All layouts for a dense and a MoE family, two for the others."""
+    if family in MOE:
+        return {"one process": ONE, **MOE_LAYOUTS}
+    if family in ("qwen3", "glm4"):
+        return DENSE_LAYOUTS
+    return {name: DENSE_LAYOUTS[name] for name in ("one process", "TP2 SP PP2")}
+
+
+def tokens() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, VOCAB_SIZE, length) for length in LENS]
+
+
+def reference_logits(family: str) -> torch.Tensor:
+    model = make_model(family)
+    rows = [torch.from_numpy(row)[None] for row in tokens()]
+    with torch.no_grad():
+        return torch.cat([model(row).logits[0] for row in rows])
+
+
+def check_everything(rank: int, folder: str) -> dict[tuple[str, str], dict[str, float]]:
+    from tests.parity.megatron_model import MegatronModel
+
+    results: dict[tuple[str, str], dict[str, float]] = {}
+    for family in FAMILIES:
+        checkpoint = Path(folder) / family
+        reference = torch.load(checkpoint / "logits.pt")
+        for layout, flags in layouts_of(family).items():
+            model = MegatronModel(
+                make_args(
+                    train_backend="megatron",
+                    hf_checkpoint=str(checkpoint),
+                    actor_num_gpus_per_node=4,
+                    **flags,
+                )
+            )
+            model.load(checkpoint)
+            results[family, layout] = {
+                "logits": relative_gap(model.logits(tokens()), reference),
+                "exported": different_tensors(model.exported(), checkpoint, family),
+            }
+    return results
+
+
+def relative_gap(logits: torch.Tensor | None, reference: torch.Tensor) -> float:
+    """0 on ranks of a pipeline that have no logits."""
+    if logits is None:
+        return 0.0
+    assert logits.shape == reference.shape
+    return float((logits - reference).abs().max() / reference.abs().max())
+
+
+def different_tensors(exported: dict[str, torch.Tensor], checkpoint: Path, family: str) -> float:
+    """How many tensors are missing, too many, or not the same to the bit."""
+    stored = load_file(checkpoint / "model.safetensors")
+    for name in UNTRAINED.get(family, []):
+        del stored[name]
+    different = len(stored.keys() ^ exported.keys())
+    for name in stored.keys() & exported.keys():
+        same = exported[name].dtype == stored[name].dtype and torch.equal(
+            exported[name], stored[name]
+        )
+        different += not same
+    return float(different)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        make_family(folder / family, family)
+        torch.save(reference_logits(family), folder / family / "logits.pt")
+    return run_ranks(check_everything, 4, str(folder))
+
+
+CASES = [(family, layout) for family in FAMILIES for layout in layouts_of(family)]
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_logits_equal_hugging_face(results: list[dict], family: str, layout: str) -> None:
+    assert max(rank[family, layout]["logits"] for rank in results) < TOLERANCE
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_exported_tensors_are_identical(results: list[dict], family: str, layout: str) -> None:
+    assert [rank[family, layout]["exported"] for rank in results] == [0, 0, 0, 0]

@@ -1,0 +1,153 @@
+"""A tiny random Hugging Face checkpoint of every family the Megatron backend trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+VOCAB_SIZE = 100  # padded by every layout
+NUM_LAYERS = 4
+
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "dtype": "float32",
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SHARED = {"n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 2.5}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+
+
+def tiny_config(family: str) -> PretrainedConfig:
+    """Of the model that stands for the family; MiMo is a Qwen2 with more tensors."""
+    return _CONFIGS[family]()
+
+
+_CONFIGS = {
+    "llama": lambda: LlamaConfig(**{**_COMMON, "num_key_value_heads": 4}),
+    "llama3.1": lambda: LlamaConfig(
+        **{**_COMMON, "max_position_embeddings": 131072}, head_dim=16, rope_parameters=_LLAMA3
+    ),
+    "qwen2": lambda: Qwen2Config(**{**_COMMON, "tie_word_embeddings": True}),
+    "qwen3": lambda: Qwen3Config(**{**_COMMON, "tie_word_embeddings": True}, head_dim=16),
+    "mimo": lambda: Qwen2Config(**_COMMON),
+    "glm4": lambda: Glm4Config(**_COMMON, head_dim=16, attention_bias=True),
+    "gpt_oss": lambda: GptOssConfig(
+        **_COMMON,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=4,
+        rope_parameters={**_YARN, "truncate": False},
+    ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_COMMON, **_EXPERTS, head_dim=16, num_experts=4, norm_topk_prob=True
+    ),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **_COMMON,
+        **_EXPERTS,
+        **_SHARED,
+        head_dim=16,
+        attention_bias=True,
+        use_qk_norm=True,
+        first_k_dense_replace=1,
+    ),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **{**_COMMON, **_EXPERTS, **_SHARED, **_MLA, "num_experts_per_tok": 4},
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+}
+FAMILIES = list(_CONFIGS)
+MOE = ["gpt_oss", "qwen3_moe", "glm4_moe", "deepseek_v3"]
+
+# Tensors of layers that predict further tokens, which a checkpoint may hold and nobody trains.
+UNTRAINED = {
+    "mimo": ["model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.self_attn.q_proj.weight"],
+    "glm4_moe": [f"model.layers.{NUM_LAYERS}.eh_proj.weight"],
+    "deepseek_v3": [f"model.layers.{NUM_LAYERS}.eh_proj.weight"],
+}
+
+
+def make_family(folder: Path, family: str, *, seed: int = 0) -> Path:
+    """Write a checkpoint whose every tensor is random, norms, biases and sinks included."""
+    model = make_model(family, seed=seed)
+    model.save_pretrained(folder)
+    extra = UNTRAINED.get(family, [])
+    if extra:
+        file = folder / "model.safetensors"
+        tensors = load_file(file) | {name: torch.randn(8, 8) for name in extra}
+        save_file(tensors, file, metadata={"format": "pt"})
+    if family == "mimo":
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        config |= {
+            "model_type": "mimo",
+            "architectures": ["MiMoForCausalLM"],
+            "attention_bias": True,
+            "num_nextn_predict_layers": 1,
+        }
+        path.write_text(json.dumps(config))
+    return folder
+
+
+def make_model(family: str, *, seed: int = 0) -> torch.nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = tiny_config(family)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            noise = torch.randn_like(tensor)
+            if "norm" in name:
+                tensor.data.copy_(1 + 0.2 * noise)
+            elif tensor.ndim == 1 or name.endswith("_bias"):
+                tensor.data.copy_(0.1 * noise)
+            else:
+                tensor.data.copy_(0.2 * noise)
+    return model.float().eval()
