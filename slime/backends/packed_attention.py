@@ -67,8 +67,38 @@ def attend_packed(
     if window is not None and window >= layout.max_seqlen:
         window = None
     if sinks is None and _has_kernel(query, value):
-        return _varlen(query, key, value, layout, scale, window)
+        offsets, longest = (layout.cu_seqlens,) * 2, (layout.max_seqlen,) * 2
+        return _call_kernel(query, key, value, offsets, longest, scale, window)
     return _padded(query, key, value, layout, scale, window, sinks)
+
+
+def attend_segments(
+    query: torch.Tensor,  # [sum of query lengths, heads, D]
+    key: torch.Tensor,  # [sum of key lengths, kv heads, D]
+    value: torch.Tensor,
+    lens: tuple[tuple[int, ...], tuple[int, ...]],  # of queries and of keys, segment by segment
+    offsets: tuple[torch.Tensor, torch.Tensor],  # the same as int32 offsets
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Like `attend_packed`, for segments whose keys begin before their queries."""
+    if sinks is None and _has_kernel(query, value):
+        longest = (max(lens[0]), max(lens[1]))
+        return _call_kernel(query, key, value, offsets, longest, scale, window)
+    outs = []
+    parts = zip(query.split(lens[0]), key.split(lens[1]), value.split(lens[1]), strict=True)
+    for part in parts:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in part)  # [1, heads, L, D]
+        if sinks is not None:
+            out = attend_with_sinks(q, k, v, sinks, scale=scale, window=window)
+        else:
+            mask = causal_mask(q.shape[2], k.shape[2], window, q.device)
+            gqa = k.shape[1] != q.shape[1]
+            out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=gqa)
+        outs.append(out.squeeze(0).transpose(0, 1))
+    return torch.cat(outs)
 
 
 def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -76,15 +106,16 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
     return fast and varlen_attn is not None and query.shape[-1] == value.shape[-1]
 
 
-def _varlen(
+def _call_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layout: PackedLayout,
+    offsets: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    cu, longest = layout.cu_seqlens, layout.max_seqlen
+    assert varlen_attn is not None
     options: dict[str, object] = {"scale": scale}
     if key.shape[1] != query.shape[1]:
         if "enable_gqa" in _VARLEN_OPTIONS:
@@ -93,7 +124,7 @@ def _varlen(
             repeats = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     options["window_size"] = (window - 1 if window else -1, 0)
-    return varlen_attn(query, key, value, cu, cu, longest, longest, **options)
+    return varlen_attn(query, key, value, *offsets, *longest, **options)
 
 
 _VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters if varlen_attn is not None else {}

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from slime.backends.fsdp_utils.loading import shard_of
+from slime.backends.lr import lr_schedule
 from slime.utils.errors import ConfigError
-from slime.utils.lr_schedule import LrSchedule, warmup_steps
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
@@ -122,23 +122,6 @@ def trained_names(names: list[str], only: list[str] | None, freeze: list[str] | 
             f"names look like {names[0]!r} and {names[-1]!r}"
         )
     return kept
-
-
-def lr_schedule(args: Args) -> LrSchedule:
-    try:
-        return LrSchedule(
-            lr=args.lr,
-            min_lr=args.min_lr,
-            style=args.lr_decay_style,
-            warmup_steps=warmup_steps(
-                args.lr_warmup_iters, args.lr_warmup_fraction, args.lr_decay_iters
-            ),
-            decay_steps=args.lr_decay_iters or 0,
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"--lr-decay-style, --lr-decay-iters, --lr-warmup-iters: {error}"
-        ) from None
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from slime.utils.device import device_type
@@ -31,6 +32,7 @@ def install_cpu_adapter() -> None:
     _answer_for_cuda()
     _CudaMeansCpu().__enter__()
     _mend_megatron()
+    _mend_uneven_collectives()
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -119,6 +121,42 @@ def _mend_megatron() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu = _to_host
     if utils.get_te_version() is None:  # is_te_min_version compares it with a version
         utils.get_te_version = lambda: Version("0.0.0")
+
+
+def _mend_uneven_collectives() -> None:
+    """Experts cut over tensor ranks exchange parts of different lengths, which gloo refuses."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_parts(
+        input_: torch.Tensor,
+        group: dist.ProcessGroup,
+        output_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        padded = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([p[:n] for p, n in zip(parts, output_split_sizes, strict=True)])
+
+    def scatter_parts(
+        input_: torch.Tensor,
+        group: dist.ProcessGroup,
+        input_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim = gather_parts
+    mappings._reduce_scatter_along_first_dim = scatter_parts
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -11,7 +11,6 @@ from slime.utils.flags.spec import option_of
 
 # Setting one of these, to anything but its default, is refused.
 LATER: dict[str, str] = {
-    "max_weight_staleness": "leave it out: training is synchronous",
     "rollout_external": "leave it out: slime starts its own engines",
     "rollout_external_engine_addrs": "leave it out: slime starts its own engines",
     "ref_update_interval": "leave it out: the reference model stays as --ref-load has it",
@@ -28,7 +27,6 @@ LATER: dict[str, str] = {
 
 # These values of a flag are refused, also where the value is the flag's default.
 LATER_VALUES: dict[tuple[str, str], str] = {
-    ("qkv_format", "bshd"): "use --qkv-format thd",
     ("rm_type", "gpqa"): "use --custom-rm-path with a function of your own",
     ("rm_type", "ifbench"): "use --custom-rm-path with a function of your own",
     ("rm_type", "code"): "use --custom-rm-path with a function of your own",

@@ -9,7 +9,6 @@ from slime.utils.errors import ConfigError
 from slime.utils.flags.draft import Draft
 from slime.utils.flags.gpus import is_installed
 from slime.utils.flags.hf_config import read_hf_config
-from slime.utils.flags.registry import all_flags
 from slime.utils.flags.spec import option_of
 
 # Megatron's flag -> its names in config.json, the first one that is there counts
@@ -27,8 +26,6 @@ _SAME = {
     "rotary_base": ("rope_theta",),
     "vocab_size": ("vocab_size",),
 }
-# Megatron uses a default of its own for these, so that leaving one out can disagree too.
-_DEFAULTS = ("norm_epsilon", "rotary_base")
 _NOT_WITH_MLA = ("num_query_groups", "kv_channels")
 
 
@@ -42,23 +39,20 @@ def check_model(draft: Draft) -> None:
 
 
 def check_against_config(draft: Draft, config: dict[str, Any]) -> None:
+    """A flag that was given says what the config does; what was not given follows from it."""
     for name, keys in _SAME.items():
         key = next((key for key in keys if config.get(key) is not None), None)
         if key is None or (draft["multi_latent_attention"] and name in _NOT_WITH_MLA):
             continue
-        value, whose = draft[name], ""
-        if value is None and name in _DEFAULTS:
-            value, whose = all_flags()[name].default, ", Megatron's default,"
+        value = draft[name] if draft.given(name) else None
         if value is not None and not math.isclose(value, config[key], rel_tol=1e-6):
             raise ConfigError(
-                f"{option_of(name)} {value:g}{whose} disagrees with {key} {config[key]:g} in config.json "
+                f"{option_of(name)} {value:g} disagrees with {key} {config[key]:g} in config.json "
                 f"of --hf-checkpoint: use {option_of(name)} {config[key]:g}"
             )
-    tied = config.get("tie_word_embeddings")
-    if tied is not None and tied == bool(draft["untie_embeddings_and_output_weights"]):
-        verb = "leave out" if tied else "add"
+    if config.get("tie_word_embeddings") and draft["untie_embeddings_and_output_weights"]:
         raise ConfigError(
-            f"config.json of --hf-checkpoint says tie_word_embeddings {str(tied).lower()}: {verb} "
+            "config.json of --hf-checkpoint says tie_word_embeddings true: leave out "
             "--untie-embeddings-and-output-weights"
         )
 

@@ -1,0 +1,71 @@
+"""Which modules megatron's layers are made of, with TransformerEngine and without."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime.backends.megatron_utils.attention import PackedAttention
+from slime.backends.megatron_utils.layers.latent_attention import mend_latent_attention
+from slime.backends.megatron_utils.layers.post_norm import PostNormConfig, PostNormLayer
+from slime.backends.rms_norm import rms_norm
+
+
+class RMSNorm(torch.nn.Module):
+    """Like megatron's, and also under sequence parallelism."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        device = torch.cuda.current_device()
+        weight = torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        self.weight = torch.nn.Parameter(weight)
+        # Each rank sees its part of the sequence, so gradients are summed over the tensor ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one model chunk of this pipeline rank."""
+    if config.transformer_impl == "transformer_engine":
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    mend_latent_attention()
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+    )
+    own: dict[int, ModuleSpec] = {}
+    for layer in spec.layer_specs:
+        if id(layer) not in own:
+            own[id(layer)] = _with_own_modules(layer)
+            if isinstance(config, PostNormConfig):
+                _add_post_norms(own[id(layer)])
+    layers = [own[id(layer)] for layer in spec.layer_specs]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _with_own_modules(layer: ModuleSpec) -> ModuleSpec:
+    layer = copy.deepcopy(layer)
+    parts: Any = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if getattr(attention, name, None) not in (None, IdentityOp):
+            setattr(attention, name, RMSNorm)
+    return layer
+
+
+def _add_post_norms(layer: ModuleSpec) -> None:
+    layer.module = PostNormLayer
+    layer.params = {**layer.params, "post_norm": RMSNorm}

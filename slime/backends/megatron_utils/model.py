@@ -1,0 +1,148 @@
+"""Megatron's model on one rank: its chunks, and what their output becomes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime.algorithms.log_probs import log_probs_from_hidden
+from slime.backends.megatron_utils.flag_fields import flag_fields
+from slime.backends.megatron_utils.layer_spec import block_spec
+from slime.backends.megatron_utils.layers.value_head import ValueHead
+from slime.backends.megatron_utils.model_config import GptOptions
+from slime.utils import hook_types
+from slime.utils.load_function import load_function
+from slime.utils.types import TrainBatch
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+
+def build_chunks(
+    args: Args, config: TransformerConfig, options: GptOptions, *, critic: bool = False
+) -> list[GPTModel]:
+    """The model chunks of this pipeline rank, one without a virtual pipeline. Weights are undefined."""
+    provider = None
+    if args.custom_model_provider_path is not None:
+        provider = load_function(
+            args.custom_model_provider_path,
+            flag="--custom-model-provider-path",
+            protocol=hook_types.ModelProvider,
+        )
+    stages = range(config.virtual_pipeline_model_parallel_size or 1)
+    virtual = config.virtual_pipeline_model_parallel_size is not None
+    return [_build(config, options, provider, s if virtual else None, critic) for s in stages]
+
+
+def wrap_chunks(
+    args: Args, config: TransformerConfig, chunks: list[GPTModel]
+) -> list[DistributedDataParallel]:
+    """Chunks whose gradients are summed over the data-parallel ranks."""
+    fields = flag_fields(args, "DistributedDataParallelConfig")
+    options = inspect.signature(DistributedDataParallelConfig).parameters
+    fields = {name: value for name, value in fields.items() if name in options}
+    fields.setdefault("grad_reduce_in_fp32", True)
+    ddp_config = DistributedDataParallelConfig(**fields)
+    return [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+
+
+def _build(
+    config: TransformerConfig,
+    options: GptOptions,
+    provider: Callable[..., Any] | None,
+    vp_stage: int | None,
+    critic: bool,
+) -> GPTModel:
+    place = {"ignore_virtual": False, "vp_stage": vp_stage}
+    first = parallel_state.is_pipeline_first_stage(**place)
+    last = parallel_state.is_pipeline_last_stage(**place)
+    if provider is not None:
+        model = provider(first, last, vp_stage=vp_stage)
+    else:
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(config, vp_stage),
+            vocab_size=options.vocab_size,
+            max_sequence_length=options.max_sequence_length,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=options.tied and not critic,
+            position_embedding_type=options.position_embedding_type,
+            rotary_percent=options.rotary_percent,
+            rotary_base=options.rotary_base,
+            rope_scaling=options.rope_scaling,
+            rope_scaling_factor=options.rope_scaling_factor,
+            vp_stage=vp_stage,
+        )
+    if critic and last:
+        model.output_layer = ValueHead(config)
+    # Log-probs are made from hidden states in chunks, so the last stage gives those, not logits.
+    model._postprocess = _hidden_states
+    return model
+
+
+def _hidden_states(*, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
+    return hidden_states
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """How hidden states of the last stage become log-probs, values or logits."""
+
+    vocab_size: int  # without padding
+    temperature: float
+    chunk_size: int
+
+    def log_probs(
+        self, chunk: GPTModel, hidden: torch.Tensor, batch: TrainBatch, *, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(log-probs [T], entropy [T] or None), 0 where nothing is trained; or a critic's values."""
+        hidden = _whole(chunk, hidden, len(batch.tokens))
+        if isinstance(chunk.output_layer, ValueHead):
+            return chunk.output_layer(hidden), None
+        group = parallel_state.get_tensor_model_parallel_group()
+        return log_probs_from_hidden(
+            hidden,
+            _output_weight(chunk),
+            batch.labels,
+            temperature=self.temperature,
+            chunk_size=self.chunk_size,
+            with_entropy=with_entropy,
+            mask=batch.loss_mask,
+            tp_group=group if group.size() > 1 else None,
+            vocab_size=self.vocab_size,
+        )
+
+    def logits(self, chunk: GPTModel, hidden: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
+        """[T, V] in the model's dtype, divided by the temperature, the same on all tensor ranks."""
+        weight = _output_weight(chunk) if chunk.share_embeddings_and_output_weights else None
+        logits, _ = chunk.output_layer(hidden, weight=weight)
+        logits = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
+        logits = logits.transpose(0, 1).flatten(0, 1)[: len(batch.tokens), : self.vocab_size]
+        return logits / self.temperature
+
+
+def _whole(chunk: GPTModel, hidden: torch.Tensor, length: int) -> torch.Tensor:
+    """Hidden states [T, H] of all tokens in packing order, from [S, B, H] or its sequence shard."""
+    if chunk.config.sequence_parallel:
+        # What follows sums its gradient over the tensor ranks itself.
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+    return hidden.transpose(0, 1).flatten(0, 1)[:length]
+
+
+def _output_weight(chunk: GPTModel) -> torch.Tensor:
+    if chunk.share_embeddings_and_output_weights:
+        return chunk.shared_embedding_or_output_weight()
+    return chunk.output_layer.weight

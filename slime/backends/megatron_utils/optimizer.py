@@ -1,0 +1,120 @@
+"""Megatron's optimizer with the learning rate schedule, and a step that refuses a broken gradient."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from slime.backends.megatron_utils.adam import install_adam
+from slime.backends.megatron_utils.flag_fields import flag_fields
+from slime.utils.device import device_type
+from slime.utils.lr_schedule import LrSchedule
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronAdamW:
+    def __init__(
+        self, args: Args, chunks: list[DistributedDataParallel], schedule: LrSchedule
+    ) -> None:
+        install_adam()
+        self.schedule = schedule
+        self.num_steps = 0
+        self._weight_decay = args.weight_decay
+        self._chunks = chunks
+        config = optimizer_config(args)
+        self._gathers_late = config.overlap_param_gather
+        self.inner: ChainedOptimizer = get_megatron_optimizer(
+            config, chunks, use_gloo_process_groups=device_type() == "cuda"
+        )
+        self._set_groups()
+
+    @property
+    def lr(self) -> float:
+        """Of the step that comes next."""
+        return self.schedule.at(self.num_steps)
+
+    def zero_grad(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.inner.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> float:
+        """Clip and update; the norm before clipping. Not finite: nothing is updated."""
+        self._set_groups()
+        if self.inner.prepare_grads():
+            return float("nan")
+        norm = float(self.inner.get_grad_norm() or 0.0)
+        if not math.isfinite(norm):
+            return norm
+        self._clip(norm)
+        self.inner.step_with_ready_grads()
+        self.num_steps += 1
+        if self._gathers_late:  # weights are read next by others than the forward pass
+            for chunk in self._chunks:
+                chunk.start_param_sync(force_sync=True)
+        return norm
+
+    def set_num_steps(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self._set_groups()
+
+    def _clip(self, norm: float) -> None:
+        for optimizer in self.inner.chained_optimizers:
+            config = optimizer.config
+            params = (
+                [] if getattr(optimizer, "is_stub_optimizer", False) else optimizer.get_parameters()
+            )
+            if params and config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(
+                    params,
+                    max_norm=config.clip_grad,
+                    total_norm=norm,
+                    use_decoupled_grad=config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                )
+
+    def _set_groups(self) -> None:
+        for group in self.inner.param_groups:
+            group["lr"] = self.lr * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
+
+
+def optimizer_config(args: Args) -> OptimizerConfig:
+    known = inspect.signature(OptimizerConfig).parameters
+    fields: dict[str, Any] = {
+        name: value for name, value in flag_fields(args, "OptimizerConfig").items() if name in known
+    }
+    if device_type() == "cpu" and fields.pop("optimizer_cpu_offload", False):
+        logger.info("--optimizer-cpu-offload: everything is in host memory already")
+        fields.pop("overlap_cpu_optimizer_d2h_h2d", None)
+        fields.pop("use_precision_aware_optimizer", None)
+    half = args.precision == "bf16"
+    return OptimizerConfig(
+        **{
+            **fields,
+            "optimizer": "adam",
+            "lr": args.lr,
+            "min_lr": args.min_lr,
+            "weight_decay": args.weight_decay,
+            "adam_beta1": args.adam_beta1,
+            "adam_beta2": args.adam_beta2,
+            "adam_eps": args.adam_eps,
+            "clip_grad": args.clip_grad,
+            "bf16": half,
+            "params_dtype": torch.bfloat16 if half else torch.float32,
+            "use_distributed_optimizer": args.use_distributed_optimizer,
+            "overlap_param_gather": bool(args.overlap_param_gather),
+        }
+    )

@@ -1,0 +1,65 @@
+"""Megatron's process groups for the layout that the flags ask for."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import megatron.core
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from slime.utils.device import device_type
+from slime.utils.errors import UserError
+from slime.utils.types import ParallelInfo
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+SUPPORTED = "0.16.1"
+
+
+def init_parallel(args: Args, virtual_stages: int | None) -> ParallelInfo:
+    """Make all groups; the default process group exists. Groups of an earlier layout are dropped."""
+    check_version()
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_stages,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        create_gloo_process_groups=device_type() == "cuda",
+    )
+    model_parallel_cuda_manual_seed(args.seed, force_reset_rng=True)
+    return parallel_info()
+
+
+def parallel_info() -> ParallelInfo:
+    state = parallel_state
+    return ParallelInfo(
+        rank=state.torch.distributed.get_rank(),
+        world_size=state.torch.distributed.get_world_size(),
+        dp_rank=state.get_data_parallel_rank(),
+        dp_size=state.get_data_parallel_world_size(),
+        cp_rank=state.get_context_parallel_rank(),
+        cp_size=state.get_context_parallel_world_size(),
+        tp_rank=state.get_tensor_model_parallel_rank(),
+        tp_size=state.get_tensor_model_parallel_world_size(),
+        pp_rank=state.get_pipeline_model_parallel_rank(),
+        pp_size=state.get_pipeline_model_parallel_world_size(),
+    )
+
+
+def check_version() -> None:
+    """A Megatron-LM checkout on PYTHONPATH hides the installed package."""
+    found = megatron.core.__version__
+    if found != SUPPORTED:
+        raise UserError(
+            f"megatron-core {found} at {megatron.core.__path__[0]} is in use and slime is made for "
+            f"{SUPPORTED} (installed: {version('megatron-core')}): take that folder off PYTHONPATH, or "
+            f"pip install megatron-core=={SUPPORTED}"
+        )

@@ -1,0 +1,164 @@
+"""Forward and backward passes of packed micro-batches through megatron's pipeline schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime.backends.megatron_utils.layout import PackedRows, packed_rows
+from slime.utils.device import current_device
+from slime.utils.types import ParallelInfo, TrainBatch
+
+Read = Callable[[Any, torch.Tensor, TrainBatch], torch.Tensor]  # of chunk, hidden, batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """A micro-batch as the model takes it."""
+
+    batch: TrainBatch
+    tokens: torch.Tensor  # [1, T'] packed, [B, S] padded
+    position_ids: torch.Tensor
+    rows: PackedRows | None  # of packed samples
+
+
+class Passes:
+    """Runs micro-batches through this rank's chunks together with all other pipeline ranks."""
+
+    def __init__(self, config: TransformerConfig, parallel: ParallelInfo, *, padded: bool) -> None:
+        self._config = config
+        self._parallel = parallel
+        self._padded = padded  # --qkv-format bshd
+        self._virtual = config.virtual_pipeline_model_parallel_size is not None
+        # Experts that gather all ranks' tokens need as many from each of them.
+        self._gathers = bool(config.num_moe_experts) and (
+            config.moe_token_dispatcher_type == "allgather"
+        )
+
+    @property
+    def is_last_stage(self) -> bool:
+        return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+    def train(self, chunks: list[Any], batches: list[TrainBatch], loss: Read) -> None:
+        """Leave the gradient of the sum of `loss(chunk, hidden, batch)` in the chunks' buffers."""
+
+        def step(inputs: Iterator[Inputs], chunk: Any) -> tuple[torch.Tensor, Any]:
+            mine = next(inputs)
+
+            def reduce(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+                return loss(chunk, hidden, mine.batch), torch.tensor(1, dtype=torch.int), {}
+
+            return _forward(chunk, mine), reduce
+
+        self._run(step, chunks, batches, forward_only=False)
+
+    @torch.no_grad()
+    def collect(
+        self, chunks: list[Any], batches: list[TrainBatch], read: Read
+    ) -> list[torch.Tensor]:
+        """`read(chunk, hidden, batch)` of every micro-batch on the last stage; [] on the others."""
+
+        def step(inputs: Iterator[Inputs], chunk: Any) -> tuple[torch.Tensor, Any]:
+            mine = next(inputs)
+            return _forward(chunk, mine), lambda hidden, **_: read(chunk, hidden, mine.batch)
+
+        outputs = self._run(step, chunks, batches, forward_only=True)
+        return outputs[: len(batches)] if self.is_last_stage else []
+
+    def _run(
+        self,
+        step: Callable[..., Any],
+        chunks: list[Any],
+        batches: list[TrainBatch],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        inputs = self._inputs(batches)
+        count, length = inputs[0].tokens.shape
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(inputs) for _ in chunks] if self._virtual else iter(inputs),
+            model=chunks if self._virtual else chunks[0],
+            num_microbatches=len(inputs),
+            seq_length=length * self._parallel.cp_size,
+            micro_batch_size=count,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _inputs(self, batches: list[TrainBatch]) -> list[Inputs]:
+        if self._virtual:  # takes micro-batches in rounds of one per pipeline rank
+            missing = -len(batches) % self._parallel.pp_size
+            batches = batches + [batches[-1].as_filler()] * missing
+        if self._padded:
+            return [self._padded_inputs(batch) for batch in batches]
+        lens = [self._round_up(len(batch.tokens)) for batch in batches]
+        if self._gathers:
+            longest = torch.tensor(max(lens), device=current_device())
+            dist.all_reduce(longest, dist.ReduceOp.MAX)
+            lens = [int(longest)] * len(lens)
+        elif self._virtual:  # its overlapped exchange takes one shape only
+            lens = [max(lens)] * len(lens)
+        return [
+            self._packed_inputs(batch, length) for batch, length in zip(batches, lens, strict=True)
+        ]
+
+    def _packed_inputs(self, batch: TrainBatch, length: int) -> Inputs:
+        """Filled up to `length` tokens by a sample that is nobody's."""
+        cp, extra = self._parallel.cp_size, length - len(batch.tokens)
+        lens = (batch.cu_seqlens.diff() * cp).tolist() + ([extra * cp] if extra else [])
+        return Inputs(
+            batch=batch,
+            tokens=F.pad(batch.tokens, (0, extra)).unsqueeze(0),
+            position_ids=F.pad(batch.position_ids, (0, extra)).unsqueeze(0),
+            rows=packed_rows(lens, self._parallel, batch.tokens.device),
+        )
+
+    def _padded_inputs(self, batch: TrainBatch) -> Inputs:
+        shape = (len(batch.rows), -1)  # all rows were packed with the same length
+        tokens, position_ids = batch.tokens.view(shape), batch.position_ids.view(shape)
+        return Inputs(batch=batch, tokens=tokens, position_ids=position_ids, rows=None)
+
+    def _round_up(self, length: int) -> int:
+        """So that the tensor ranks can cut the sequence into equal parts."""
+        unit = self._parallel.tp_size if self._config.sequence_parallel else 1
+        if self._parallel.cp_size > 1:
+            unit = math.lcm(unit, 2)
+        return -(-length // unit) * unit
+
+
+def _forward(chunk: Any, inputs: Inputs) -> torch.Tensor:
+    return chunk(
+        input_ids=inputs.tokens,
+        position_ids=inputs.position_ids,
+        attention_mask=None,
+        packed_seq_params=inputs.rows,
+    )
+
+
+def prepare_config(config: TransformerConfig) -> None:
+    """What the passes rely on: losses and gradients are sums, packed micro-batches differ in length."""
+    config.calculate_per_token_loss = True
+    config.finalize_model_grads_func = _sum_gradients
+    if config.pipeline_model_parallel_size > 1:
+        virtual = config.virtual_pipeline_model_parallel_size is not None
+        gathers = config.num_moe_experts and config.moe_token_dispatcher_type == "allgather"
+        config.variable_seq_lengths = not virtual and not gathers
+        config.deallocate_pipeline_outputs = False
+        # Batched exchange over gloo gives wrong gradients in a virtual pipeline.
+        config.batch_p2p_comm, config.overlap_p2p_comm = not virtual, virtual
+
+
+def _sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **more: Any) -> None:
+    """Micro-batches are weighted already, so gradients are not divided by a number of tokens."""
+    finalize_model_grads(chunks, None, **more)
