@@ -1,88 +1,149 @@
-"""One inference engine: a server process of its own, started, watched and ended by a Ray actor."""
+"""One inference engine, or one node of it: a server process started, watched and ended by a Ray actor."""
 
 from __future__ import annotations
 
-import ctypes
 import json
-import signal
-import subprocess
+import os
+import secrets
+import socket
 import sys
 import time
 from pathlib import Path
 
+import ray
+
+from slime.backends.sglang_utils.command import Node, server_command
+from slime.backends.sglang_utils.ports import Ports, find_ports, says_port_taken
+from slime.backends.sglang_utils.readiness import StartError, wait_until_ready
+from slime.ray.server_process import ServerProcess
 from slime.utils.arguments import Args
-from slime.utils.device import device_id
-from slime.utils.env import child_env
+from slime.utils.device import device_id, device_type
+from slime.utils.env import read_env
 from slime.utils.errors import UserError
 from slime.utils.flags.embedded import HONOURED
+from slime.utils.sglang_install import find_sglang
 from slime.utils.types import EngineInfo
 
 _START_TIMEOUT_S = 300
-_STOP_TIMEOUT_S = 10
-_LAST_LINES = 15
 # The number of GPUs is slime's business: --sglang-tp-size is --rollout-num-gpus-per-engine.
 _SERVER_OPTIONS = sorted(HONOURED - {"tp_size"})
 
 
-class EngineActor:
-    """Starts `slime.engine.server` on this actor's device and keeps hold of its process."""
+class PortTakenError(UserError):
+    """Somebody else took a port between its choice and its use; another choice may do."""
 
-    def __init__(self, args: Args, index: int, host: str):
-        self.args, self.index, self.host = args, index, host
-        self.process: subprocess.Popen[bytes] | None = None
+
+class EngineActor:
+    """Keeps hold of one server's process; several threads call it."""
+
+    def __init__(self, args: Args, index: int, rank: int = 0, count: int = 1):
+        self.args, self.index = args, index
+        self.node = Node(host=_own_host(), rank=rank, count=count)
+        self.process: ServerProcess | None = None
+        logs = Path(args.run_dir) / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        self._file = logs / (f"engine_{index}" if count == 1 else f"engine_{index}_node_{rank}")
+        self.log_path = self._file.with_suffix(".log")
+
+    def where(self) -> tuple[str, list[str]]:
+        """The address of this node, and the GPUs Ray gave this actor as CUDA_VISIBLE_DEVICES has them."""
+        return self.node.host, [str(number) for number in ray.get_gpu_ids()]
+
+    def find_ports(self) -> Ports:
+        return find_ports(self.node.host)
 
     def start(self) -> EngineInfo:
-        logs = Path(self.args.run_dir) / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        self.log_path = logs / f"engine_{self.index}.log"
-        port_file = logs / f"engine_{self.index}.port"
+        """Start the embedded engine."""
+        port_file = self._file.with_suffix(".port")
         port_file.unlink(missing_ok=True)
-        with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                engine_command(self.args, host=self.host, port_file=port_file),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=child_env(),
-                preexec_fn=_die_with_parent,
-            )
+        command = engine_command(self.args, host=self.node.host, port_file=port_file)
+        self.process = ServerProcess(command, self.log_path)
         port = self._wait_for_port(port_file)
-        return EngineInfo(url=f"http://{self.host}:{port}", device_ids=(device_id(),))
+        return EngineInfo(url=f"http://{self.node.host}:{port}", device_ids=(device_id(),))
+
+    def start_sglang(
+        self, ports: Ports, meeting_host: str, devices: list[str], gpus: list[str]
+    ) -> EngineInfo | None:
+        """Start SGLang on `gpus` of this node; the first node of an engine says how to reach it.
+
+        `devices` are the ids of all GPUs of the engine.
+        """
+        install = find_sglang()
+        assert install is not None, "the arguments were checked for it"
+        label = self.args.sglang_weight_version or f"start-{secrets.token_hex(8)}"
+        config = self._write_token()
+        command = server_command(
+            self.args,
+            index=self.index,
+            node=self.node,
+            ports=ports,
+            meeting_host=meeting_host,
+            install=install,
+            on_gpu=device_type() == "cuda",
+            label=label,
+            config_file=config,
+        )
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {"SGLANG_USE_CPU_ENGINE": "1"}
+        self.process = ServerProcess(command, self.log_path, env)
+        url = f"http://{self.node.host}:{ports.server}"
+        if self.node.rank == 0:
+            self._wait(url, label)
+            Path(config).unlink(missing_ok=True)
+            return EngineInfo(url=url, device_ids=tuple(devices), kind="sglang")
+        return None
+
+    def device_id(self) -> str:
+        return device_id()
 
     def alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None
+        return self.process is not None and self.process.status() is None
 
     def pid(self) -> int | None:
         return self.process.pid if self.process else None
 
-    def last_lines(self) -> str:
-        lines = self.log_path.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-_LAST_LINES:])
+    def last_lines(self, count: int = 15) -> str:
+        return self.process.last_lines(count) if self.process else ""
 
     def stop(self) -> None:
-        if self.process is None or self.process.poll() is not None:
-            return
-        self.process.terminate()
+        if self.process is not None:
+            self.process.stop()
+
+    def _wait(self, url: str, label: str) -> None:
+        assert self.process is not None
         try:
-            self.process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            wait_until_ready(url, label=label, log_path=self.log_path, ended=self.process.status)
+        except StartError as error:
+            self.stop()
+            self._fail(str(error))
 
     def _wait_for_port(self, port_file: Path) -> int:
         assert self.process is not None
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline:
-            if self.process.poll() is not None:
+            if self.process.status() is not None:
                 break
             if port_file.exists():
                 return json.loads(port_file.read_text())["port"]
             time.sleep(0.05)
-        reason = "did not start in time" if self.alive() else f"ended with {self.process.poll()}"
+        status = self.process.status()
         self.stop()
-        raise UserError(
-            f"engine {self.index} {reason}; {self.log_path} ends with\n{self.last_lines()}"
-        )
+        self._fail("did not start in time" if status is None else f"ended with {status}")
+        raise AssertionError("unreachable")
+
+    def _fail(self, reason: str) -> None:
+        assert self.process is not None
+        lines = self.process.last_lines()
+        taken = says_port_taken(lines) or says_port_taken(reason)
+        kind = PortTakenError if taken else UserError
+        raise kind(f"engine {self.index} {reason}; {self.log_path} ends with\n{lines}")
+
+    def _write_token(self) -> str:
+        """The key of the control routes in a file only this user can read: a command line is public."""
+        path = self._file.with_suffix(".yaml")
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(f"admin-api-key: {read_env().engine_token}\n")
+        return str(path)
 
 
 def engine_command(args: Args, *, host: str, port_file: Path) -> list[str]:
@@ -104,6 +165,19 @@ def engine_command(args: Args, *, host: str, port_file: Path) -> list[str]:
     return command
 
 
-def _die_with_parent() -> None:
-    """The engine must not outlive a killed run."""
-    ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+def _own_host() -> str:
+    """The address of this node: loopback unless the cluster has others."""
+    given = read_env().host_ip
+    if given and _is_here(given):
+        return given
+    several = sum(node["Alive"] for node in ray.nodes()) > 1
+    return ray.util.get_node_ip_address() if several else "127.0.0.1"
+
+
+def _is_here(host: str) -> bool:
+    """SLIME_HOST_IP may have come with the job, from another node."""
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError:
+        return False
+    return True

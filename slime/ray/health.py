@@ -1,32 +1,39 @@
-"""Whether an engine still works: its process lives and its server answers in time."""
+"""Whether an engine still works: its processes live and its server answers in time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
-import ray
-
-from slime.ray.remote import Remote
 from slime.utils.sync_http import HttpError, get_json
 from slime.utils.types import EngineInfo
 
 
-def failed_engines(actors: list[Remote], infos: list[EngineInfo], *, timeout: float) -> list[int]:
+class HasProcesses(Protocol):
+    def alive(self, timeout: float) -> bool: ...
+
+
+def failed_engines(
+    handles: Sequence[HasProcesses], infos: list[EngineInfo], *, timeout: float
+) -> list[int]:
     """Indices of the engines that are dead or hung."""
-    if not actors:
+    if not handles:
         return []
-    with ThreadPoolExecutor(len(actors)) as pool:
+    with ThreadPoolExecutor(len(handles)) as pool:
         healthy = list(
-            pool.map(lambda pair: _healthy(*pair, timeout), zip(actors, infos, strict=True))
+            pool.map(lambda pair: _healthy(*pair, timeout), zip(handles, infos, strict=True))
         )
     return [index for index, ok in enumerate(healthy) if not ok]
 
 
-def _healthy(actor: Remote, info: EngineInfo, timeout: float) -> bool:
+def answers(url: str, timeout: float) -> bool:
     try:
-        if not actor.get("alive", timeout=timeout):
-            return False
-        get_json(f"{info.url}/health", timeout=timeout, retries=0)
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, HttpError):
+        get_json(f"{url}/health", timeout=timeout, retries=0)
+    except HttpError:
         return False
     return True
+
+
+def _healthy(handle: HasProcesses, info: EngineInfo, timeout: float) -> bool:
+    return handle.alive(timeout) and answers(info.url, timeout)

@@ -22,7 +22,7 @@ class RolloutGroup:
         self,
         args: Args,
         *,
-        engine_options: list[dict],
+        engine_options: list[list[dict]],  # by engine and GPU
         env: dict[str, str],
         token: str,
         recorder: Recorder,
@@ -41,7 +41,7 @@ class RolloutGroup:
 
     def wait(self) -> None:
         """Until every engine answers."""
-        self._engines.wait()
+        self._engines.wait(self.recorder.message)
         self.admit_engines()
 
     def generate(self, rollout_id: int) -> list[Any]:

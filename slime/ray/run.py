@@ -145,10 +145,13 @@ class Run:
         self.rollout = RolloutGroup(
             args,
             engine_options=[
-                {
-                    **placement.options(bundles[0], role="engine"),
-                    "runtime_env": {"env_vars": engine_env},
-                }
+                [
+                    {
+                        **placement.options(bundle, role="engine"),
+                        "runtime_env": {"env_vars": engine_env},
+                    }
+                    for bundle in bundles
+                ]
                 for bundles in layout.engines
             ],
             env=engine_env,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 class Env:
     host_ip: str | None  # SLIME_HOST_IP: address other nodes reach this one at
     engine_token: str | None  # SLIME_ENGINE_TOKEN: the run's token for control routes
+    sglang_python: str | None  # SLIME_SGLANG_PYTHON: interpreter of an environment with SGLang
     ray_address: str | None  # RAY_ADDRESS: a cluster that is already running
     wandb_api_key: str | None
     cuda_visible_devices: str | None  # CUDA_VISIBLE_DEVICES; empty hides every GPU
@@ -23,6 +24,7 @@ def read_env() -> Env:
     return Env(
         host_ip=get("SLIME_HOST_IP"),
         engine_token=get("SLIME_ENGINE_TOKEN"),
+        sglang_python=get("SLIME_SGLANG_PYTHON"),
         ray_address=get("RAY_ADDRESS"),
         wandb_api_key=get("WANDB_API_KEY"),
         cuda_visible_devices=get("CUDA_VISIBLE_DEVICES"),

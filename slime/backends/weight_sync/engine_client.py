@@ -72,6 +72,14 @@ class EngineClient:
                 total[name] = (total.get(name, 0) + int(value, 16)) % 2**64
         return total
 
+    def served_checksums(self) -> list[dict[str, str]]:
+        """SGLang's checksums by its own parameter names, one dictionary per rank."""
+        reply = self.post("/weights_checker", {"action": "checksum"}, timeout=_BUCKET_TIMEOUT_S)
+        return [rank["checksums"] for rank in reply["ranks"]]
+
+    def architectures(self) -> list[str] | None:
+        return get_json(f"{self.url}/model_info", timeout=_CONTROL_TIMEOUT_S).get("architectures")
+
     def weight_version(self) -> str:
         return str(get_json(f"{self.url}/model_info", timeout=_CONTROL_TIMEOUT_S)["weight_version"])
 

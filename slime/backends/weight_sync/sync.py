@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from slime.backends.sglang_utils.layout import ServedSums
 from slime.backends.weight_sync.disk import DiskTransport
 from slime.backends.weight_sync.distributed import DistributedTransport
 from slime.backends.weight_sync.engine_client import EngineClient, on_all
+from slime.backends.weight_sync.sglang_tensor import SGLangTensorTransport
 from slime.backends.weight_sync.tensor import TensorTransport
 from slime.backends.weight_sync.types import Bucket, WeightSyncError, WeightTransport
-from slime.backends.weight_sync.verify import check_checksums, check_versions
+from slime.backends.weight_sync.verify import check_checksums, check_served, check_versions
 from slime.utils.checksum import tensor_checksums
 from slime.utils.device import collective_backend, current_device, device_id
 from slime.utils.env import read_env
@@ -84,6 +86,8 @@ class WeightSync:
         """Send what `buckets` gives (a collective iterator: all ranks go through it) as `version`."""
         started = time.perf_counter()
         self._checksum_seconds = 0.0
+        self._kinds = {info.kind for info in engines}
+        self._served = ServedSums()
         clients = [EngineClient(info, self._token) for info in engines]
         try:
             sums, nbytes, num_buckets = self._transfer(buckets, clients, version)
@@ -147,7 +151,10 @@ class WeightSync:
         check_versions(clients, version)
         if self._verify:
             with self._checksum_time():
-                check_checksums(clients, sums, version)
+                embedded = [engine for engine in clients if engine.info.kind == "slime"]
+                check_checksums(embedded, sums, version)
+                sglang = [engine for engine in clients if engine.info.kind == "sglang"]
+                check_served(sglang, self._served, version)
         on_all(clients, EngineClient.resume)
 
     def _abandon(self, clients: list[EngineClient]) -> None:
@@ -164,7 +171,13 @@ class WeightSync:
             sums.update(dict.fromkeys(names, 0))
             return
         with self._checksum_time():
-            sums.update(tensor_checksums(bucket.tensors))
+            if "sglang" in self._kinds:
+                for name, tensor in bucket.tensors:
+                    self._served.add(name, tensor)
+            if "slime" in self._kinds:
+                sums.update(tensor_checksums(bucket.tensors))
+            else:
+                sums.update(dict.fromkeys(names, 0))
 
     @contextlib.contextmanager
     def _checksum_time(self) -> Iterator[None]:
@@ -195,7 +208,8 @@ def serving_rank(engine: EngineInfo, rank_devices: list[str]) -> int:
 
 def _make_transport(args: Args) -> WeightTransport:
     if args.update_weight_transport == "tensor":
-        return TensorTransport(current_device())
+        sglang = args.rollout_engine == "sglang"
+        return (SGLangTensorTransport if sglang else TensorTransport)(current_device())
     if args.update_weight_transport == "disk":
         return DiskTransport(args.update_weight_disk_dir, args.hf_checkpoint)
     host = read_env().host_ip or "127.0.0.1"

@@ -37,7 +37,7 @@ class TensorTransport:
         self.finish()  # one bucket at a time per engine; the other buffer is free from here on
         calls = []
         for engine in self._engines:
-            payload = tensor_payload(engine.info.kind, buffer.export(), metadata, self._version)
+            payload = tensor_payload(buffer.export(), metadata, self._version)
             call = self._pool.submit(engine.update, "/update_weights_from_tensor", payload)
             calls.append((engine, call))
         self._in_flight = (bucket.index, calls)

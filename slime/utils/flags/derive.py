@@ -12,6 +12,7 @@ from slime.utils.flags.hf_config import read_hf_config
 from slime.utils.flags.prompt_files import count_prompts
 from slime.utils.flags.registry import own_flags
 from slime.utils.flags.spec import option_of
+from slime.utils.sglang_install import find_sglang
 
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 
@@ -51,7 +52,8 @@ _PARALLEL_SIZES = (
 
 def _derive_mode(draft: Draft) -> None:
     if draft["rollout_engine"] == "auto":
-        draft.derive("rollout_engine", "slime")
+        sglang = draft.gpus and find_sglang() is not None
+        draft.derive("rollout_engine", "sglang" if sglang else "slime")
     if draft["load_debug_rollout_data"] and not draft["debug_train_only"]:
         draft.derive("debug_train_only", True)
     if draft["run_dir"] is None:

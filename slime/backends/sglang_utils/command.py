@@ -1,0 +1,107 @@
+"""The command line of an SGLang server, node by node.
+
+32 GPUs per engine on nodes of 8 are four processes with --tp-size 32 --nnodes 4 and --node-rank 0 to 3,
+which meet at the first one's --dist-init-addr; only that one speaks HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.backends.sglang_utils.ports import Ports
+from slime.utils.arguments import Args
+from slime.utils.flags.registry import all_flags
+from slime.utils.flags.sglang_options import sglang_argv
+from slime.utils.sglang_install import SGLangInstall
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+# The torch-native paths of SGLang are what runs without a GPU.
+_ON_CPU = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 65536,
+    "skip_server_warmup": True,
+    "sleep_on_idle": True,  # its scheduler would take a whole core while nothing is asked of it
+}
+
+
+@dataclass(kw_only=True, frozen=True)
+class Node:
+    """One process of an engine."""
+
+    host: str  # the address it listens at
+    rank: int = 0
+    count: int = 1
+
+
+def nodes_of_engine(num_gpus: int, num_gpus_per_node: int) -> list[list[int]]:
+    """An engine's GPUs, counted from 0, node by node: 4 GPUs on nodes of 2 are [[0, 1], [2, 3]]."""
+    size = min(num_gpus, num_gpus_per_node)
+    return [list(range(start, start + size)) for start in range(0, num_gpus, size)]
+
+
+def server_command(
+    args: Args,
+    *,
+    index: int,
+    node: Node,
+    ports: Ports,
+    meeting_host: str,
+    install: SGLangInstall,
+    on_gpu: bool,
+    label: str,
+    config_file: str | None = None,
+) -> list[str]:
+    """`label` is the weight version the server reports until its first update."""
+    values = {
+        **_defaults(args, index=index, on_gpu=on_gpu, label=label),
+        **_given(args),
+        **_own(args, node=node, ports=ports, meeting_host=meeting_host),
+    }
+    argv = [install.python, "-m", "sglang.launch_server"]
+    if config_file is not None:
+        argv += ["--config", config_file]
+    return argv + sglang_argv(values, install.version)
+
+
+def _defaults(args: Args, *, index: int, on_gpu: bool, label: str) -> dict[str, object]:
+    """Where the user said nothing and SGLang's own default would not do."""
+    return {
+        **({} if on_gpu else _ON_CPU),
+        "dtype": _DTYPES[args.precision],
+        "random_seed": args.rollout_seed + index,
+        "weight_version": label,
+    }
+
+
+def _given(args: Args) -> dict[str, object]:
+    return {
+        name.removeprefix("sglang_"): value
+        for name, value in args.to_dict(redact=False).items()
+        if name in all_flags()
+        and all_flags()[name].family == "sglang"
+        and args.origin(name) != "default"
+        and value is not None
+    }
+
+
+def _own(args: Args, *, node: Node, ports: Ports, meeting_host: str) -> dict[str, object]:
+    values: dict[str, object] = {
+        "model_path": args.hf_checkpoint,
+        "host": node.host,
+        "port": ports.server,
+        "tp_size": args.rollout_num_gpus_per_engine // (args.sglang_pp_size or 1),
+    }
+    if args.offload_rollout:
+        values["enable_memory_saver"] = True
+    if node.count > 1:
+        values |= {
+            "nnodes": node.count,
+            "node_rank": node.rank,
+            "dist_init_addr": f"{meeting_host}:{ports.meeting}",
+        }
+    return values

@@ -1,0 +1,126 @@
+"""The driver's handle on one engine: the actors of its nodes, started, asked and ended together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import ray
+
+from slime.backends.sglang_utils.command import nodes_of_engine
+from slime.ray.engine_actor import PortTakenError
+from slime.ray.remote import Remote
+from slime.utils.arguments import Args
+from slime.utils.errors import UserError
+from slime.utils.types import EngineInfo
+
+_PORT_TRIES = 3
+_NODE_POLL_S = 5.0
+_ASK_TIMEOUT_S = 10.0
+_GONE = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError)
+
+
+class EngineHandle:
+    """`options` are Ray's, one per GPU of the engine; the first GPU of each node runs its server."""
+
+    def __init__(self, args: Args, index: int, options: list[dict[str, Any]]):
+        self.args, self.index, self._options = args, index, options
+        self._nodes = nodes_of_engine(len(options), args.num_gpus_per_node)
+        self._actors: list[Remote] = []
+        self.make()
+
+    def make(self) -> None:
+        self._actors = [
+            self._actor(self._options[gpus[0]], rank) for rank, gpus in enumerate(self._nodes)
+        ]
+
+    def start(self) -> EngineInfo:
+        """Returns once the engine answers."""
+        if self.args.rollout_engine == "slime":
+            return self._actors[0].get("start")
+        gpus, devices = self._gpus()
+        for attempt in range(_PORT_TRIES):
+            try:
+                return self._start_sglang(gpus, devices)
+            except PortTakenError:
+                self._stop_servers()
+                if attempt == _PORT_TRIES - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def alive(self, timeout: float) -> bool:
+        """Whether the processes of all nodes live."""
+        try:
+            return all(ray.get([a.call("alive") for a in self._actors], timeout=timeout))
+        except _GONE:
+            return False
+
+    def last_line(self) -> str:
+        with suppress(*_GONE):
+            return self._actors[0].get("last_lines", 1, timeout=_ASK_TIMEOUT_S)
+        return ""
+
+    def stop(self) -> Callable[[], None]:
+        """End the servers, then the actors; the call that is returned waits for it."""
+        stopping = [actor.call("stop") for actor in self._actors]
+
+        def wait() -> None:
+            for reference in stopping:
+                with suppress(ray.exceptions.RayActorError):
+                    ray.get(reference)
+            for actor in self._actors:
+                actor.kill()
+            self._actors = []
+
+        return wait
+
+    def _start_sglang(self, gpus: list[list[str]], devices: list[str]) -> EngineInfo:
+        ports, (host, _) = ray.get([self._actors[0].call(m) for m in ("find_ports", "where")])
+        started = [
+            actor.call("start_sglang", ports, host, devices, visible)
+            for actor, visible in zip(self._actors, gpus, strict=True)
+        ]
+        while not ray.wait(started[:1], timeout=_NODE_POLL_S)[0]:
+            self._check_other_nodes(started)
+        return ray.get(started[0])
+
+    def _check_other_nodes(self, started: list[ray.ObjectRef]) -> None:
+        """The first node would wait for one that ended until its own deadline."""
+        for rank, (actor, reference) in enumerate(zip(self._actors, started, strict=True)):
+            if rank and ray.wait([reference], timeout=0)[0]:
+                ray.get(reference)
+                if not actor.get("alive"):
+                    lines = actor.get("last_lines")
+                    self._stop_servers()
+                    raise UserError(f"node {rank} of engine {self.index} ended:\n{lines}")
+
+    def _stop_servers(self) -> None:
+        ray.get([actor.call("stop") for actor in self._actors])
+
+    def _gpus(self) -> tuple[list[list[str]], list[str]]:
+        """By node the GPUs its server may see, and the ids of all devices of the engine."""
+        first = {gpus[0]: actor for gpus, actor in zip(self._nodes, self._actors, strict=True)}
+        extra = {
+            number: self._actor(options, 0)
+            for number, options in enumerate(self._options)
+            if number not in first
+        }
+        everyone = {**first, **extra}
+        places = [everyone[n].get("where") for n in range(len(self._options))]
+        devices = [everyone[n].get("device_id") for n in range(len(self._options))]
+        for actor in extra.values():
+            actor.kill()
+        for gpus in self._nodes:
+            hosts = {places[number][0] for number in gpus}
+            if len(hosts) > 1:
+                raise UserError(
+                    f"engine {self.index} should sit on nodes of {len(gpus)} GPUs, but Ray placed these "
+                    f"on {', '.join(sorted(hosts))}: set --num-gpus-per-node to what a node has"
+                )
+        return [[gpu for n in gpus for gpu in places[n][1]] for gpus in self._nodes], devices
+
+    def _actor(self, options: dict[str, Any], rank: int) -> Remote:
+        path = "slime.ray.engine_actor.EngineActor"
+        options = {**options, "max_concurrency": 4}  # asked for its log while it starts
+        return Remote(options, path, self.args, self.index, rank, len(self._nodes))

@@ -1,0 +1,91 @@
+"""What is refused or said about a run whose engines are SGLang servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.utils.errors import ConfigError
+from slime.utils.flags.draft import Draft
+from slime.utils.flags.registry import all_flags
+from slime.utils.flags.sglang_options import check_owned, known_version, sglang_argv
+from slime.utils.sglang_install import find_sglang
+
+_ROUTER_OWNED = {
+    "router_worker_urls": "leave it out: slime tells the router its engines",
+    "router_host": "set SLIME_HOST_IP to the address other nodes reach this one at",
+    "router_port": "leave it out: slime finds a free port",
+}
+_DRAFTLESS = ("NGRAM",)  # algorithms that guess without weights
+
+
+def check_sglang(draft: Draft) -> None:
+    for name in draft.given_names():
+        if all_flags()[name].family == "sglang":
+            check_owned(name)
+        if name in _ROUTER_OWNED:
+            raise ConfigError(f"{all_flags()[name].option} is set by slime: {_ROUTER_OWNED[name]}")
+    _check_sizes(draft)
+    _say_about_drafts(draft)
+    if not draft["rollout_external"]:
+        _check_installed(draft)
+
+
+def sglang_values(draft: Draft) -> dict[str, Any]:
+    """Values of --sglang-* that somebody set, by SGLang's own names."""
+    flags = all_flags()
+    return {
+        name.removeprefix("sglang_"): draft[name]
+        for name in draft.origins
+        if name in flags and flags[name].family == "sglang" and draft[name] is not None
+    }
+
+
+def _check_sizes(draft: Draft) -> None:
+    per_engine, per_node = draft["rollout_num_gpus_per_engine"], draft["num_gpus_per_node"]
+    if per_engine > per_node and per_engine % per_node:
+        raise ConfigError(
+            f"--rollout-num-gpus-per-engine {per_engine} does not fill whole nodes of "
+            f"--num-gpus-per-node {per_node}: choose a multiple of it"
+        )
+    for name in ("dp_size", "ep_size", "pp_size", "attn_dp_size", "moe_dense_tp_size"):
+        size = draft[f"sglang_{name}"]
+        if size is not None and (size < 1 or per_engine % size):
+            option = all_flags()[f"sglang_{name}"].option
+            raise ConfigError(
+                f"{option} {size} does not divide the {per_engine} GPUs of an engine "
+                "(--rollout-num-gpus-per-engine)"
+            )
+    dp_size = draft["sglang_dp_size"]
+    if dp_size is not None and dp_size > 1 and not draft["sglang_enable_dp_attention"]:
+        raise ConfigError(
+            f"--sglang-dp-size {dp_size} would put {dp_size} copies of the model into one engine: add "
+            "--sglang-enable-dp-attention, or start more engines with --rollout-num-gpus"
+        )
+
+
+def _say_about_drafts(draft: Draft) -> None:
+    algorithm = draft["sglang_speculative_algorithm"]
+    if not algorithm or algorithm.upper() in _DRAFTLESS:
+        return
+    path = draft["sglang_speculative_draft_model_path"]
+    what = f"the draft model {path}" if path else "the model's own draft layers"
+    draft.warn(
+        f"--sglang-speculative-algorithm {algorithm}: {what} keep(s) the weights it was loaded with; "
+        "responses stay exact, but the further the policy moves the fewer guesses are accepted"
+    )
+
+
+def _check_installed(draft: Draft) -> None:
+    install = find_sglang()
+    if install is None:
+        draft.lacking(
+            "--rollout-engine sglang needs the package sglang: install it, name the interpreter of an "
+            "environment that has it in SLIME_SGLANG_PYTHON, or use --rollout-engine slime"
+        )
+        return
+    sglang_argv(sglang_values(draft), install.version)
+    if known_version(install.version) != install.version:
+        draft.warn(
+            f"SGLang {install.version} is installed; its options are spelled as those of "
+            f"{known_version(install.version)}, the nearest version slime was checked with"
+        )

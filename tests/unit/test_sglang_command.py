@@ -1,0 +1,254 @@
+"""The command line of SGLang servers, for the versions slime knows, without SGLang."""
+
+import pytest
+
+from slime.backends.sglang_utils.command import Node, nodes_of_engine, server_command
+from slime.backends.sglang_utils.ports import Ports, find_ports, says_port_taken
+from slime.utils.errors import ConfigError
+from slime.utils.flags.registry import all_flags
+from slime.utils.flags.sglang_options import OWNED, known_version, sglang_argv
+from slime.utils.sglang_install import SGLangInstall
+from tests.args import make_args
+
+OLD, NEW = "0.5.16", "0.5.23"
+
+# The FP8 configuration of the 355B example: 32 GPUs per engine on nodes of 8.
+SEED = {
+    "rollout_engine": "sglang",
+    "rollout_num_gpus": 64,
+    "rollout_num_gpus_per_engine": 32,
+    "num_gpus_per_node": 8,
+    "sglang_mem_fraction_static": 0.7,
+    "sglang_enable_dp_attention": True,
+    "sglang_dp_size": 32,
+    "sglang_ep_size": 32,
+    "sglang_moe_dense_tp_size": 1,
+    "sglang_enable_dp_lm_head": True,
+    "sglang_cuda_graph_bs": [1, 2, 4, 8, *range(16, 129, 8)],
+    "sglang_moe_a2a_backend": "deepep",
+    "sglang_deepep_mode": "auto",
+    "sglang_speculative_algorithm": "EAGLE",
+}
+
+
+@pytest.fixture(autouse=True)
+def sglang_somewhere(monkeypatch, tmp_path):
+    """An interpreter that says it has SGLang: the checks ask one for its version and nothing else."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {NEW}\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("SLIME_SGLANG_PYTHON", str(python))
+
+
+def options(argv: list[str]) -> dict[str, list[str]]:
+    """{"--tp-size": ["32"], ...}; an option given twice is a mistake."""
+    found: dict[str, list[str]] = {}
+    for word in argv:
+        if word.startswith("--"):
+            assert word not in found, f"{word} twice"
+            found[word] = []
+        elif found:
+            found[list(found)[-1]].append(word)
+    return found
+
+
+def command(args, version, *, rank=0, on_gpu=True):
+    nodes = nodes_of_engine(args.rollout_num_gpus_per_engine, args.num_gpus_per_node)
+    argv = server_command(
+        args,
+        index=1,
+        node=Node(host=f"10.0.0.{rank}", rank=rank, count=len(nodes)),
+        ports=Ports(server=21000, meeting=22000),
+        meeting_host="10.0.0.0",
+        install=SGLangInstall(python="/env/bin/python", version=version),
+        on_gpu=on_gpu,
+        label="start-1",
+    )
+    assert argv[:3] == ["/env/bin/python", "-m", "sglang.launch_server"]
+    return options(argv[3:])
+
+
+@pytest.mark.parametrize("version", [OLD, NEW])
+def test_an_engine_of_32_gpus_is_four_processes_that_differ_in_rank_only(version):
+    args = make_args(**SEED)
+    ranks = [command(args, version, rank=rank) for rank in range(4)]
+    for rank, found in enumerate(ranks):
+        assert found.pop("--node-rank") == [str(rank)]
+        assert found.pop("--host") == [f"10.0.0.{rank}"]
+        assert found == ranks[0]
+    first = ranks[0]
+    assert first["--tp-size"] == ["32"]
+    assert first["--nnodes"] == ["4"]
+    assert first["--dist-init-addr"] == ["10.0.0.0:22000"]
+    assert first["--mem-fraction-static"] == ["0.7"]
+    assert first["--ep-size"] == ["32"]
+    assert first["--moe-dense-tp-size"] == ["1"]
+    assert first["--enable-dp-lm-head"] == []
+    assert first["--moe-a2a-backend"] == ["deepep"]
+    assert first["--deepep-mode"] == ["auto"]
+    assert first["--speculative-algorithm"] == ["EAGLE"]
+    assert first["--speculative-num-draft-tokens"] == ["4"]
+    assert first["--random-seed"] == [str(args.rollout_seed + 1)]
+
+
+def test_the_seeds_spellings_in_the_words_of_each_version():
+    sizes = [str(n) for n in (1, 2, 4, 8, *range(16, 129, 8))]
+    old, new = (command(make_args(**SEED), version) for version in (OLD, NEW))
+    assert old["--cuda-graph-bs"] == sizes and "--cuda-graph-bs-decode" not in old
+    assert new["--cuda-graph-bs-decode"] == sizes and "--cuda-graph-bs" not in new
+    assert old["--enable-dp-attention"] == [] and old["--dp-size"] == ["32"]
+    assert new["--attn-dp-size"] == ["32"]
+    assert "--enable-dp-attention" not in new and "--dp-size" not in new
+
+
+@pytest.mark.parametrize("version", [OLD, NEW])
+def test_every_option_that_is_written_exists_in_that_version(version):
+    """Each flag of the table with some value, one by one; what a version lacks is refused by name."""
+    exists = {
+        "--" + option.removeprefix("--sglang-")
+        for flag in all_flags().values()
+        if flag.family == "sglang" and version in flag.versions
+        for option in flag.options
+    }
+    some = {"bool": True, "int": 3, "float": 0.5, "str": "x", "json": {"a": 1}, "size": 7}
+    refused = []
+    for name, flag in all_flags().items():
+        if flag.family != "sglang":
+            continue
+        value = [some[flag.kind]] if flag.many else some[flag.kind]
+        try:
+            argv = sglang_argv({name.removeprefix("sglang_"): value}, version)
+        except ConfigError as error:
+            assert flag.option in str(error) and version in str(error)
+            assert version not in flag.versions
+            refused.append(name)
+            continue
+        assert {word for word in argv if word.startswith("--")} <= exists, name
+    assert len(refused) > 5
+
+
+def test_values_are_written_as_sglang_parses_them():
+    argv = sglang_argv(
+        {
+            "preferred_sampling_params": {"top_k": 5},
+            "enable_lora": False,
+            "dllm_fdfo": False,
+            "context_length": 4096,
+        },
+        NEW,
+    )
+    assert argv == [
+        *("--preferred-sampling-params", '{"top_k": 5}'),
+        "--no-dllm-fdfo",  # on unless it is turned off
+        *("--context-length", "4096"),
+    ]
+
+
+def test_one_gpu_needs_no_nodes_and_a_cpu_the_paths_that_run_there():
+    args = make_args(rollout_engine="sglang", sglang_attention_backend="triton")
+    on_gpu, on_cpu = (command(args, NEW, on_gpu=gpu) for gpu in (True, False))
+    assert not {"--nnodes", "--node-rank", "--dist-init-addr"} & on_gpu.keys()
+    assert "--device" not in on_gpu
+    assert on_cpu["--device"] == ["cpu"] and on_cpu["--sampling-backend"] == ["pytorch"]
+    assert on_cpu["--attention-backend"] == ["triton"]  # what the user says goes
+    assert on_gpu["--dtype"] == ["float32"] and on_gpu["--weight-version"] == ["start-1"]
+    assert "--enable-memory-saver" not in on_gpu
+    colocated = make_args(rollout_engine="sglang", colocate=True)
+    assert command(colocated, NEW)["--enable-memory-saver"] == []
+
+
+def test_pipeline_stages_share_the_gpus_of_an_engine():
+    args = make_args(
+        rollout_engine="sglang",
+        rollout_num_gpus=8,
+        rollout_num_gpus_per_engine=8,
+        sglang_pp_size=2,
+    )
+    found = command(args, NEW)
+    assert found["--tp-size"] == ["4"] and found["--pp-size"] == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_node", "expected"),
+    [
+        (1, 8, [[0]]),
+        (4, 8, [[0, 1, 2, 3]]),
+        (4, 2, [[0, 1], [2, 3]]),
+        (3, 1, [[0], [1], [2]]),
+    ],
+)
+def test_nodes_of_an_engine(gpus, per_node, expected):
+    assert nodes_of_engine(gpus, per_node) == expected
+
+
+def refusal(**overrides) -> str:
+    with pytest.raises(ConfigError) as error:
+        make_args(rollout_engine="sglang", **overrides)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(OWNED))
+def test_what_slime_sets_is_refused_with_what_to_use(name):
+    flag = all_flags()[f"sglang_{name}"]
+    value = {"bool": True, "int": 3, "str": "x"}[flag.kind]
+    message = refusal(**{f"sglang_{name}": value})
+    assert message == f"{flag.option} is set by slime: {OWNED[name]}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"rollout_num_gpus_per_engine": 12, "rollout_num_gpus": 12}, ["12", "whole nodes", "8"]),
+        ({"sglang_dp_size": 2, "rollout_num_gpus_per_engine": 2, "rollout_num_gpus": 2},
+         ["--sglang-dp-size 2", "--sglang-enable-dp-attention"]),
+        ({"sglang_ep_size": 3, "rollout_num_gpus_per_engine": 2, "rollout_num_gpus": 2},
+         ["--sglang-ep-size 3", "2 GPUs"]),
+        ({"sglang_torchao_config": "int8wo"}, ["--sglang-torchao-config", NEW, OLD]),
+        ({"router_port": 1}, ["--router-port", "free port"]),
+    ],
+)  # fmt: skip
+def test_refused(overrides, words):
+    message = refusal(**overrides)
+    assert all(word in message for word in words), message
+
+
+def test_without_sglang_the_run_says_how_to_get_it(monkeypatch):
+    monkeypatch.setenv("SLIME_SGLANG_PYTHON", "/no/such/python")
+    assert "/no/such/python" in refusal()
+    monkeypatch.delenv("SLIME_SGLANG_PYTHON")
+    assert "SLIME_SGLANG_PYTHON" in refusal()
+    assert any("needs the package sglang" in w for w in
+               make_args(rollout_engine="sglang", dry_run=True).warnings)  # fmt: skip
+
+
+def test_draft_weights_that_stay_behind_are_said():
+    eagle = make_args(rollout_engine="sglang", sglang_speculative_algorithm="EAGLE")
+    assert any("draft" in warning and "EAGLE" in warning for warning in eagle.warnings)
+    ngram = make_args(rollout_engine="sglang", sglang_speculative_algorithm="NGRAM")
+    assert not any("draft" in warning for warning in ngram.warnings)
+
+
+@pytest.mark.parametrize(
+    ("installed", "known"),
+    [("0.5.2", OLD), (OLD, OLD), ("0.5.22.post1", OLD), (NEW, NEW), ("0.6.0rc1", NEW)],
+)
+def test_other_versions_are_spelled_as_the_nearest_older_one(installed, known):
+    assert known_version(installed) == known
+
+
+def test_ports_are_free_and_apart():
+    ports = find_ports("127.0.0.1")
+    assert abs(ports.server - ports.meeting) > 200
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        ("[Errno 98] error while attempting to bind on address ('127.0.0.1', 1): address already in use", True),
+        ("ValueError: dist_init_port at 30000 is not available; it is already in use", True),
+        ("The server is fired up and ready to roll!", False),
+        ("torch.OutOfMemoryError: CUDA out of memory", False),
+    ],
+)  # fmt: skip
+def test_a_taken_port_is_recognised(text, taken):
+    assert says_port_taken(text) is taken
