@@ -6,62 +6,27 @@ rows are spread over ranks); what the trainer does afterwards (`compute_advantag
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from slime.algorithms.estimators import RECIPES, Estimator
 from slime.algorithms.kl import KLKind, kl_estimate
 from slime.utils.dp_schedule import counted_rows
 from slime.utils.types import RolloutBatch
 
-Estimator = Literal[
-    "grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
-]
 Rows = list[np.ndarray]  # one entry per trained token of each row
 
-_STD_EPS = 1e-6
 _VAR_EPS = 1e-8
 
 
 def normalize_group_rewards(
     rewards: np.ndarray, group_indices: np.ndarray, *, estimator: Estimator, std: bool
 ) -> np.ndarray:
-    """Rewards relative to their group, the samples with the same group index, however many they are.
-
-    - grpo, gspo, cispo: (r - mean) / (std + 1e-6), arXiv 2402.03300; std over G-1, as torch.std;
-      with std=False only r - mean (Dr. GRPO, arXiv 2503.20783).
-    - rloo: r - mean of the others = (r - mean) * G / (G-1), arXiv 2402.14740.
-    - reinforce_plus_plus_baseline: r - mean, arXiv 2501.03262.
-    - reinforce_plus_plus, ppo: r itself.
-
-    A group of one has nothing to be compared with and gets 0, except in the last case.
-    """
-    values = np.asarray(rewards, np.float64)
-    if estimator in ("reinforce_plus_plus", "ppo"):
-        return values.astype(np.float32)
+    """Rewards relative to their group, as the estimator compares them."""
     _, group = np.unique(np.asarray(group_indices), return_inverse=True)
-    size = np.bincount(group)
-    centred = values - (np.bincount(group, weights=values) / size)[group]
-    others = np.maximum(size - 1, 1)
-    if estimator == "rloo":
-        centred *= (size / others)[group]
-    elif estimator in ("grpo", "gspo", "cispo") and std:
-        variance = np.bincount(group, weights=centred**2) / others
-        centred /= (np.sqrt(variance) + _STD_EPS)[group]
-    return centred.astype(np.float32)
-
-
-def overlong_penalty(
-    response_lens: np.ndarray, *, max_response_len: int, buffer_len: int, factor: float
-) -> np.ndarray:
-    """What DAPO (arXiv 2503.14476, eq. 13) adds to the rewards of long responses.
-
-    0 up to max_response_len - buffer_len, from there falling linearly to -factor at the limit.
-    """
-    excess = np.asarray(response_lens, np.float64) - (max_response_len - buffer_len)
-    return (-np.clip(excess / buffer_len, 0.0, 1.0) * factor).astype(np.float32)
+    compare = RECIPES[estimator].compare
+    return compare(np.asarray(rewards, np.float64), group, std=std).astype(np.float32)
 
 
 def compute_advantages(
@@ -83,15 +48,16 @@ def compute_advantages(
     are not trained on (tool output) are passed over as if absent. `normalize` shifts and scales
     the advantages to mean 0 and variance 1 over the trained tokens of all ranks of `dp_group`.
     """
+    recipe = RECIPES[estimator]
     masks = [mask.astype(bool) for mask in batch.loss_masks]
     rewards = _token_rewards(batch, masks, kl_coef, kl_type)
-    if estimator == "ppo":
+    if recipe.critic:
         if batch.values is None:
-            raise ValueError("estimator ppo needs the critic's values")
+            raise ValueError(f"estimator {estimator} needs the critic's values")
         values = [v[mask] for v, mask in zip(batch.values, masks, strict=True)]
         advantages, returns = gae(rewards, values, gamma=gamma, lambd=lambd)
     else:
-        returns = _discount(rewards, gamma if estimator == "reinforce_plus_plus" else 1.0)
+        returns = _discount(rewards, gamma if recipe.discounts else 1.0)
         advantages = returns
     if normalize:
         advantages = _whiten(advantages, counted_rows(batch.schedule, len(batch)), dp_group)

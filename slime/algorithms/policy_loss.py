@@ -5,13 +5,15 @@ slime.utils.dp_schedule: the loss of a step is the plain sum over its micro-batc
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from slime.algorithms.advantages import Estimator
 from slime.algorithms.correction import Correction, sequence_log_ratio
+from slime.algorithms.estimators import RECIPES, Estimator
 from slime.algorithms.kl import KLKind, kl_estimate
+from slime.algorithms.pg_loss import PgInputs
 from slime.utils.types import LossInputs, LossOutput, MetricSum
 
 Reducer = Callable[[torch.Tensor], torch.Tensor]  # token losses [T] -> their share of the loss []
@@ -45,16 +47,18 @@ def policy_loss(
     mask = inputs.loss_mask
     old = _old_log_probs(inputs, use_rollout_logprobs)
     log_ratio = _log_ratio(inputs.log_probs, old, mask)
-    token_ratio = log_ratio
-    if estimator == "gspo":
-        log_ratio = _gspo_log_ratio(inputs, log_ratio, cp_group)
-    advantages = _required(inputs.advantages, "advantages")
-    high = eps_clip if eps_clip_high is None else eps_clip_high
-    if estimator == "cispo":
-        pg, clipped = _cispo(inputs.log_probs * mask, log_ratio, advantages, eps_clip, high)
-    else:
-        pg, clipped = _ppo_clip(log_ratio, advantages, eps_clip, high, eps_clip_c)
-    columns = {"clip_fraction": clipped, "ppo_kl": -token_ratio}
+    pg, clipped = RECIPES[estimator].pg_loss(
+        PgInputs(
+            log_probs=inputs.log_probs * mask,
+            log_ratio=log_ratio,
+            advantages=_required(inputs.advantages, "advantages"),
+            low=eps_clip,
+            high=eps_clip if eps_clip_high is None else eps_clip_high,
+            dual=eps_clip_c,
+            sequence_mean=partial(_sequence_mean, inputs, cp_group),
+        )
+    )
+    columns = {"clip_fraction": clipped, "ppo_kl": -log_ratio}
 
     if correction is not None:
         pg, metrics = _correct(inputs, pg, correction, cp_group)
@@ -64,7 +68,7 @@ def policy_loss(
     loss = pg_loss
     if inputs.ref_log_probs is not None:
         kl = kl_estimate(inputs.log_probs * mask, inputs.ref_log_probs * mask, kl_loss_type)
-        terms["kl_loss"] = _weighted(inputs, kl * token_ratio.exp() if use_unbiased_kl else kl)
+        terms["kl_loss"] = _weighted(inputs, kl * log_ratio.exp() if use_unbiased_kl else kl)
         loss = loss + kl_loss_coef * terms["kl_loss"] if kl_loss_coef else loss
     if inputs.entropy is not None:
         terms["entropy"] = _weighted(inputs, inputs.entropy)
@@ -83,52 +87,12 @@ def sft_loss(inputs: LossInputs) -> LossOutput:
     return LossOutput(loss=loss, metrics=_metrics(inputs, terms))
 
 
-def _ppo_clip(
-    log_ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's pessimistic surrogate (arXiv 1707.06347), with DAPO's own upper bound (2503.14476).
-
-    -min(r A, clip(r, 1-low, 1+high) A); dual clip (arXiv 1912.09729) keeps it from exceeding
-    -dual * A where A < 0. Returns the token losses and 1 where a bound replaced the ratio.
-    """
-    ratio = log_ratio.exp()
-    plain = -ratio * advantages
-    bounded = -ratio.clamp(1 - low, 1 + high) * advantages
-    loss = torch.maximum(plain, bounded)
-    clipped = bounded > plain
-    if dual is not None:
-        ceiling = -dual * advantages
-        over = (advantages < 0) & (loss > ceiling)
-        loss = torch.where(over, ceiling, loss)
-        clipped = clipped | over
-    return loss, clipped.to(loss.dtype)
-
-
-def _cispo(
-    log_probs: torch.Tensor,
-    log_ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    low: float,
-    high: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """CISPO (MiniMax-M1, arXiv 2506.13585): -sg(clip(r, 1-low, 1+high)) A log p; no token is dropped."""
-    ratio = log_ratio.detach().exp()
-    bounded = ratio.clamp(1 - low, 1 + high)
-    return -bounded * advantages * log_probs, (bounded != ratio).to(ratio.dtype)
-
-
-def _gspo_log_ratio(
-    inputs: LossInputs, log_ratio: torch.Tensor, cp_group: dist.ProcessGroup | None
+def _sequence_mean(
+    inputs: LossInputs, cp_group: dist.ProcessGroup | None, column: torch.Tensor
 ) -> torch.Tensor:
-    """GSPO (arXiv 2507.18071): every token has the ratio of its sequence, exp(mean of log-ratios).
-
-    The gradient goes through the token's own log-prob (the paper's GSPO-token, eq. 14), which is
-    GSPO's gradient wherever advantages and weights are equal within the sequence.
-    """
-    sequence = sequence_log_ratio(
-        log_ratio, inputs.loss_mask, inputs.cu_seqlens, mean=True, cp_group=cp_group
+    return sequence_log_ratio(
+        column, inputs.loss_mask, inputs.cu_seqlens, mean=True, cp_group=cp_group
     )
-    return sequence + (log_ratio - log_ratio.detach())
 
 
 def _correct(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from slime.algorithms.advantages import normalize_group_rewards, overlong_penalty
+from slime.algorithms.advantages import normalize_group_rewards
+from slime.algorithms.group_rewards import overlong_penalty
 from slime.rollout.base_types import ConvertSamples, RewardPostProcess
 from slime.utils.arguments import Args
 from slime.utils.dp_schedule import loss_weights, make_schedule

@@ -2,12 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from slime.algorithms.advantages import (
-    compute_advantages,
-    gae,
-    normalize_group_rewards,
-    overlong_penalty,
-)
+from slime.algorithms.advantages import compute_advantages, gae, normalize_group_rewards
+from slime.algorithms.estimators import RECIPES
+from slime.algorithms.group_rewards import overlong_penalty
+from slime.utils.flags.registry import own_flags
 from tests.batches import random_batch
 
 ESTIMATORS = [
@@ -18,6 +16,10 @@ ESTIMATORS = [
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
 ]
+
+
+def test_every_estimator_can_be_chosen():
+    assert sorted(RECIPES) == sorted(own_flags()["advantage_estimator"].choices)
 
 
 def naive_group_rewards(rewards, groups, estimator, std):
