@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -45,6 +45,7 @@ from slime.algorithms.correction import mismatch_metrics
 from slime.algorithms.policy_loss import policy_loss, sft_loss
 from slime.algorithms.value_loss import value_loss
 from slime.backends.hooks import TrainHooks
+from slime.backends.probe import score_probe
 from slime.backends.rendezvous import Rendezvous
 from slime.backends.weight_sync import SyncReport, WeightSync, make_weight_sync
 from slime.utils.device import device_type
@@ -410,7 +411,10 @@ class TrainRayActor(ABC):
         """Send the current weights to the engines as `version` and check that they arrived."""
         if self._weight_sync is None:
             self._weight_sync = make_weight_sync(self.args)
-        return self._weight_sync.update(self.hf_buckets(), engines, version)
+        report = self._weight_sync.update(self.hf_buckets(), engines, version)
+        if self.args.check_weight_update_equal and any(e.kind == "sglang" for e in engines):
+            report = replace(report, probe=score_probe(self))
+        return report
 
     # ---- what a backend fills in
 

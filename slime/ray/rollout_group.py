@@ -8,10 +8,12 @@ from typing import Any
 import ray
 
 from slime.ray.engine_group import EngineGroup
+from slime.ray.probe_check import check_probe
 from slime.ray.recorder import Recorder
 from slime.ray.remote import Remote
 from slime.ray.stop_signal import StopSignal
 from slime.utils.arguments import Args
+from slime.utils.reports import Probe
 from slime.utils.types import EngineInfo
 
 _THREADS = 4  # generate, and a save or a question meanwhile
@@ -64,8 +66,11 @@ class RolloutGroup:
     def engine_infos(self) -> list[EngineInfo]:
         return self._engines.infos
 
-    def admit_engines(self) -> None:
-        """Every engine holds the current weights: all of them may generate."""
+    def admit_engines(self, probe: Probe | None = None) -> None:
+        """Every engine holds the current weights, as `probe` shows: all of them may generate."""
+        for engine in self._engines.infos:
+            if probe is not None and engine.kind == "sglang":
+                check_probe(engine, probe)
         self._manager.get("set_engines", self._engines.urls)
 
     def replace_failed(self, *, all_if_any: bool = False) -> list[int]:

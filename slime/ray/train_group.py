@@ -114,7 +114,7 @@ class TrainGroup:
             if self.args.offload_train:
                 self._actor.sleep()
             rollout.resume("kv_cache")
-            rollout.admit_engines()
+            rollout.admit_engines(reports[0].probe)
         self.recorder.add(reports[0].metrics())
 
     def wake_up(self) -> None:
