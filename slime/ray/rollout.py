@@ -29,8 +29,10 @@ from slime.rollout.base_types import (
 )
 from slime.rollout.engine_pool import EnginePool, install_pool
 from slime.rollout.metrics import eval_metrics, rollout_metrics
+from slime.rollout.staleness import WeightClock, set_clock
 from slime.utils.arguments import Args
 from slime.utils.flops import ModelShape, train_flops
+from slime.utils.http import run
 from slime.utils.load_function import load_class, load_function
 from slime.utils.logging import setup_logging
 from slime.utils.reports import RolloutResult
@@ -61,11 +63,20 @@ class RolloutManager:
         config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
         self.shape = ModelShape.from_hf_config(config)
         self.dp_size, self.cp_size = 1, 1
-        self._state_before: dict[str, Any] | None = None
+        self._first_version: int | None = None  # of weights whose first rollout is not begun yet
+        # The state when the generation of a rollout began, by that rollout's id.
+        self._states_before: dict[int, dict[str, Any] | None] = {}
 
     def set_engines(self, urls: list[str]) -> None:
         """Generate with these from now on; requests under way on others fail over."""
         self.pool.set_urls(urls)
+
+    def set_weight_version(self, version: int, next_rollout_id: int | None) -> None:
+        """The engines hold `version` from now on; the rollout that it trains on first, if known."""
+        if next_rollout_id is None:
+            self._first_version = version
+        else:
+            self._set_clock(version, next_rollout_id)
 
     def set_parallel(self, dp_size: int, cp_size: int) -> None:
         self.dp_size, self.cp_size = dp_size, cp_size
@@ -73,7 +84,10 @@ class RolloutManager:
     # ---- work
 
     def generate(self, rollout_id: int) -> RolloutResult:
-        self._state_before = self._state(rollout_id - 1)
+        self._states_before = {rollout_id: self._state(rollout_id - 1)}
+        if self._first_version is not None:
+            self._set_clock(self._first_version, rollout_id)
+            self._first_version = None
         start = time.perf_counter()
         groups, extra = self._groups(rollout_id)
         seconds = time.perf_counter() - start
@@ -112,8 +126,10 @@ class RolloutManager:
     # ---- checkpoint
 
     def save(self, path: str, rollout_id: int, *, before_generate: bool = False) -> None:
-        """Write the data position and buffer; `before_generate`: as they were when generation began."""
-        state = self._state_before if before_generate else self._state(rollout_id)
+        """Write the data position and buffer; `before_generate`: as when the next rollout was begun."""
+        after = rollout_id + 1
+        begun = before_generate and after in self._states_before
+        state = self._states_before[after] if begun else self._state(rollout_id)
         if state is None:
             self.data_source.save(rollout_id)
         else:
@@ -144,4 +160,12 @@ class RolloutManager:
         """None for a user's data source that keeps its state by itself."""
         if not hasattr(self.data_source, "state_dict"):
             return None
+        return run(self._read_state(last_trained))
+
+    async def _read_state(self, last_trained: int) -> dict[str, Any]:
+        """On the event loop, where generation takes groups: not in the middle of it."""
         return self.data_source.state_dict(last_trained)
+
+    def _set_clock(self, version: int, next_rollout_id: int) -> None:
+        interval = self.args.update_weights_interval
+        set_clock(WeightClock(version=version, next_rollout_id=next_rollout_id, interval=interval))

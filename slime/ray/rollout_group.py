@@ -36,7 +36,9 @@ class RolloutGroup:
         self._engines.start()
         # Set by the run: gives the current weights to engines that were started again.
         self.push_weights: Callable[[list[EngineInfo]], None] = lambda engines: None
+        self.never_stops = False  # whether the rollout function generates between rollouts too
         self._last_begun: int | None = None
+        self._generating: Any = None  # the reference of a rollout that was begun
         options = {"num_cpus": 0, "max_concurrency": _THREADS, "runtime_env": {"env_vars": env}}
         path = "slime.ray.rollout.RolloutManager"
         self._manager = Remote(options, path, args, token)
@@ -48,10 +50,26 @@ class RolloutGroup:
 
     def generate(self, rollout_id: int) -> list[Any]:
         """Samples of one rollout as one object per data-parallel rank."""
+        self.begin(rollout_id)
+        return self.finish()
+
+    def begin(self, rollout_id: int) -> None:
+        """Have a rollout generated in the background, until `finish`."""
         self._last_begun = rollout_id
+        self._generating = self._manager.call("generate", rollout_id)
+
+    def settle(self) -> None:
+        """Wait for the rollout begun last, so that it is made by one version of the weights."""
+        if self._generating is not None:
+            with self.recorder.phase("generate"), self.stop_signal.interruptible():
+                self._watched(self._generating)
+
+    def finish(self) -> list[Any]:
+        """The rollout begun last."""
         with self.recorder.phase("generate"), self.stop_signal.interruptible():
-            result = self._watched(self._manager.call("generate", rollout_id))
+            result = self._watched(self._generating)
             self._engines.release()
+        self._generating = None
         self.recorder.add(result.metrics)
         return result.batch_refs
 
@@ -72,6 +90,11 @@ class RolloutGroup:
             if probe is not None and engine.kind == "sglang":
                 check_probe(engine, probe)
         self._manager.get("set_engines", self._engines.urls)
+
+    def set_weight_version(self, version: int, rollout_id: int | None) -> None:
+        """Every engine holds the weights after `rollout_id` (None: those the run started with)."""
+        following = None if rollout_id is None else rollout_id + 1
+        self._manager.get("set_weight_version", version, following)
 
     def replace_failed(self, *, all_if_any: bool = False) -> list[int]:
         """Restart what died or hangs; it gets no request before it has the current weights."""

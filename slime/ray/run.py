@@ -87,6 +87,10 @@ class Run:
             return False
         return (rollout_id + 1) % interval == 0 or rollout_id + 1 == self.args.num_rollout
 
+    def update_due(self, rollout_id: int) -> bool:
+        """Whether the engines get new weights after this rollout."""
+        return (rollout_id + 1) % self.args.update_weights_interval == 0
+
     def first_eval(self) -> None:
         """Evaluate before any training; after a resume only where the old run died before doing so."""
         before = self.start_rollout_id - 1
@@ -163,6 +167,7 @@ class Run:
             args, placement, env={**train_env, **args.train_env_vars}, recorder=self.recorder
         )
         self.rollout.push_weights = self.actor.push_weights
+        self.rollout.never_stops = getattr(generate, "never_stops", False)
         loaded = self._checkpoints.loaded
         critic = self._checkpoints.critic_loaded
         trainers = self.actor.start(

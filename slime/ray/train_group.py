@@ -123,6 +123,7 @@ class TrainGroup:
 
     def push_weights(self, engines: list[EngineInfo]) -> None:
         """The version all engines have, once more, for those that were started again."""
+            rollout.set_weight_version(self.weight_version, rollout_id)
         self._actor.all("update_weights", engines, self.weight_version)
 
     def _push(self, rollout: RolloutGroup) -> list[Any]:

@@ -47,7 +47,18 @@ def check_hooks(args: Args) -> None:
         path = getattr(args, name)
         if path is not None:
             _check(name, path, "--" + name.replace("_", "-"), protocol, args.group_rm)
+    _check_placement(args)
     _check_rewards(args)
+
+
+def _check_placement(args: Args) -> None:
+    path = args.rollout_function_path
+    fn = load_function(path, flag="--rollout-function-path", protocol=rollout.RolloutFunction)
+    if getattr(fn, "never_stops", False) and (args.colocate or args.offload_rollout):
+        raise ConfigError(
+            f"--rollout-function-path {path} generates while the trainer works, on processors of its "
+            "own: leave --colocate and --offload out and give --rollout-num-gpus"
+        )
 
 
 def _check(name: str, path: str, flag: str, protocol: type, group_rm: bool) -> None:

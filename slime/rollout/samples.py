@@ -21,6 +21,17 @@ def clone_group(group: Group) -> Group:
     return [clone_sample(sample) for sample in group]
 
 
+def restart(sample: Sample) -> Sample:
+    """The sample without its response, to be generated from the beginning."""
+    fresh = clone_sample(sample)
+    fresh.tokens = sample.tokens[: len(sample.tokens) - sample.response_length]
+    fresh.response, fresh.response_length, fresh.weight_versions = "", 0, []
+    fresh.loss_mask = fresh.rollout_log_probs = fresh.teacher_log_probs = fresh.reward = None
+    fresh.rollout_routed_experts = None
+    fresh.status = Status.PENDING
+    return fresh
+
+
 def mark_failed(sample: Sample, stage: str, error: Exception) -> None:
     """A hook raised: the sample stays in its place with reward 0 and no weight in the loss.
 

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 from functools import cache
 from typing import TYPE_CHECKING
 
 from slime.rollout.base_types import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.data_source import TracksRollouts
-from slime.rollout.engine_pool import current_pool
+from slime.rollout.ending import end_all
 from slime.rollout.evaluation import evaluate
 from slime.rollout.group_task import run_group
 from slime.rollout.samples import clone_group
@@ -30,17 +29,12 @@ from slime.rollout.turn import Run, current_run, generate
 from slime.rollout.verdicts import Verdicts, group_index
 from slime.utils import http
 from slime.utils.errors import UserError
-from slime.utils.types import Group, Status
+from slime.utils.types import Group
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
 __all__ = ["generate", "generate_rollout"]
-
-logger = logging.getLogger(__name__)
-
-_ABORT_EVERY_S = 1.0
-_ABORT_DEADLINE_S = 60.0
 
 
 def generate_rollout(
@@ -123,37 +117,7 @@ class _Collector:
 
     async def _return_rest(self) -> None:
         """End what is still under way and give it back: unfinished parts with `--partial-rollout`."""
-        if not self.undecided:
-            return
-        self.run.aborting = True
-        if self.args.partial_rollout:
-            await self._abort_until_done()
-        else:
-            await current_pool().abort_all()
-        for task in self.undecided:
-            task.cancel()
-        await asyncio.gather(*self.undecided, return_exceptions=True)
-        groups = [
-            as_far_as_it_came(task, group) if self.args.partial_rollout else group
-            for task, group in self.undecided.items()
-        ]
+        groups = await end_all(self.undecided, self.run)
         self.undecided.clear()
-        self.source.add_samples(sorted(groups, key=group_index))
-
-    async def _abort_until_done(self) -> None:
-        """Repeated: a request that was on its way when an engine aborted all it had is not among them."""
-        for _ in range(round(_ABORT_DEADLINE_S / _ABORT_EVERY_S)):
-            await current_pool().abort_all()
-            _, running = await asyncio.wait(self.undecided, timeout=_ABORT_EVERY_S)
-            if not running:
-                return
-        logger.warning("%d groups did not end when aborted; they start over", len(running))
-
-
-def as_far_as_it_came(task: asyncio.Task[Group], taken: Group) -> Group:
-    """The group with what it has so far where that may be continued, else as it was taken."""
-    if not task.cancelled() and task.exception() is None:
-        group = task.result()
-        if len(group) == len(taken) and not any(s.status == Status.FAILED for s in group):
-            return group
-    return taken
+        if groups:
+            self.source.add_samples(groups)

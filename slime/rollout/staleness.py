@@ -44,6 +44,11 @@ def set_clock(clock: WeightClock | None) -> None:
     _clock = clock
 
 
+def current_clock(rollout_id: int) -> WeightClock:
+    """The clock; where nobody keeps one, weights that are new for the rollout now being made."""
+    return _clock or WeightClock(version=0, next_rollout_id=rollout_id)
+
+
 def trained_by(rollout_id: int) -> int | None:
     """The version that will train on the rollout; None where nobody said."""
     return None if _clock is None else _clock.trained_by(rollout_id)
@@ -74,6 +79,16 @@ def limit_staleness(args: Args, rollout_id: int, groups: list[Group]) -> dict[st
             sum(_mask_below(sample, oldest) for group in groups for sample in group)
         )
     return metrics
+
+
+def is_too_old(args: Args, rollout_id: int, group: Group) -> bool:
+    """Whether a response of the group has no token left that `--max-weight-staleness` allows."""
+    newest = trained_by(rollout_id)
+    if newest is None or args.max_weight_staleness is None:
+        return False
+    oldest = newest - args.max_weight_staleness
+    versions = [versions_of(sample) for sample in group]
+    return any(row is not None and len(row) and int(row.max()) < oldest for row in versions)
 
 
 def oldest_allowed(args: Args, trained_by: int, newest_generated: int) -> int | None:

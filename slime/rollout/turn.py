@@ -43,7 +43,8 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
     run = current_run.get()
     if not sample.tokens:
         sample.tokens = _encode(args, sample)
-    for _ in range(_MAX_ATTEMPTS):
+    attempts = 0
+    while attempts < _MAX_ATTEMPTS:
         if is_aborting():
             sample.status = Status.ABORTED
             return sample
@@ -57,6 +58,8 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
             return sample
         if not run.keep_partial:
             sample.__dict__.update(before.__dict__)
+        # A long response may be cut by many weight updates, and comes forward all the same.
+        attempts = attempts + 1 if sample.response_length == before.response_length else 0
     raise UserError(
         f"the engines aborted the request of sample {sample.index} {_MAX_ATTEMPTS} times in a row"
     )

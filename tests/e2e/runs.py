@@ -46,10 +46,10 @@ def command(model: Path, data: Path, run_dir: Path, **overrides: object) -> list
     return words
 
 
-def start(words: list[str]) -> subprocess.Popen[str]:
-    """train.py in a process group of its own, so that a test can end all of it."""
+def start(words: list[str], script: str = "train.py") -> subprocess.Popen[str]:
+    """The script in a process group of its own, so that a test can end all of it."""
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *words],
+        [sys.executable, str(ROOT / script), *words],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -59,9 +59,9 @@ def start(words: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def run(words: list[str], timeout: float = 300) -> tuple[int, str]:
+def run(words: list[str], timeout: float = 300, script: str = "train.py") -> tuple[int, str]:
     """Exit status and everything printed."""
-    process = start(words)
+    process = start(words, script)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -1,0 +1,66 @@
+"""The asynchronous loop: the next rollout is generated while this one is trained on.
+
+    engines   ── rollout 0 ──┬── rollout 1 ──────┬── rollout 2 ──────┬──
+                             │                   │                   │
+    trainer                  └─ train 0 ─ update ┴─ train 1 ─ update ┴─
+
+The same verbs and flags as train.py, on processors of their own (no --colocate). A rollout is made by
+one version of the weights and trained on by the next. With a rollout function that never stops
+(slime.rollout.fully_async_rollout.generate_rollout) weights change while it generates.
+"""
+
+import sys
+
+from slime.utils.arguments import Args, parse_args, print_resolved
+from slime.utils.errors import ConfigError, UserError
+
+
+def train(args: Args) -> int:
+    """Run to the end, or to a signal; the process's exit status."""
+    from slime.ray.run import Run
+
+    with Run(args) as run:
+        rollout, actor = run.rollout, run.actor
+        actor.update_weights(rollout)
+        run.first_eval()
+        rollout.begin(run.start_rollout_id)
+        for rollout_id in range(run.start_rollout_id, args.num_rollout):
+            batch = rollout.finish()
+            if rollout_id + 1 < args.num_rollout:
+                rollout.begin(rollout_id + 1)
+            actor.train(rollout_id, batch)
+            run.save_if_due(rollout_id)
+            if run.stopping:
+                run.log(rollout_id)
+                break
+            if not rollout.never_stops and run.update_due(rollout_id):
+                rollout.settle()
+            actor.update_weights(rollout, rollout_id)
+            if run.due(args.eval_interval, rollout_id):
+                rollout.eval(rollout_id)
+            run.log(rollout_id)
+    return run.exit_status
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        args = parse_args(argv)
+        if args.dry_run:
+            print_resolved(args)
+            return 0
+        if args.colocate or args.offload_rollout:
+            raise ConfigError(
+                "train_async.py generates and trains at the same time, on processors of their own: "
+                "leave --colocate and --offload out and give --rollout-num-gpus, or use train.py"
+            )
+        return train(args)
+    except UserError as error:
+        print(f"slime: {getattr(error, 'cause', error)}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("slime: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
