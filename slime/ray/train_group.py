@@ -14,7 +14,10 @@ from slime.utils.arguments import Args
 from slime.utils.errors import WeightMismatchError
 from slime.utils.types import EngineInfo
 
-BACKENDS = {"fsdp": "slime.backends.fsdp_utils.actor.FSDPTrainRayActor"}
+BACKENDS = {
+    "fsdp": "slime.backends.fsdp_utils.actor.FSDPTrainRayActor",
+    "megatron": "slime.backends.megatron_utils.actor.MegatronTrainRayActor",
+}
 
 
 class TrainGroup:
@@ -39,7 +42,12 @@ class TrainGroup:
 
     def start(self, checkpoint: str | None, critic_checkpoint: str | None = None) -> list[Any]:
         """References that are ready when every rank has its model; engines can start meanwhile."""
-        started = self._actor.start(self.args, with_ref=needs_ref(self.args), checkpoint=checkpoint)
+        started = self._actor.start(
+            self.args,
+            with_ref=needs_ref(self.args),
+            with_opd_teacher=self.args.use_opd and self.args.opd_type == "megatron",
+            checkpoint=checkpoint,
+        )
         if self._critic:
             started += self._critic.start(self.args, checkpoint=critic_checkpoint)
             if self.args.offload_train:
@@ -115,6 +123,7 @@ class TrainGroup:
                 self._actor.sleep()
             rollout.resume("kv_cache")
             rollout.admit_engines(reports[0].probe)
+            rollout.set_weight_version(self.weight_version, rollout_id)
         self.recorder.add(reports[0].metrics())
 
     def wake_up(self) -> None:
@@ -123,7 +132,6 @@ class TrainGroup:
 
     def push_weights(self, engines: list[EngineInfo]) -> None:
         """The version all engines have, once more, for those that were started again."""
-            rollout.set_weight_version(self.weight_version, rollout_id)
         self._actor.all("update_weights", engines, self.weight_version)
 
     def _push(self, rollout: RolloutGroup) -> list[Any]:

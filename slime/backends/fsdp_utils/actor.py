@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from slime.backends.base import HFBucket, StepResult, TrainRayActor, first_weights
+from slime.backends.base import HFBucket, ModelName, StepResult, TrainRayActor, first_weights
 from slime.backends.fsdp_utils.checkpoint import Checkpointer, is_checkpoint
 from slime.backends.fsdp_utils.hf_export import export_hf, hf_buckets
 from slime.backends.fsdp_utils.loading import (
@@ -18,12 +19,13 @@ from slime.backends.fsdp_utils.loading import (
     finish_loading,
     load_hf_weights,
 )
-from slime.backends.fsdp_utils.offload import Offloaded
-from slime.backends.fsdp_utils.optimizer import ShardedAdamW, trained_names
+from slime.backends.fsdp_utils.optimizer import ShardedAdamW
+from slime.backends.offload import Offloaded
+from slime.backends.trained_names import trained_names
 from slime.backends.weight_sync import serving_dtype
 from slime.utils.checkpoint import find_checkpoint
 from slime.utils.device import current_device, device_type
-from slime.utils.packing import unpack
+from slime.utils.packing import pack, unpack
 from slime.utils.types import MetricSum, RolloutBatch, TrainBatch
 
 if TYPE_CHECKING:
@@ -50,10 +52,11 @@ class FSDPTrainRayActor(TrainRayActor):
             param.requires_grad_(name in trained)
         self._fill(self.model, checkpoint or first_weights(args, role))
         self.optimizer = ShardedAdamW(args, {n: self.model.params[n] for n in trained})
-        self.ref: ShardedModel | None = None
+        self.frozen: dict[ModelName, ShardedModel] = {}
         if with_ref:
-            self.ref = build_model(args, self.mesh, trainable=False)
-            self._fill(self.ref, first_weights(args, "ref"))
+            self.frozen["ref"] = self._load_frozen(first_weights(args, "ref"))
+        if with_opd_teacher:
+            self.frozen["teacher"] = self._load_frozen(args.opd_teacher_load)
         torch.manual_seed(args.seed + self.rank)
         return 0 if checkpoint is None else self.load(checkpoint) + 1
 
@@ -63,6 +66,14 @@ class FSDPTrainRayActor(TrainRayActor):
         if self.role == "critic":
             return names
         return trained_names(names, args.only_train_params_name_list, args.freeze_params_name_list)
+
+    def _load_frozen(self, path: str) -> ShardedModel:
+        """A model that is only asked; a Hugging Face folder may hold another architecture."""
+        own = (Path(path) / "config.json").exists()
+        args = self.args.replace(hf_checkpoint=path) if own else self.args
+        model = build_model(args, self.mesh, trainable=False)
+        self._fill(model, path)
+        return model
 
     def _fill(self, model: ShardedModel, path: str) -> None:
         """Weights from one of our checkpoints, from a folder of them, or from a Hugging Face folder."""
@@ -78,12 +89,14 @@ class FSDPTrainRayActor(TrainRayActor):
     def pack(self, batch: RolloutBatch, rows: list[int], *, filler: bool = False) -> TrainBatch:
         """In order of length, which lets attention take neighbours in one call."""
         rows = sorted(rows, key=lambda row: len(batch.tokens[row]))
-        return super().pack(batch, rows, filler=filler).to(current_device())
+        multiple = 1 if self.args.qkv_format == "bshd" else None
+        packed = pack(batch, rows, self.parallel, filler=filler, equal_multiple=multiple)
+        return packed.to(current_device())
 
     @torch.no_grad()
-    def log_probs(self, batch: RolloutBatch, model: Literal["actor", "ref"]) -> list[np.ndarray]:
-        sharded = self.model if model == "actor" else self.ref
-        assert sharded is not None and batch.schedule is not None
+    def log_probs(self, batch: RolloutBatch, model: ModelName) -> list[np.ndarray]:
+        sharded = self.model if model == "actor" else self.frozen[model]
+        assert batch.schedule is not None
         columns = [np.zeros(length, np.float32) for length in batch.response_lens]
         for number, rows in enumerate(batch.schedule.log_prob_micro_batches):
             filler = (-1, number) in batch.schedule.fillers
@@ -122,11 +135,17 @@ class FSDPTrainRayActor(TrainRayActor):
         return result
 
     def _forward(self, batch: TrainBatch, result: StepResult) -> torch.Tensor:
-        if self.args.loss_type == "custom_loss":
+        if self.uses_logits:
             logits, _ = self.model.module(batch, output="logits")
             return self.custom_loss(batch, logits, result)
         log_probs, entropy = self.model.module(batch, with_entropy=True)
         return self.loss(batch, log_probs, entropy, result)
+
+    @torch.no_grad()
+    def update_ref(self) -> None:
+        ref = self.frozen["ref"]
+        for name, param in self.model.params.items():
+            ref.params[name].to_local().copy_(param.to_local())
 
     # ---- checkpoints and weights
 
@@ -136,6 +155,7 @@ class FSDPTrainRayActor(TrainRayActor):
             rollout_id,
             self.model,
             self.optimizer,
+            ref=self.frozen["ref"] if self._ref_moves else None,
             with_optimizer=not self.args.no_save_optim,
             in_background=self.args.async_save and not force_sync,
         )
@@ -146,7 +166,13 @@ class FSDPTrainRayActor(TrainRayActor):
     def load(self, path: str) -> int:
         facts = self._checkpointer.load_model(path, self.model)
         self._checkpointer.load_optimizer(path, self.optimizer)
+        if self._ref_moves and facts.has_ref:
+            self._checkpointer.load_ref(path, self.frozen["ref"])
         return facts.rollout_id
+
+    @property
+    def _ref_moves(self) -> bool:
+        return "ref" in self.frozen and bool(self.args.ref_update_interval)
 
     def hf_buckets(self) -> Iterator[HFBucket]:
         # Over shared memory every rank serves the engines on its own device, else rank 0 serves all.
@@ -168,8 +194,7 @@ class FSDPTrainRayActor(TrainRayActor):
             self._asleep = None
 
     def _resident(self) -> Iterator[torch.Tensor]:
-        models = [self.model] if self.ref is None else [self.model, self.ref]
-        for model in models:
+        for model in (self.model, *self.frozen.values()):
             for param in model.params.values():
                 yield param.to_local().detach()
         yield from self.optimizer.storages()

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from slime.backends.fsdp_utils.loading import ShardedModel, persistent_buffers, shard_of
-from slime.backends.weight_sync.disk import copy_model_files
+from slime.backends.hf_folder import FILE_BYTES, Bucket, write_hf_folder
 from slime.utils.device import current_device
 from slime.utils.hf_views import hf_views, weight_dtype
-
-_FILE_BYTES = 4 << 30
-
-Bucket = list[tuple[str, torch.Tensor]]
 
 
 def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -58,22 +51,9 @@ def export_hf(model: ShardedModel, path: str, source: str, dtype: torch.dtype) -
 
     Config, tokenizer and the like are copied from `source`, the weights go out file by file.
     """
-    folder = Path(path)
     writes = dist.get_rank() == 0
-    if writes:
-        folder.mkdir(parents=True, exist_ok=True)
-        copy_model_files(Path(source), folder)
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, bucket in enumerate(hf_buckets(model, dtype, _FILE_BYTES, keep=writes)):
-        if writes:
-            file = f"model-{number + 1:05d}.safetensors"
-            tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket}
-            save_file(_unshared(tensors), folder / file, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(tensors, file))
-            total += sum(tensor.nbytes for tensor in tensors.values())
-    if writes:
-        _write_index(folder, weight_map, total, model, dtype)
+    buckets = hf_buckets(model, dtype, FILE_BYTES, keep=writes)
+    write_hf_folder(path, source, dtype, buckets, writes=writes)
     dist.barrier()
 
 
@@ -86,22 +66,3 @@ def _whole(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
         return local
     return shard_of(param, local).full_tensor()
-
-
-def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Views of one fused parameter share memory, which safetensors refuses to write."""
-    return {
-        name: tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def _write_index(
-    folder: Path, weight_map: dict[str, str], total: int, model: ShardedModel, dtype: torch.dtype
-) -> None:
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

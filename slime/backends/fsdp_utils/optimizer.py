@@ -7,7 +7,6 @@ gradient needs the other ranks.
 from __future__ import annotations
 
 import math
-import re
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from slime.backends.fsdp_utils.loading import shard_of
 from slime.backends.lr import lr_schedule
-from slime.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
@@ -110,18 +108,6 @@ class ShardedAdamW:
                 state["step"] = torch.tensor(float(self.num_steps), device=local.device)
                 state["exp_avg"] = torch.zeros_like(local)
                 state["exp_avg_sq"] = torch.zeros_like(local)
-
-
-def trained_names(names: list[str], only: list[str] | None, freeze: list[str] | None) -> list[str]:
-    """The parameters that `--only-train-params-name-list` and `--freeze-params-name-list` leave."""
-    kept = [n for n in names if only is None or any(re.search(p, n) for p in only)]
-    kept = [n for n in kept if not any(re.search(p, n) for p in freeze or ())]
-    if not kept:
-        raise ConfigError(
-            "--only-train-params-name-list and --freeze-params-name-list leave no parameter to train; "
-            f"names look like {names[0]!r} and {names[-1]!r}"
-        )
-    return kept
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.backends.base import StepResult, TrainRayActor
+from slime.backends.base import HFBucket, StepResult, TrainRayActor, first_weights
+from slime.backends.hf_folder import FILE_BYTES, write_hf_folder
 from slime.backends.lr import lr_schedule
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
+from slime.backends.offload import Offloaded
+from slime.backends.weight_sync import serving_dtype
+from slime.utils import hook_types
+from slime.utils.checkpoint import find_checkpoint
 from slime.utils.device import current_device
+from slime.utils.load_function import load_function
 from slime.utils.packing import join_slices, pack, unpack
 from slime.utils.types import MetricSum, RolloutBatch, TrainBatch
 
@@ -19,6 +28,13 @@ install_cpu_adapter()
 
 from megatron.core import parallel_state  # noqa: E402
 
+from slime.backends.megatron_utils.checkpoint import Checkpointer, is_checkpoint  # noqa: E402
+from slime.backends.megatron_utils.freezing import freeze  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.export import hf_buckets  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.families import weight_map  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.load import load_hf  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
+from slime.backends.megatron_utils.host_weights import HostWeights  # noqa: E402
 from slime.backends.megatron_utils.model import Head, build_chunks, wrap_chunks  # noqa: E402
 from slime.backends.megatron_utils.model_config import (  # noqa: E402
     gpt_options,
@@ -57,10 +73,29 @@ class MegatronTrainRayActor(TrainRayActor):
             temperature=args.rollout_temperature,
             chunk_size=args.log_probs_chunk_size,
         )
+        self._weights = weight_map(hf_config, args)
+        self._checkpointer = Checkpointer(hf_config.model_type)
+        self._asleep: Offloaded | None = None
         self.chunks = build_chunks(args, self.config, options, critic=role == "critic")
+        if role == "actor":  # what is frozen is said of the actor
+            freeze(args, self.chunks, self._weights)
         self.model = wrap_chunks(args, self.config, self.chunks)
+        self.ref: HostWeights | None = None
+        if with_ref:
+            self._fill(first_weights(args, "ref"))
+            self.ref = HostWeights(self.chunks)
+        self._fill(checkpoint or first_weights(args, role))
         self.optimizer = MegatronAdamW(args, self.model, lr_schedule(args))
-        return 0
+        self._hook("custom_megatron_init_path", hook_types.MegatronInit, args)
+        return 0 if checkpoint is None else self.load(checkpoint) + 1
+
+    def _fill(self, path: str) -> None:
+        """Weights from one of our checkpoints, from a folder of them, or from a Hugging Face folder."""
+        newest = path if is_checkpoint(path) else find_checkpoint(path)
+        if newest is not None:
+            self._checkpointer.load_model(str(newest), self.chunks)
+        else:
+            load_hf(self.chunks, self._weights, HfReader(path))
 
     # ---- training
 
@@ -96,7 +131,15 @@ class MegatronTrainRayActor(TrainRayActor):
             self.pack(batch, rows, filler=(-1, number) in fillers)
             for number, rows in enumerate(batch.schedule.log_prob_micro_batches)
         ]
-        outputs = self.passes.collect(self.model, micro_batches, self._read)
+        self._hook(
+            "custom_megatron_before_log_prob_hook_path",
+            hook_types.BeforeLogProbHook,
+            self.args,
+            self.model,
+            "" if model == "actor" else "ref_",
+        )
+        with self.ref.in_place() if model == "ref" and self.ref else nullcontext():
+            outputs = self.passes.collect(self.model, micro_batches, self._read)
         columns = [np.zeros(length, np.float32) for length in batch.response_lens]
         for micro_batch, values in zip(micro_batches, outputs, strict=False):
             unpacked = self.unpack(values, micro_batch)
@@ -108,6 +151,16 @@ class MegatronTrainRayActor(TrainRayActor):
     def train_step(
         self, rollout_id: int, step_id: int, micro_batches: list[TrainBatch]
     ) -> StepResult:
+        self._hook(
+            "custom_megatron_before_train_step_hook_path",
+            hook_types.BeforeTrainStepHook,
+            self.args,
+            rollout_id,
+            step_id,
+            self.model,
+            self.optimizer.inner,
+            self.optimizer.schedule,
+        )
         result = self.forward_backward(micro_batches)
         lr = self.optimizer.lr
         grad_norm = self.optimizer.step()
@@ -146,6 +199,73 @@ class MegatronTrainRayActor(TrainRayActor):
         dist.broadcast(flat, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
         ends = np.cumsum([len(column) for column in columns])
         return np.split(flat.cpu().numpy(), ends[:-1])
+
+    # ---- checkpoints and weights
+
+    def save(self, rollout_id: int, path: str, force_sync: bool = False) -> None:
+        self._checkpointer.save(
+            path,
+            rollout_id,
+            self.chunks,
+            None if self.args.no_save_optim else self.optimizer,
+            num_steps=self.optimizer.num_steps,
+            in_background=self.args.async_save and not force_sync,
+        )
+
+    def wait_save(self) -> None:
+        self._checkpointer.wait()
+
+    def load(self, path: str) -> int:
+        return self._checkpointer.load(path, self.chunks, self.optimizer).rollout_id
+
+    def hf_buckets(self) -> Iterator[HFBucket]:
+        # Over shared memory every rank serves the engines on its own device, else rank 0 serves all.
+        keep = self.rank == 0 or self.args.update_weight_transport == "tensor"
+        return hf_buckets(
+            self.chunks,
+            self._weights,
+            self.args.update_weight_buffer_size,
+            dtype=serving_dtype(self.args),
+            keep=keep,
+        )
+
+    def export_hf(self, path: str) -> None:
+        writes, dtype = self.rank == 0, serving_dtype(self.args)
+        buckets = hf_buckets(self.chunks, self._weights, FILE_BYTES, dtype=dtype, keep=writes)
+        source = self.args.hf_checkpoint
+        write_hf_folder(path, source, dtype, chain(buckets, self._untrained(writes)), writes=writes)
+        dist.barrier()
+
+    def _untrained(self, wanted: bool) -> Iterator[HFBucket]:
+        """Tensors of the checkpoint that the model has no part for go out as they came."""
+        if wanted and self._weights.untrained:
+            reader = HfReader(self.args.hf_checkpoint)
+            names = [n for n in reader.names() if n.startswith(self._weights.untrained)]
+            yield [(name, reader.read(name)) for name in names]
+
+    def sleep(self) -> None:
+        """Parameters, gradients and optimizer state go to host memory; a CPU has nothing to gain."""
+        if self._asleep is None:
+            self._asleep = Offloaded(self._resident())
+
+    def wake_up(self) -> None:
+        if self._asleep is not None:
+            self._asleep.restore()
+            self._asleep = None
+
+    def _resident(self) -> Iterator[torch.Tensor]:
+        for chunk in self.model:
+            yield from chunk.parameters()
+            yield from chunk.module.buffers()
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+                yield buffer.grad_data
+        yield from self.optimizer.tensors()
+
+    def _hook(self, flag: str, protocol: type, *values: object) -> None:
+        path = getattr(self.args, flag)
+        if path is not None:
+            option = "--" + flag.replace("_", "-")
+            load_function(path, flag=option, protocol=protocol)(*values)
 
 
 def _module(chunk: Any) -> Any:

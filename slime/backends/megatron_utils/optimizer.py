@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +71,17 @@ class MegatronAdamW:
     def set_num_steps(self, num_steps: int) -> None:
         self.num_steps = num_steps
         self._set_groups()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Main parameters and moments, whose memory can be given away between steps."""
+        for optimizer in self.inner.chained_optimizers:
+            torch_optimizer = getattr(optimizer, "optimizer", None)
+            if torch_optimizer is None:
+                continue
+            for group in torch_optimizer.param_groups:
+                yield from group["params"]
+            for state in torch_optimizer.state.values():
+                yield from (value for value in state.values() if torch.is_tensor(value))
 
     def _clip(self, norm: float) -> None:
         for optimizer in self.inner.chained_optimizers:

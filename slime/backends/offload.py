@@ -10,7 +10,7 @@ import torch
 class Offloaded:
     """Contents of tensors, kept in pinned host memory while their GPU storage is empty.
 
-    Only storages are emptied: parameters, FSDP's views of them and optimizer state keep pointing at
+    Only storages are emptied: parameters, views of them and optimizer state keep pointing at
     them. CPU tensors are left alone, as there is nothing to gain.
     """
 
