@@ -50,7 +50,7 @@ def make_batch(
     paged = [work for work in works if work.request not in seated]
     works = [work for group in members for work in group] + paged
     ids, positions, request_rows = _flatten(works)
-    pages = page_table[request_rows, positions // page_size]
+    pages = page_table[request_rows, positions // page_size].astype(np.int64)
     groups: list[AttentionGroup] = []
     row = 0
     for group in [*members, *_group(paged, page_size)]:
@@ -93,7 +93,12 @@ def _cut(work: Work) -> list[Work]:
         return [work]
     end = work.start + work.count
     return [
-        Work(request=work.request, start=start, count=min(_MOST_QUERIES, end - start))
+        Work(
+            request=work.request,
+            start=start,
+            count=min(_MOST_QUERIES, end - start),
+            samples=work.samples and start + _MOST_QUERIES >= end,
+        )
         for start in range(work.start, end, _MOST_QUERIES)
     ]
 

@@ -9,6 +9,7 @@ while there is nothing to do.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 from collections import deque
@@ -19,11 +20,12 @@ from typing import TypeVar
 from slime.engine.arguments import EngineArgs
 from slime.engine.loading import eos_token_ids
 from slime.engine.memory import MemoryReleaser, choose_sizes
-from slime.engine.model_runner import ModelRunner, StepOutput
+from slime.engine.model_runner import ModelRunner
 from slime.engine.page_pool import PagePool
 from slime.engine.request import FinishReason, Request
 from slime.engine.sampling_params import RequestError
 from slime.engine.scheduler import Scheduler
+from slime.engine.step_output import Flight, StepOutput
 from slime.engine.text import TextCodec, load_codec
 from slime.engine.weights import WeightStore
 
@@ -52,7 +54,7 @@ class Engine:
             chunk_size=self.sizes.chunk_size,
             use_prefix_cache=not args.disable_radix_cache,
         )
-        self.runner.make_cache(self.sizes.num_pages, args.page_size)
+        self.runner.prepare(self.sizes.num_pages, self.scheduler)
         self.weights = WeightStore(self.runner.model)
         self._releaser = MemoryReleaser(self.runner)
         self.weight_version = args.weight_version
@@ -66,7 +68,8 @@ class Engine:
         self._on_failure = on_failure
         self._random = random.Random(args.random_seed)
         self._wake = threading.Condition()
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[tuple[bool, Callable[[], None]]] = deque()  # with: after all steps?
+        self._flights: deque[Flight] = deque()  # steps not collected yet, the oldest first
         self._exclusive: deque[Callable[[], None]] = deque()
         self._held: deque[Request] = deque()  # came while an exclusive call waits for the others
         self._stopping = False
@@ -104,7 +107,7 @@ class Engine:
         def stop() -> None:
             self._stopping = True
 
-        self._leave_command(stop)
+        self._leave_command(stop, settled=False)
         if self._thread is not None:
             self._thread.join()
 
@@ -112,7 +115,7 @@ class Engine:
         return self._random.getrandbits(63)
 
     def submit(self, requests: list[Request]) -> None:
-        self._leave_command(lambda: self._accept(requests))
+        self._leave_command(lambda: self._accept(requests), settled=False)
 
     def call(self, function: Callable[[], T], *, exclusive: bool = False) -> Future[T]:
         """Run `function` in the loop thread between two steps.
@@ -131,25 +134,40 @@ class Engine:
             finally:
                 self.in_call = False
 
-        self._leave_command((lambda: self._exclusive.append(run)) if exclusive else run)
+        if exclusive:
+            self._leave_command(lambda: self._exclusive.append(run), settled=False)
+        else:
+            self._leave_command(run, settled=True)
         return future
 
-    def _leave_command(self, command: Callable[[], None]) -> None:
+    def _leave_command(self, command: Callable[[], None], *, settled: bool) -> None:
+        """`settled`: it must find the tokens of every step known."""
         with self._wake:
-            self._commands.append(command)
+            self._commands.append((settled, command))
             self._wake.notify()
 
     # called in the loop thread
 
     def step(self) -> None:
-        """Schedule, run, postprocess."""
-        works = self.scheduler.schedule()
-        if not works:
+        """Schedule and launch a step, then postprocess the one before, which runs meanwhile."""
+        if self._flights and self.scheduler.may_retract():
+            self._settle()
+        step = self.scheduler.schedule()
+        if step:
+            flight = self.runner.launch(step)
+            self._flights.append(flight)
+            self.scheduler.complete(step)
+            self.num_steps += 1
+            self._settle(keep=0 if flight.immediate else 1)
+        elif self._flights:
+            self._settle()
+        elif self.scheduler.has_requests:
             raise RuntimeError("nothing could be scheduled")
-        output = self.runner.run(works, self.scheduler.page_table)
-        self.scheduler.complete(works)
-        self._postprocess(output)
-        self.num_steps += 1
+
+    def _settle(self, keep: int = 0) -> None:
+        """Read the tokens of all steps but the last `keep`."""
+        while len(self._flights) > keep:
+            self._postprocess(self._flights.popleft().collect())
 
     def abort(self, matches: Callable[[Request], bool]) -> int:
         """End matching requests with what they have; returns how many."""
@@ -219,8 +237,7 @@ class Engine:
         try:
             while not self._stopping:
                 self._wait_for_work()
-                while self._commands:
-                    self._commands.popleft()()
+                self._run_commands()
                 self._run_exclusive()
                 if self._can_step():
                     self.step()
@@ -236,8 +253,17 @@ class Engine:
                 lambda: self._commands or self._can_run_exclusive() or self._can_step()
             )
 
+    def _run_commands(self) -> None:
+        while self._commands:
+            settled, command = self._commands.popleft()
+            if settled:
+                self._settle()
+            command()
+
     def _can_step(self) -> bool:
-        return self.pause_mode is None and not self.released and self.scheduler.has_requests
+        if self.pause_mode is not None or self.released:
+            return False
+        return self.scheduler.has_requests or bool(self._flights)
 
     def _can_run_exclusive(self) -> bool:
         return bool(self._exclusive) and (
@@ -246,6 +272,7 @@ class Engine:
 
     def _run_exclusive(self) -> None:
         while self._can_run_exclusive():
+            self._settle()
             self._exclusive.popleft()()
         if not self._exclusive:
             while self._held:
@@ -262,12 +289,19 @@ class Engine:
     def _postprocess(self, output: StepOutput) -> None:
         for request, log_prob in output.scored:
             request.input_log_probs.append(log_prob)
+        self._fail_if_no_numbers(output)
         updated: list[Request] = []
-        for work, token, log_prob in zip(
-            output.works, output.draw.tokens, output.draw.log_probs, strict=True
+        version = self.weight_version
+        for request, token, log_prob in zip(
+            output.requests, output.tokens, output.log_probs, strict=True
         ):
-            request = work.request
-            self._extend(request, token, log_prob)
+            if request.finish is None:
+                request.num_pending -= 1
+                request.append(token, log_prob, version)
+                if request.params.stop:
+                    self._look_for_stop(request)
+            elif request.row < 0:  # finished by the token before this one
+                continue
             if request.finish is not None:
                 self.scheduler.finish(request)
                 updated.append(request)
@@ -276,19 +310,17 @@ class Engine:
         if updated:
             self._on_update(updated)
 
-    def _extend(self, request: Request, token: int, log_prob: float) -> None:
-        if request.params.max_new_tokens == 0:
-            request.finish = FinishReason(kind="length")
-            return
-        if log_prob != log_prob:
-            message = (
-                f"the model's output is not a number (weights of version {self.weight_version})"
-            )
-            request.finish = FinishReason(kind="abort", message=message, status_code=500)
-            return
-        request.append(token, log_prob, self.weight_version)
-        if request.params.stop and (request.finish is None or request.finish.kind == "length"):
+    def _look_for_stop(self, request: Request) -> None:
+        if request.num_output and (request.finish is None or request.finish.kind == "length"):
             request.finish = self.codec.find_stop(request) or request.finish
+
+    def _fail_if_no_numbers(self, output: StepOutput) -> None:
+        if not math.isnan(sum(output.log_probs)):
+            return
+        message = f"the model's output is not a number (weights of version {self.weight_version})"
+        for request, log_prob in zip(output.requests, output.log_probs, strict=True):
+            if math.isnan(log_prob) and request.finish is None:
+                request.finish = FinishReason(kind="abort", message=message, status_code=500)
 
     def _fail_all(self, error: BaseException) -> None:
         message = f"the engine stopped: {error!r}"

@@ -43,11 +43,12 @@ def _make_batch(
         positions[row] = position
         request_rows[row] = work.request.row
     real = np.arange(num_rows) < len(chunk)
-    table = page_table[request_rows] * real[:, None]  # page 0 for padding
+    table = page_table[request_rows].astype(np.int64) * real[:, None]  # page 0 for padding
     pages = table[np.arange(num_rows), positions // cache.page_size]
     slots = pages * cache.page_size + positions % cache.page_size
-    ends = [len(work.request.token_ids) - 1 for work, _ in chunk]
-    samples = [i for i, (work, p) in enumerate(chunk) if work.samples and p == ends[i]]
+    samples = [
+        i for i, (work, p) in enumerate(chunk) if work.samples and p == work.start + work.count - 1
+    ]
     scores = [i for i, (work, position) in enumerate(chunk) if wants_score(work, position)]
     scores.sort(key=lambda i: chunk[i][1])
     return ForwardBatch(

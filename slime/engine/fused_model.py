@@ -26,7 +26,7 @@ from slime.engine.attention import attend
 
 logger = logging.getLogger(__name__)
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-_FAMILIES = {
+FAMILIES = {
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
@@ -36,7 +36,7 @@ _FAMILIES = {
 
 def make_forward(model: PreTrainedModel) -> Forward:
     """(token ids [T], positions [T], rows [R]) -> logits [R, V] of those rows."""
-    if type(model).__name__ in _FAMILIES and type(model).__module__.startswith("transformers."):
+    if type(model).__name__ in FAMILIES and type(model).__module__.startswith("transformers."):
         return FusedModel(model)
     logger.info("%s runs as Hugging Face defines it: no fused forward", type(model).__name__)
 
@@ -83,7 +83,7 @@ class _Layer:
         self._head_dim: int = attention.head_dim
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         self._heads = [p.out_features // self._head_dim for p in projections]
-        self._qkv, self._qkv_bias = _join(attention, "qkv", projections)
+        self._qkv, self._qkv_bias = join_linears(attention, "qkv", projections)
         self._qk_norm = (
             _QueryKeyNorm(attention, self._heads) if hasattr(attention, "q_norm") else None
         )
@@ -121,11 +121,11 @@ class _QueryKeyNorm:
         query, key = attention.q_norm, attention.k_norm
         self._eps: float = query.variance_epsilon
         self._weights = torch.stack([query.weight.data, key.weight.data])
-        _keep(attention, "qk_norm_weights", self._weights)
+        keep_tensor(attention, "qk_norm_weights", self._weights)
         query.weight.data, key.weight.data = self._weights[0], self._weights[1]
         kinds = torch.tensor([0] * heads[0] + [1] * heads[1], device=self._weights.device)
         self._kinds = kinds
-        _keep(attention, "qk_norm_kinds", kinds)
+        keep_tensor(attention, "qk_norm_kinds", kinds)
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
         return _rms_norm(heads, self._weights.index_select(0, self._kinds), self._eps)
@@ -133,7 +133,7 @@ class _QueryKeyNorm:
 
 class _GatedMlp:
     def __init__(self, mlp: Any) -> None:
-        self._gate_up, self._bias = _join(mlp, "gate_up", (mlp.gate_proj, mlp.up_proj))
+        self._gate_up, self._bias = join_linears(mlp, "gate_up", (mlp.gate_proj, mlp.up_proj))
         self._act: Callable[[torch.Tensor], torch.Tensor] = mlp.act_fn
         self._down = mlp.down_proj
 
@@ -170,7 +170,7 @@ def _add_linear(residual: torch.Tensor, x: torch.Tensor, linear: nn.Linear) -> t
     return torch.addmm(residual, x, linear.weight.t())
 
 
-def _join(
+def join_linears(
     owner: nn.Module, name: str, linears: tuple[nn.Linear, ...]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One weight and bias for all, of which theirs become views."""
@@ -180,8 +180,8 @@ def _join(
     bias = None
     if linears[0].bias is not None:
         bias = torch.cat([linear.bias.data for linear in linears])
-        _keep(owner, f"{name}_bias", bias)
-    _keep(owner, f"{name}_weight", weight)
+        keep_tensor(owner, f"{name}_bias", bias)
+    keep_tensor(owner, f"{name}_weight", weight)
     start = 0
     for linear in linears:
         end = start + linear.weight.shape[0]
@@ -192,6 +192,6 @@ def _join(
     return weight, bias
 
 
-def _keep(owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def keep_tensor(owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Known to the module, so that it moves with it, but no part of a checkpoint."""
     owner.register_buffer(f"fused_{name}", tensor, persistent=False)

@@ -61,11 +61,10 @@ class MemoryReleaser:
         self._runner = runner
 
     def release(self, tag: str) -> None:
+        self._runner.forget()
         if tag == "kv_cache":
             assert self._runner.cache is not None
             self._runner.cache.free()
-            if self._runner.dense is not None:
-                self._runner.dense.clear()
         elif tag == "weights" and self._runner.device.type == "cuda":
             self._move(torch.device("cpu"))
         if self._runner.device.type == "cuda":

@@ -15,6 +15,13 @@ import torch
 from slime.engine.request import Request
 
 
+def sample(logits: torch.Tensor, requests: list[Request]) -> Draw:
+    """One token per row of `logits` [R, V], for the requests of the rows."""
+    positions = np.array([len(request.token_ids) for request in requests], np.int64)
+    tokens, log_probs = SamplingRows(requests, logits.device).draw(logits, positions)
+    return Draw(tokens=tokens.tolist(), log_probs=log_probs.tolist())
+
+
 @dataclass(kw_only=True, eq=False)
 class Draw:
     """tokens and their log-probs in the distribution that temperature alone gives, one per row."""
@@ -23,34 +30,68 @@ class Draw:
     log_probs: list[float]
 
 
-def sample(logits: torch.Tensor, requests: list[Request]) -> Draw:
-    """One token per row of `logits` [R, V], for the requests of the rows.
+class SamplingRows:
+    """The settings of the requests of a batch, one row each, made once for as long as they stay."""
 
-    Log-probs are those of softmax(logits / temperature) in fp32, before penalties, biases and the
-    filters top_k, top_p and min_p: what a trainer computes from the same logits.
-    """
-    params = [request.params for request in requests]
-    logits = logits.float()
-    scales = [p.scale for p in params]
-    scale = None
-    if any(s != 1.0 for s in scales):
-        scale = torch.tensor(scales, device=logits.device).unsqueeze(1)
-    log_probs = torch.log_softmax(logits if scale is None else logits / scale, dim=-1)
-    if any(
-        p.penalized or r.num_output < p.min_new_tokens
-        for p, r in zip(params, requests, strict=True)
-    ):
-        logits = _shape(logits, requests)
-    tokens = _choose(logits if scale is None else logits / scale, requests)
-    chosen = log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return Draw(tokens=tokens.tolist(), log_probs=chosen.tolist())
+    def __init__(self, requests: list[Request], device: torch.device) -> None:
+        params = [request.params for request in requests]
+        self._requests = requests
+        self._streams = _mix(np.array([r.seed for r in requests], np.uint64) + _GOLDEN)
+        scales = [p.scale for p in params]
+        self._scale: torch.Tensor | None = None
+        if any(scale != 1.0 for scale in scales):
+            self._scale = torch.tensor(scales, device=device).unsqueeze(1)
+        self._greedy = torch.tensor([p.greedy for p in params], device=device)
+        self._any_greedy = any(p.greedy for p in params)
+        self._all_greedy = all(p.greedy for p in params)
+        self._filtered = [i for i, p in enumerate(params) if p.filtered]
+        self._shaped = [i for i, p in enumerate(params) if p.penalized or p.min_new_tokens]
+
+    def draw(
+        self, logits: torch.Tensor, positions: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [R] for these positions of their texts, and their log-probs [R].
+
+        Log-probs are those of softmax(logits / temperature) in fp32, before penalties, biases and the
+        filters top_k, top_p and min_p: what a trainer computes from the same logits.
+        """
+        logits = logits.float()
+        log_probs = torch.log_softmax(self._scaled(logits), dim=-1)
+        shaped = log_probs
+        if self._shaped:
+            logits = _shape(logits, [(i, self._requests[i]) for i in self._shaped])
+            shaped = torch.log_softmax(self._scaled(logits), dim=-1)
+        tokens = self._choose(shaped, positions)
+        return tokens, log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self._scale is None else logits / self._scale
+
+    def _choose(self, log_probs: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
+        """Token ids [R]: the most probable for greedy rows, a draw for the others."""
+        if self._all_greedy:
+            return log_probs.argmax(dim=-1)
+        probs = log_probs.exp()
+        if self._filtered:
+            requests = [self._requests[i] for i in self._filtered]
+            probs[self._filtered] = _filter(probs[self._filtered], requests)
+        draws = torch.from_numpy(_uniforms(self._streams, positions)).to(probs.device).unsqueeze(1)
+        total = probs.cumsum(dim=-1, dtype=torch.float64)
+        # The first token whose cumulative weight exceeds the target; it has a weight of its own.
+        tokens = torch.searchsorted(total, draws * total[:, -1:], right=True).squeeze(1)
+        tokens = tokens.clamp_(max=probs.shape[1] - 1)
+        if self._any_greedy:
+            tokens = torch.where(self._greedy, log_probs.argmax(dim=-1), tokens)
+        return tokens
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Numbers in [0, 1) from 64-bit seeds and positions (splitmix64's finalizer, twice)."""
-    with np.errstate(over="ignore"):
-        state = _mix(seeds.astype(np.uint64) + _GOLDEN)
-        state = _mix(state + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return _uniforms(_mix(seeds.astype(np.uint64) + _GOLDEN), positions)
+
+
+def _uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    state = _mix(streams + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -61,29 +102,6 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def _choose(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
-    """Token ids [R]: the most probable for greedy rows, a draw for the others."""
-    greedy = [request.params.greedy for request in requests]
-    if all(greedy):
-        return logits.argmax(dim=-1)
-    probs = logits.softmax(dim=-1)
-    filtered = [i for i, request in enumerate(requests) if request.params.filtered]
-    if filtered:
-        probs[filtered] = _filter(probs[filtered], [requests[i] for i in filtered])
-    seeds = np.array([request.seed for request in requests], np.uint64)
-    positions = np.array([len(request.token_ids) for request in requests], np.uint64)
-    draws = torch.from_numpy(uniforms(seeds, positions)).to(probs.device).unsqueeze(1)
-    total = probs.cumsum(dim=-1, dtype=torch.float64)
-    # The first token whose cumulative weight exceeds the target; it has a weight of its own.
-    tokens = torch.searchsorted(total, draws * total[:, -1:], right=True).squeeze(1)
-    tokens = tokens.clamp_(max=probs.shape[1] - 1)
-    if any(greedy):
-        tokens = torch.where(
-            torch.tensor(greedy, device=probs.device), logits.argmax(dim=-1), tokens
-        )
-    return tokens
 
 
 def _filter(probs: torch.Tensor, requests: list[Request]) -> torch.Tensor:
@@ -103,10 +121,10 @@ def _filter(probs: torch.Tensor, requests: list[Request]) -> torch.Tensor:
     return torch.zeros_like(probs).scatter_(1, order, sorted_probs.masked_fill(drop, 0.0))
 
 
-def _shape(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+def _shape(logits: torch.Tensor, requests: list[tuple[int, Request]]) -> torch.Tensor:
     """Logits with penalties, biases and end tokens forbidden before min_new_tokens."""
     logits = logits.clone()
-    for row, request in enumerate(requests):
+    for row, request in requests:
         params = request.params
         if params.repetition_penalty != 1.0:
             seen = torch.tensor(sorted(set(request.token_ids)), device=logits.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 # Known to SGLang, not done here: refused by name, never ignored.
@@ -75,6 +76,11 @@ class SamplingParams:
             or self.repetition_penalty != 1.0
             or bool(self.logit_bias)
         )
+
+    @cached_property
+    def special(self) -> bool:
+        """Draws need filters, or the tokens drawn before."""
+        return self.filtered or self.penalized or self.min_new_tokens > 0
 
 
 def parse_sampling_params(given: dict[str, Any]) -> SamplingParams:

@@ -7,6 +7,9 @@
 A step takes one token of every decoding request and fills up with pieces of prompts, at most
 `chunk_size` tokens of them. The oldest requests come first; under want of pages the youngest go back to
 the queue, so the oldest always gets ahead.
+
+What every step needs of every request lies in arrays by row of the page table, so that a step in which
+nobody comes or goes costs a few operations on arrays, however many requests run.
 """
 
 from __future__ import annotations
@@ -30,10 +33,32 @@ class Work:
     request: Request
     start: int
     count: int
+    samples: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """One forward: the newest token of each decoding request, and pieces of prompts.
+
+    `decoding` and `rows` are the same objects from step to step until a request comes or goes.
+    """
+
+    decoding: list[Request]
+    rows: np.ndarray  # their rows of the page table
+    positions: np.ndarray  # where their newest token stands
+    pieces: list[Work]
 
     @property
-    def samples(self) -> bool:
-        return self.start + self.count == len(self.request.token_ids)
+    def works(self) -> list[Work]:
+        """The decoding requests as works, then the pieces."""
+        decoding = [
+            Work(request=request, start=start, count=1, samples=True)
+            for request, start in zip(self.decoding, self.positions.tolist(), strict=True)
+        ]
+        return decoding + self.pieces
+
+    def __bool__(self) -> bool:
+        return bool(self.decoding or self.pieces)
 
 
 class Scheduler:
@@ -50,49 +75,80 @@ class Scheduler:
         self.cache = RadixCache(pool)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
-        self.page_table = np.zeros((max_running, max_pages_per_request), np.int64)
+        # The last row belongs to nobody: padding of a forward stands there, at page 0.
+        self.page_table = np.zeros((max_running + 1, max_pages_per_request), np.int32)
+        self.page_writes: list[
+            tuple[int, int, list[int]]
+        ] = []  # row, first page, pages; see complete
         self.num_retracted = 0
         self._chunk_size = chunk_size
         self._use_prefix_cache = use_prefix_cache
         self._free_rows = list(range(max_running - 1, -1, -1))
+        self._lens = np.zeros(max_running, np.int64)  # tokens, those pending included
+        self._room = np.zeros(max_running, np.int64)  # tokens the pages held have room for
+        self._limits = np.zeros(max_running, np.int64)  # tokens at which a request ends
+        self._prompts: list[Request] = []  # running, but not decoding yet
+        self._decoding: list[Request] = []
+        self._rows = np.zeros(0, np.int64)  # of _decoding
+        self._stale = False  # _decoding and _rows have to be made anew
 
     @property
     def has_requests(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def scrap_row(self) -> int:
+        return len(self.page_table) - 1
+
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def schedule(self) -> list[Work]:
-        """The work of the next step; every token in it has a page."""
-        budget = self._chunk_size
-        works: list[Work] = []
-        retracted = False
-        for request in list(self.running):
-            if request.row < 0:  # retracted in favour of an older one
-                continue
-            decoding = request.num_remaining == 1
-            count = 1 if decoding else min(request.num_remaining, budget)
-            if count == 0:
-                continue
-            if not self._make_room(request, request.num_computed + count):
-                retracted = True
-                continue
-            budget -= 0 if decoding else count
-            works.append(Work(request=request, start=request.num_computed, count=count))
-        retracted = retracted or any(work.request.row < 0 for work in works)
-        works = [work for work in works if work.request.row >= 0]
-        if not retracted:
-            self._admit(works, budget)
-        return works
+    def may_retract(self) -> bool:
+        """Whether there may be too few pages for all that run; pending tokens must be read first."""
+        self._refresh()
+        wanted = int(np.count_nonzero(self._lens[self._rows] > self._room[self._rows]))
+        if self._prompts:
+            wanted += self.pool.pages_for(self._chunk_size) + len(self._prompts)
+        return wanted > self.pool.num_available
 
-    def complete(self, works: list[Work]) -> None:
-        """The tokens of these works are in the cache now; whole pages of prompts become shareable."""
-        for work in works:
-            request = work.request
-            request.num_computed = work.start + work.count
-            if work.count > 1:
+    def schedule(self) -> Step:
+        """The work of the next step; every token in it has a page."""
+        self._refresh()
+        retracted = self.num_retracted
+        pieces, budget = self._feed()
+        if self.num_retracted > retracted:
+            pieces = [piece for piece in pieces if piece.request.row >= 0]
+            self._refresh()
+        else:
+            self._admit(pieces, budget)
+        decoding, rows = self._decoding, self._rows
+        lens = self._lens[rows]
+        unfinished = lens < self._limits[rows]
+        if not unfinished.all():  # their last token is pending
+            decoding = [
+                r for r, wanted in zip(decoding, unfinished.tolist(), strict=True) if wanted
+            ]
+            rows, lens = rows[unfinished], lens[unfinished]
+        return Step(decoding=decoding, rows=rows, positions=lens - 1, pieces=pieces)
+
+    def complete(self, step: Step) -> None:
+        """The tokens of this step are in the cache now and the next ones drawn, though not known yet;
+        whole pages of prompts become shareable. `page_writes` have been seen and start anew."""
+        self.page_writes.clear()
+        self._lens[step.rows] += 1
+        for request in step.decoding:
+            request.num_computed += 1
+            request.num_pending += 1
+        for piece in step.pieces:
+            request = piece.request
+            request.num_computed = piece.start + piece.count
+            if piece.count > 1:
                 self._remember(request)
+            if piece.samples:
+                request.num_pending += 1
+                self._lens[request.row] += 1
+                self._prompts.remove(request)
+                self._stale = True
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is, and keep what it computed for others."""
@@ -109,9 +165,40 @@ class Scheduler:
     def flush(self) -> None:
         self.cache.clear()
 
-    def _admit(self, works: list[Work], budget: int) -> None:
+    def _refresh(self) -> None:
+        if self._stale:
+            prompts = set(self._prompts)
+            self._decoding = [request for request in self.running if request not in prompts]
+            self._rows = np.array([request.row for request in self._decoding], np.int64)
+            self._stale = False
+
+    def _feed(self) -> tuple[list[Work], int]:
+        """Pages for what runs, the oldest first; the next pieces of prompts and what is left of the
+        budget."""
+        budget = self._chunk_size
+        pieces: list[Work] = []
+        hungry = np.flatnonzero(self._lens[self._rows] > self._room[self._rows]).tolist()
+        wanting = {self._decoding[i] for i in hungry}.union(self._prompts)
+        prompts = set(self._prompts)
+        for request in [r for r in self.running if r in wanting] if wanting else []:
+            if request.row < 0:  # retracted in favour of an older one
+                continue
+            if request not in prompts:
+                self._make_room(request, int(self._lens[request.row]))
+                continue
+            count = min(request.num_remaining, budget)
+            if count and self._make_room(request, request.num_computed + count):
+                budget -= count
+                pieces.append(_piece(request, count))
+        return pieces, budget
+
+    def _admit(self, pieces: list[Work], budget: int) -> None:
+        if not (self.waiting and self._free_rows):
+            return
         in_flight = {
-            self._next_page(work.request.token_ids, work.start) for work in works if work.count > 1
+            self._next_page(piece.request.token_ids, piece.start)
+            for piece in pieces
+            if piece.count > 1
         }
         skipped: list[Request] = []
         while self.waiting and budget > 0 and self._free_rows:
@@ -131,7 +218,7 @@ class Scheduler:
             if not self._make_room(request, request.num_computed + count):
                 raise RuntimeError("a request was admitted without pages for its first chunk")
             in_flight.add(next_page)
-            works.append(Work(request=request, start=request.num_computed, count=count))
+            pieces.append(_piece(request, count))
         self.waiting.extendleft(reversed(skipped))
 
     def _fits(self, request: Request, prefix: list[int]) -> bool:
@@ -167,8 +254,13 @@ class Scheduler:
         if request.num_retractions == 0:
             request.num_cached = request.num_computed
         request.cache_epoch = self.cache.epoch
-        self.page_table[request.row, : len(prefix)] = prefix
+        row = request.row
+        self._write_pages(row, 0, prefix)
+        self._lens[row] = len(request.token_ids)
+        self._room[row] = request.num_computed
+        self._limits[row] = request.prompt_len + max(request.params.max_new_tokens, 1)
         self.running.append(request)
+        self._prompts.append(request)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Give the request pages for its first `num_tokens`, retracting younger requests if needed.
@@ -185,10 +277,15 @@ class Scheduler:
                 return False
         if self.pool.num_free < missing:
             self.cache.evict(max(missing - self.pool.num_free, _EVICT_AT_LEAST))
-        held = len(request.pages)
-        request.pages = request.pages + self.pool.allocate(missing)
-        self.page_table[request.row, held : held + missing] = request.pages[held:]
+        pages = self.pool.allocate(missing)
+        self._write_pages(request.row, len(request.pages), pages)
+        request.pages = request.pages + pages
+        self._room[request.row] = len(request.pages) * self.pool.page_size
         return True
+
+    def _write_pages(self, row: int, first: int, pages: list[int]) -> None:
+        self.page_table[row, first : first + len(pages)] = pages
+        self.page_writes.append((row, first, pages))
 
     def _retract(self, request: Request) -> None:
         self._leave(request)
@@ -201,10 +298,22 @@ class Scheduler:
         self._remember(request)
         self.pool.release(request.pages)
         self._free_rows.append(request.row)
+        if request in self._prompts:
+            self._prompts.remove(request)
+        self._stale = True
         request.pages = []
-        request.num_computed = 0
+        request.num_computed = request.num_pending = 0
         request.row = -1
 
     def _remember(self, request: Request) -> None:
         if self._use_prefix_cache and request.cache_epoch == self.cache.epoch:
             self.cache.insert(request.token_ids, request.pages, request.num_computed)
+
+
+def _piece(request: Request, count: int) -> Work:
+    return Work(
+        request=request,
+        start=request.num_computed,
+        count=count,
+        samples=count == request.num_remaining,
+    )

@@ -37,15 +37,17 @@ def make_request(tokens: list[int], max_new_tokens: int = 4, rid: str = "r") -> 
 
 
 def step(scheduler: Scheduler) -> list[Work]:
-    works = scheduler.schedule()
+    planned = scheduler.schedule()
+    works = planned.works
     for work in works:
         request = work.request
         held = len(request.pages) * PAGE
         assert work.start == request.num_computed and work.start + work.count <= held
         assert scheduler.page_table[request.row, : len(request.pages)].tolist() == request.pages
     samples = [work.request for work in works if work.samples]
-    scheduler.complete(works)
+    scheduler.complete(planned)
     for request in samples:
+        request.num_pending -= 1
         request.append(7, 0.0, "v")
         if request.finish:
             scheduler.finish(request)
@@ -136,9 +138,9 @@ def test_pages_filled_before_a_flush_do_not_come_back():
     scheduler = make_scheduler()
     request = make_request(list(range(9)), 1)
     scheduler.add(request)
-    works = scheduler.schedule()
+    planned = scheduler.schedule()
     scheduler.flush()  # the weights changed under the running request
-    scheduler.complete(works)
+    scheduler.complete(planned)
     scheduler.finish(request)
     assert scheduler.cache.match(list(range(9)), 8) == []
     assert scheduler.pool.num_free == 64

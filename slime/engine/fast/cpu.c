@@ -1,0 +1,235 @@
+/* Kernels of the fast forward on a CPU, float32, one token per row of a matrix.
+ *
+ * No token's result depends on which other tokens are in the call. Positions and page table rows say
+ * where a token stands: position p of row r lies in page page_table[r * width + p / page_size].
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define ENOUGH 8192 /* elements for which waking the other threads pays */
+#define CHUNK 256 /* vocabulary entries summed up at a time */
+
+static inline float exp_fast(float x) {
+    /* 2^n * e^r with |r| <= ln(2)/2; within 2 units in the last place, 0 below -87 */
+    x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
+    float n = rintf(x * 1.44269504f);
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    union { int32_t i; float f; } scale = {((int32_t)n + 127) << 23};
+    return p * scale.f;
+}
+
+static inline float inverse_rms(const float *x, long size, float eps) {
+    float sum = 0.0f;
+    for (long i = 0; i < size; i++) sum += x[i] * x[i];
+    return 1.0f / sqrtf(sum / size + eps);
+}
+
+/* hidden += delta (if there is one); out = weight * hidden / rms(hidden) */
+void add_rms_norm(float *hidden, const float *delta, const float *weight, float *out, long tokens,
+                  long size, float eps) {
+#pragma omp parallel for if (tokens * size > ENOUGH)
+    for (long t = 0; t < tokens; t++) {
+        float *h = hidden + t * size, *o = out + t * size;
+        if (delta) {
+            const float *d = delta + t * size;
+            for (long i = 0; i < size; i++) h[i] += d[i];
+        }
+        float scale = inverse_rms(h, size, eps);
+        for (long i = 0; i < size; i++) o[i] = h[i] * scale * weight[i];
+    }
+}
+
+static inline void norm_and_rotate(float *x, const float *weight, float eps, const float *cosine,
+                                   const float *sine, long dim) {
+    long half = dim / 2;
+    if (weight) {
+        float scale = inverse_rms(x, dim, eps);
+        for (long i = 0; i < dim; i++) x[i] = x[i] * scale * weight[i];
+    }
+    for (long i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = a * cosine[i] - b * sine[i];
+        x[i + half] = b * cosine[i + half] + a * sine[i + half];
+    }
+}
+
+/* Norm (if there are weights) and rotate queries and keys in place, and store keys and values. */
+void rope_store(float *qkv, long tokens, long query_heads, long key_heads, long dim,
+                const float *cosines, const float *sines, const float *query_norm,
+                const float *key_norm, float eps, const int32_t *positions, const int32_t *rows,
+                const int32_t *page_table, long width, long page_size, float *keys, float *values) {
+    long stride = (query_heads + 2 * key_heads) * dim, size = key_heads * dim;
+#pragma omp parallel for if (tokens * stride > ENOUGH)
+    for (long t = 0; t < tokens; t++) {
+        long position = positions[t];
+        const float *cosine = cosines + position * dim, *sine = sines + position * dim;
+        float *query = qkv + t * stride, *key = query + query_heads * dim, *value = key + size;
+        for (long h = 0; h < query_heads; h++)
+            norm_and_rotate(query + h * dim, query_norm, eps, cosine, sine, dim);
+        for (long h = 0; h < key_heads; h++)
+            norm_and_rotate(key + h * dim, key_norm, eps, cosine, sine, dim);
+        long page = page_table[rows[t] * width + position / page_size];
+        long slot = (page * page_size + position % page_size) * size;
+        memcpy(keys + slot, key, size * sizeof(float));
+        memcpy(values + slot, value, size * sizeof(float));
+    }
+}
+
+/* `heads` key heads that lie side by side, each with the `group` query heads that share it, over
+ * positions first..last of a row. All heads of a token are read before the next token. */
+static inline __attribute__((always_inline)) void attend_heads(
+    const float *restrict queries, long heads, const long group, const long dim,
+    const int32_t *restrict pages, long page_size, long stride, const float *restrict keys,
+    const float *restrict values, long first, long last, float scale, float *restrict scores,
+    long room, float *restrict out) {
+    long count = last - first + 1;
+    for (long page = first / page_size, start = page * page_size; start <= last;
+         page++, start += page_size) {
+        const float *key = keys + pages[page] * page_size * stride;
+        long low = start > first ? start : first, high = start + page_size - 1;
+        high = high < last ? high : last;
+        for (long p = low; p <= high; p++) {
+            const float *k = key + (p - start) * stride;
+            for (long h = 0; h < heads; h++) {
+                for (long g = 0; g < group; g++) {
+                    const float *q = queries + (h * group + g) * dim;
+                    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+                    for (long i = 0; i < dim; i++) sum += q[i] * k[h * dim + i];
+                    scores[(h * group + g) * room + p - first] = sum * scale;
+                }
+            }
+        }
+    }
+    for (long h = 0; h < heads * group; h++) {
+        float *s = scores + h * room, most = s[0], sum = 0.0f;
+#pragma omp simd reduction(max : most)
+        for (long i = 0; i < count; i++) most = s[i] > most ? s[i] : most;
+#pragma omp simd reduction(+ : sum)
+        for (long i = 0; i < count; i++) {
+            s[i] = exp_fast(s[i] - most);
+            sum += s[i];
+        }
+        float inverse = 1.0f / sum;
+#pragma omp simd
+        for (long i = 0; i < count; i++) s[i] *= inverse;
+    }
+    for (long i = 0; i < heads * group * dim; i++) out[i] = 0.0f;
+    for (long page = first / page_size, start = page * page_size; start <= last;
+         page++, start += page_size) {
+        const float *value = values + pages[page] * page_size * stride;
+        long low = start > first ? start : first, high = start + page_size - 1;
+        high = high < last ? high : last;
+        for (long p = low; p <= high; p++) {
+            const float *v = value + (p - start) * stride;
+            for (long h = 0; h < heads; h++) {
+                for (long g = 0; g < group; g++) {
+                    float weight = scores[(h * group + g) * room + p - first];
+                    float *o = out + (h * group + g) * dim;
+#pragma omp simd
+                    for (long i = 0; i < dim; i++) o[i] += weight * v[h * dim + i];
+                }
+            }
+        }
+    }
+}
+
+/* Each token looks at itself and all before it in its row, at most `window` of them if that is > 0. */
+void attend(const float *qkv, long tokens, long query_heads, long key_heads, long dim,
+            const int32_t *positions, const int32_t *rows, const int32_t *page_table, long width,
+            long page_size, const float *keys, const float *values, float scale, long window,
+            float *out) {
+    long qkv_stride = (query_heads + 2 * key_heads) * dim, stride = key_heads * dim;
+    long group = query_heads / key_heads, longest = 0;
+    for (long t = 0; t < tokens; t++) longest = positions[t] > longest ? positions[t] : longest;
+    long room = (longest + 16) / 16 * 16;
+    long heads = tokens < 16 ? 1 : key_heads; /* at a time; few tokens are shared out by heads */
+    long parts = key_heads / heads;
+#pragma omp parallel
+    {
+        float *scores = aligned_alloc(64, heads * group * room * sizeof(float));
+#pragma omp for schedule(dynamic, 2)
+        for (long item = 0; item < tokens * parts; item++) {
+            long t = item / parts, head = item % parts * heads, last = positions[t];
+            long first = window > 0 && last >= window ? last - window + 1 : 0;
+            const float *q = qkv + t * qkv_stride + head * group * dim;
+            const int32_t *pages = page_table + rows[t] * width;
+            const float *k = keys + head * dim, *v = values + head * dim;
+            float *o = out + (t * query_heads + head * group) * dim;
+#define CASE(g, d)                                                                                 \
+    if (group == g && dim == d) {                                                                  \
+        attend_heads(q, heads, g, d, pages, page_size, stride, k, v, first, last, scale, scores,   \
+                     room, o);                                                                     \
+        continue;                                                                                  \
+    }
+            CASE(2, 16) CASE(2, 32) CASE(2, 64) CASE(2, 128)
+            CASE(1, 32) CASE(1, 64) CASE(1, 128) CASE(3, 64) CASE(4, 64) CASE(4, 128) CASE(8, 128)
+            attend_heads(q, heads, group, dim, pages, page_size, stride, k, v, first, last, scale,
+                         scores, room, o);
+        }
+        free(scores);
+    }
+}
+
+/* out = silu(gate) * up; a row holds gate, then up */
+void silu_mul(const float *gate_up, float *out, long tokens, long size) {
+#pragma omp parallel for if (tokens * size > ENOUGH)
+    for (long t = 0; t < tokens; t++) {
+        const float *gate = gate_up + t * 2 * size, *up = gate + size;
+        float *o = out + t * size;
+        for (long i = 0; i < size; i++) o[i] = gate[i] / (1.0f + exp_fast(-gate[i])) * up[i];
+    }
+}
+
+/* A token per row: the most probable if `uniform` is negative, else the first whose cumulative weight
+ * exceeds uniform * total. Its log-prob is that of softmax(logits / temperature). */
+void draw(const float *logits, long rows, long vocab, const float *temperatures,
+          const double *uniforms, int32_t *tokens, float *log_probs) {
+    long chunks = (vocab + CHUNK - 1) / CHUNK;
+#pragma omp parallel if (rows * vocab > ENOUGH)
+    {
+        double *sums = malloc(chunks * sizeof(double));
+#pragma omp for
+        for (long r = 0; r < rows; r++) {
+            const float *x = logits + r * vocab;
+            float inverse = 1.0f / temperatures[r], most = x[0];
+            for (long i = 1; i < vocab; i++) most = x[i] > most ? x[i] : most;
+            double total = 0.0;
+            for (long c = 0; c < chunks; c++) {
+                long end = (c + 1) * CHUNK < vocab ? (c + 1) * CHUNK : vocab;
+                float sum = 0.0f;
+                for (long i = c * CHUNK; i < end; i++) sum += exp_fast((x[i] - most) * inverse);
+                sums[c] = sum;
+                total += sum;
+            }
+            long token = vocab - 1;
+            if (uniforms[r] < 0.0) {
+                for (token = 0; token < vocab - 1 && x[token] != most; token++) {}
+            } else {
+                double target = uniforms[r] * total, before = 0.0;
+                long c = 0;
+                while (c < chunks - 1 && before + sums[c] <= target) before += sums[c++];
+                long end = (c + 1) * CHUNK < vocab ? (c + 1) * CHUNK : vocab;
+                for (long i = c * CHUNK; i < end; i++) {
+                    float weight = exp_fast((x[i] - most) * inverse);
+                    token = i;
+                    before += weight;
+                    if (before > target) break;
+                }
+            }
+            tokens[r] = token;
+            log_probs[r] = (x[token] - most) * inverse - (float)log(total);
+        }
+        free(sums);
+    }
+}

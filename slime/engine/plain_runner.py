@@ -1,0 +1,77 @@
+"""Steps of any Hugging Face model: attention in groups of equal shape, everything else as it is."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from slime.engine.attention import use_plan
+from slime.engine.batch import ForwardBatch, make_batch
+from slime.engine.dense_cache import DenseCache
+from slime.engine.fixed_batch import make_fixed_batches
+from slime.engine.fused_model import Forward
+from slime.engine.kv_cache import KVCache
+from slime.engine.request import Request
+from slime.engine.sampling import Draw, sample
+from slime.engine.scheduler import Scheduler, Step
+from slime.engine.scores import score
+from slime.engine.step_output import Landed, StepOutput
+
+_FIXED_ROWS = 32  # rows of every forward in deterministic mode
+
+
+class PlainRunner:
+    def __init__(
+        self, model: Forward, cache: KVCache, scheduler: Scheduler, deterministic: bool
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._page_table = scheduler.page_table
+        self._deterministic = deterministic
+        self._dense: DenseCache | None = None
+        if cache.device.type == "cpu" and not deterministic:
+            self._dense = DenseCache(cache, max_tokens=cache.num_pages * cache.page_size)
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Landed:
+        """One step: compute the tokens of all works and draw the next token where one is due."""
+        works = step.works
+        if self._deterministic:
+            batches = make_fixed_batches(works, self._page_table, self._cache, _FIXED_ROWS)
+            return Landed(output=_join([self._forward(batch) for batch in batches]))
+        batch = make_batch(works, self._page_table, self._cache, self._dense)
+        return Landed(output=self._forward(batch))
+
+    def forget(self) -> None:
+        """The cache or the weights are about to go away."""
+        if self._dense is not None:
+            self._dense.clear()
+
+    def _forward(self, batch: ForwardBatch) -> StepOutput:
+        num_samples, num_scores = len(batch.sample_rows), len(batch.score_rows)
+        rows = np.concatenate([batch.sample_rows, batch.score_rows])
+        if self._deterministic:  # the output layer, too, sees the same number of rows every time
+            rows = np.resize(rows, -(-len(rows) // _FIXED_ROWS) * _FIXED_ROWS or _FIXED_ROWS)
+        with use_plan(batch.plan):
+            logits = self._model(
+                batch.input_ids, batch.positions, torch.from_numpy(rows).to(self._cache.device)
+            )
+        requests = [work.request for work in batch.sample_works]
+        draw = sample(logits[:num_samples], requests) if requests else Draw(tokens=[], log_probs=[])
+        scored: list[tuple[Request, float]] = []
+        if num_scores:
+            positions = batch.positions.cpu().numpy()[batch.score_rows].tolist()
+            owners = [work.request for work in batch.score_works]
+            scored = score(logits[num_samples : num_samples + num_scores], owners, positions)
+        return StepOutput(
+            requests=requests, tokens=draw.tokens, log_probs=draw.log_probs, scored=scored
+        )
+
+
+def _join(parts: list[StepOutput]) -> StepOutput:
+    return StepOutput(
+        requests=[request for part in parts for request in part.requests],
+        tokens=[token for part in parts for token in part.tokens],
+        log_probs=[value for part in parts for value in part.log_probs],
+        scored=[entry for part in parts for entry in part.scored],
+    )
