@@ -83,6 +83,7 @@ def run_quickstart(argv: list[str]) -> int:
     }
     _start_ray()
     for title, words in stages.items():
+        words = [*words, *options.flags]
         print(f"\n{title}\n\n{as_typed(words)}\n", flush=True)
         if status := _train(words):
             return status
@@ -172,6 +173,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="seed of everything (default: 1)")
     parser.add_argument(
         "--smoke", action="store_true", help="a few steps of each stage; nothing is learned"
+    )
+    parser.add_argument(
+        "flags",
+        nargs="*",
+        metavar="-- FLAGS",
+        help="flags of train.py for both stages, e.g. -- --train-backend megatron",
     )
     return parser.parse_args(argv)
 
