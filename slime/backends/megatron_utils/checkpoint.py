@@ -1,0 +1,226 @@
+"""The Megatron trainer's part of a checkpoint folder, in megatron-core's torch_dist format.
+
+common.pt, *.distcp, .metadata    parameters and optimizer state by global name: any layout can load them
+trainer.json                      optimizer steps done, the model type, the layout that saved
+rng_<rank>.pt                     random state of each rank; restored under the same layout only
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from slime.backends.megatron_utils.layers.value_head import ValueHead
+from slime.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from slime.backends.megatron_utils.optimizer import MegatronAdamW
+
+_FACTS = "trainer.json"
+_HEAD = "output_layer.weight"
+# Optimizer state by parameter and every layer by its own name, so that neither depends on a layout.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True}
+
+Chunks = Sequence[torch.nn.Module]
+
+
+@dataclass(kw_only=True, frozen=True)
+class CheckpointFacts:
+    """What is known of a checkpoint before its tensors are read."""
+
+    rollout_id: int
+    num_steps: int
+    has_optimizer: bool
+    model_type: str
+    layout: list[int]  # tensor, pipeline, context, expert, data parallel sizes
+
+
+class Checkpointer:
+    """Writes and reads checkpoints of one model; all ranks call every method together."""
+
+    def __init__(self, model_type: str) -> None:
+        self._model_type = model_type
+        self._calls = AsyncCallsQueue()
+
+    def save(
+        self,
+        path: str | Path,
+        rollout_id: int,
+        chunks: Chunks,
+        optimizer: MegatronAdamW | None = None,
+        *,
+        num_steps: int = 0,
+        in_background: bool = False,
+    ) -> None:
+        """Into the folder `path`, which exists; without `optimizer` only the model."""
+        self.wait()
+        folder = Path(path)
+        facts = CheckpointFacts(
+            rollout_id=rollout_id,
+            num_steps=num_steps,
+            has_optimizer=optimizer is not None,
+            model_type=self._model_type,
+            layout=_layout(),
+        )
+        if dist.get_rank() == 0:
+            (folder / _FACTS).write_text(json.dumps(asdict(facts)) + "\n")
+        torch.save(_rng_state(), folder / f"rng_{dist.get_rank()}.pt")
+        request = dist_checkpointing.save(
+            _state(chunks, optimizer, is_loading=False),
+            str(folder),
+            async_sharded_save=in_background,
+            content_metadata=dict(_METADATA),
+        )
+        if request is not None:
+            self._calls.schedule_async_request(request)
+
+    def wait(self) -> None:
+        """Until a save in the background is complete on all ranks; raise what it raised."""
+        self._calls.maybe_finalize_async_calls(blocking=True)
+
+    def load_model(self, path: str | Path, chunks: Chunks) -> CheckpointFacts:
+        """Fill in the parameters; what else the checkpoint says.
+
+        A critic may start from an actor's checkpoint, with everything but its value head.
+        """
+        return self._load(path, chunks, None)
+
+    def load(self, path: str | Path, chunks: Chunks, optimizer: MegatronAdamW) -> CheckpointFacts:
+        """Parameters, optimizer and random state; without saved moments Adam starts anew."""
+        facts = self._load(path, chunks, optimizer)
+        if not facts.has_optimizer:
+            optimizer.inner.reload_model_params()
+        optimizer.set_num_steps(facts.num_steps)
+        if facts.layout == _layout():
+            _restore_rng(Path(path) / f"rng_{dist.get_rank()}.pt")
+        return facts
+
+    def _load(
+        self, path: str | Path, chunks: Chunks, optimizer: MegatronAdamW | None
+    ) -> CheckpointFacts:
+        facts = read_facts(path)
+        with_optimizer = optimizer if facts.has_optimizer else None
+        state = _state(chunks, with_optimizer, is_loading=True)
+        headless = _drop_foreign_head(state, chunks, path)
+        _refuse_other_sizes(state, facts, path)
+        loaded = dist_checkpointing.load(state, str(path))
+        for key, chunk in _by_key(chunks).items():
+            chunk.load_state_dict(loaded[key], strict=not headless)
+        if with_optimizer is not None:
+            with_optimizer.inner.load_state_dict(loaded["optimizer"])
+        return facts
+
+
+def read_facts(path: str | Path) -> CheckpointFacts:
+    file = Path(path) / _FACTS
+    if not is_checkpoint(path):
+        raise UserError(
+            f"{path} is not a checkpoint of the Megatron trainer: it has no {_FACTS} with metadata.json"
+        )
+    return CheckpointFacts(**json.loads(file.read_text()))
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    return (Path(path) / _FACTS).exists() and (Path(path) / "metadata.json").exists()
+
+
+def _by_key(chunks: Chunks) -> dict[str, torch.nn.Module]:
+    """Megatron's own keys: one model, or one per virtual pipeline stage."""
+    modules = [getattr(chunk, "module", chunk) for chunk in chunks]
+    if len(modules) == 1:
+        return {"model": modules[0]}
+    return {f"model{number}": module for number, module in enumerate(modules)}
+
+
+def _state(chunks: Chunks, optimizer: MegatronAdamW | None, *, is_loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        key: chunk.sharded_state_dict(metadata=dict(_METADATA))
+        for key, chunk in _by_key(chunks).items()
+    }
+    if optimizer is not None:
+        state["optimizer"] = optimizer.inner.sharded_state_dict(
+            dict(state), is_loading=is_loading, metadata=dict(_METADATA)
+        )
+    return state
+
+
+def _drop_foreign_head(state: dict[str, Any], chunks: Chunks, path: str | Path) -> bool:
+    """Whether a critic's head was taken out of what is loaded: an actor's checkpoint has none."""
+    for key, chunk in _by_key(chunks).items():
+        head = getattr(chunk, "output_layer", None)
+        if isinstance(head, ValueHead) and _shapes_in(path).get(_HEAD, (0,))[0] != 1:
+            state[key].pop(_HEAD, None)
+            with torch.no_grad():
+                head.weight.zero_()
+            return True
+    return False
+
+
+def _refuse_other_sizes(state: dict[str, Any], facts: CheckpointFacts, path: str | Path) -> None:
+    stored = _shapes_in(path)
+    for tensor in _tensors({k: v for k, v in state.items() if k.startswith("model")}):
+        found = stored.get(tensor.key)
+        if found == tuple(tensor.global_shape) or (found and tensor.allow_shape_mismatch):
+            continue
+        raise UserError(
+            f"{path} is a checkpoint of another architecture ({facts.model_type}) than "
+            f"--hf-checkpoint: {tensor.key} is {list(found) if found else 'absent'} there and "
+            f"{list(tensor.global_shape)} here"
+        )
+
+
+def _tensors(state: Any) -> Iterator[ShardedTensor]:
+    if isinstance(state, ShardedTensor):
+        yield state
+    elif isinstance(state, ShardedTensorFactory):
+        yield from _tensors(state.build())
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _tensors(value)
+
+
+def _shapes_in(path: str | Path) -> dict[str, tuple[int, ...]]:
+    stored = dist_checkpointing.load_tensors_metadata(str(path))
+    return {key: tuple(tensor.global_shape) for key, tensor in stored.items()}
+
+
+def _layout() -> list[int]:
+    state = parallel_state
+    return [
+        state.get_tensor_model_parallel_world_size(),
+        state.get_pipeline_model_parallel_world_size(),
+        state.get_context_parallel_world_size(),
+        state.get_expert_model_parallel_world_size(),
+        state.get_data_parallel_world_size(),
+    ]
+
+
+def _rng_state() -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "cpu": torch.get_rng_state(),
+        "tracker": {k: v.clone() for k, v in get_cuda_rng_tracker().get_states().items()},
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_rng(file: Path) -> None:
+    state = torch.load(file, weights_only=True)
+    torch.set_rng_state(state["cpu"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
