@@ -35,9 +35,10 @@ def policy_loss(
     use_rollout_logprobs: bool = False,
     correction: Correction | None = None,
     reduce_pg: Reducer | None = None,
+    opd_kl_coef: float = 0.0,
     cp_group: dist.ProcessGroup | None = None,
 ) -> LossOutput:
-    """Policy gradient + kl_loss_coef * KL - entropy_coef * entropy.
+    """Policy gradient + kl_loss_coef * KL - entropy_coef * entropy; with a teacher see `distilled`.
 
     Ratios are taken against `old_log_probs`; where those are None this is the first step after
     generation and the policy's own, detached, stand in. With `use_rollout_logprobs` they are taken
@@ -47,19 +48,24 @@ def policy_loss(
     mask = inputs.loss_mask
     old = _old_log_probs(inputs, use_rollout_logprobs)
     log_ratio = _log_ratio(inputs.log_probs, old, mask)
+    advantages = _required(inputs.advantages, "advantages")
+    columns: dict[str, torch.Tensor] = {}
+    if opd_kl_coef:
+        teacher = _required(inputs.teacher_log_probs, "teacher_log_probs")
+        columns["opd_kl"] = _log_ratio(old.detach(), teacher, mask)
+        advantages = distilled(advantages, columns["opd_kl"], opd_kl_coef)
     pg, clipped = RECIPES[estimator].pg_loss(
         PgInputs(
             log_probs=inputs.log_probs * mask,
             log_ratio=log_ratio,
-            advantages=_required(inputs.advantages, "advantages"),
+            advantages=advantages,
             low=eps_clip,
             high=eps_clip if eps_clip_high is None else eps_clip_high,
             dual=eps_clip_c,
             sequence_mean=partial(_sequence_mean, inputs, cp_group),
         )
     )
-    columns = {"clip_fraction": clipped, "ppo_kl": -log_ratio}
-
+    columns |= {"clip_fraction": clipped, "ppo_kl": -log_ratio}
     if correction is not None:
         pg, metrics = _correct(inputs, pg, correction, cp_group)
         columns |= metrics
@@ -76,6 +82,16 @@ def policy_loss(
         loss = loss - entropy_coef * terms["entropy"] if entropy_coef else loss
     terms |= {name: _weighted(inputs, column) for name, column in columns.items()}
     return LossOutput(loss=loss, metrics=_metrics(inputs, {"loss": loss, **terms}))
+
+
+def distilled(advantages: torch.Tensor, log_gap: torch.Tensor, opd_kl_coef: float) -> torch.Tensor:
+    """A_t - opd_kl_coef * (log p_old - log p_teacher): on-policy distillation.
+
+    The gap is a one-token estimate of the reverse KL to the teacher, of which each token answers for
+    its own (arXiv 2306.13649, 2306.08543; Lu and Thinking Machines Lab, "On-Policy Distillation", 2025).
+    It comes on top of the estimator's advantages; with equal rewards it is all there is to learn.
+    """
+    return advantages - opd_kl_coef * log_gap
 
 
 def sft_loss(inputs: LossInputs) -> LossOutput:

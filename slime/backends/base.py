@@ -42,14 +42,14 @@ import torch.distributed as dist
 
 from slime.algorithms.advantages import compute_advantages
 from slime.algorithms.correction import mismatch_metrics
-from slime.algorithms.policy_loss import policy_loss, sft_loss
-from slime.algorithms.value_loss import value_loss
 from slime.backends.hooks import TrainHooks
+from slime.backends.losses import TrainLoss
 from slime.backends.probe import score_probe
 from slime.backends.rendezvous import Rendezvous
 from slime.backends.weight_sync import SyncReport, WeightSync, make_weight_sync
 from slime.utils.device import device_type
 from slime.utils.errors import UserError
+from slime.utils.logging import setup_logging
 from slime.utils.metrics import add_up, prefixed, reduce_metrics
 from slime.utils.packing import pack, unpack
 from slime.utils.reports import TrainReport
@@ -57,8 +57,6 @@ from slime.utils.timer import Timer
 from slime.utils.types import (
     CriticColumns,
     EngineInfo,
-    LossInputs,
-    LossOutput,
     MetricSum,
     ParallelInfo,
     RolloutBatch,
@@ -69,6 +67,7 @@ if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
 HFBucket = list[tuple[str, torch.Tensor]]
+ModelName = Literal["actor", "ref", "teacher"]
 
 
 @dataclass(kw_only=True)
@@ -126,6 +125,10 @@ class TrainRayActor(ABC):
     def set_master(self, address: str, port: int) -> None:
         self._rendezvous.set_master(address, port)
 
+    def log_to_file(self, name: str) -> None:
+        """Records of this process go to the run's folder."""
+        setup_logging(self.args.run_dir, role=f"{name}_{self.rank}", console=False)
+
     def parallel_info(self) -> ParallelInfo:
         return self.parallel
 
@@ -142,8 +145,6 @@ class TrainRayActor(ABC):
 
         `checkpoint` is the folder of one checkpoint (`iter_0000019`) to resume from.
         """
-        if with_opd_teacher:
-            raise UserError(f"{type(self).__name__} does not train with a teacher")
         if args is not None:
             self.args = args
         self.role = role
@@ -153,8 +154,9 @@ class TrainRayActor(ABC):
             torch.cuda.set_device(self.rank % torch.cuda.device_count())
         self._rendezvous.join(timedelta(minutes=self.args.distributed_timeout_minutes))
         torch.manual_seed(self.args.seed + self.rank)
-        self.needs_ref = with_ref
+        self.needs_ref, self.needs_teacher = with_ref, with_opd_teacher
         self.hooks = TrainHooks(self.args)
+        self._loss = TrainLoss(self.args, role, self.hooks)
         return 0
 
     # ---- the training step
@@ -174,6 +176,9 @@ class TrainRayActor(ABC):
                 self.train_step(rollout_id, step_id, micro_batches)
                 for step_id, micro_batches in enumerate(() if critic_alone else self.steps(batch))
             ]
+        interval = self.args.ref_update_interval
+        if self.needs_ref and interval and (rollout_id + 1) % interval == 0:
+            self.update_ref()
         return self.report(batch, results)
 
     async_train = train
@@ -184,6 +189,14 @@ class TrainRayActor(ABC):
         if self.needs_ref:
             with phase("train/ref_log_probs"):
                 batch.ref_log_probs = self.log_probs(batch, model="ref")
+        if self.needs_teacher:
+            with phase("train/teacher_log_probs"):
+                batch.teacher_log_probs = self.log_probs(batch, model="teacher")
+        if self.args.use_opd and batch.teacher_log_probs is None:
+            raise UserError(
+                "--use-opd: the samples came without the teacher's log-probs: the reward function must "
+                "set sample.teacher_log_probs, or leave --custom-rm-path out"
+            )
         if self.needs_old(batch):
             with phase("train/old_log_probs"):
                 batch.old_log_probs = self.log_probs(batch, model="actor")
@@ -271,74 +284,25 @@ class TrainRayActor(ABC):
 
         A critic's forward pass gives values in place of `log_probs`.
         """
-        if self.role == "critic":
-            output = self._value(log_probs, batch)
-            result.add(output.metrics)
-            return output.loss
-        if entropy is not None and not self.args.entropy_coef:
-            entropy = entropy.detach()  # reported only: spares the backward pass its gradient
-        inputs = LossInputs(
-            log_probs=log_probs,
-            loss_mask=batch.loss_mask,
-            loss_weights=batch.loss_weights,
-            cu_seqlens=batch.cu_seqlens,
-            entropy=entropy,
-            advantages=batch.advantages,
-            returns=batch.returns,
-            values=batch.values,
-            old_log_probs=batch.old_log_probs,
-            ref_log_probs=batch.ref_log_probs,
-            rollout_log_probs=batch.rollout_log_probs,
-            teacher_log_probs=batch.teacher_log_probs,
-        )
         reported = not batch.filler and batch.rollout_log_probs is not None
-        if reported and batch.old_log_probs is None:
+        if self.role == "actor" and reported and batch.old_log_probs is None:
             result.log_probs.update(zip(batch.rows, self.unpack(log_probs, batch), strict=True))
-        output = (
-            sft_loss(inputs) if self.args.loss_type == "sft_loss" else self._policy(inputs, batch)
-        )
+        output = self._loss(batch, log_probs, entropy, self.cp_group)
         result.add(output.metrics)
         return output.loss
+
+    @property
+    def uses_logits(self) -> bool:
+        """Whether the training forward pass must give logits, for `custom_loss`."""
+        return self.role == "actor" and self.args.loss_type == "custom_loss"
 
     def custom_loss(
         self, batch: TrainBatch, logits: torch.Tensor, result: StepResult
     ) -> torch.Tensor:
         """The same from `--custom-loss-function-path`, which works on logits [T, V]."""
-        assert self.hooks.loss is not None
-        weights = batch.loss_weights
-        loss, log = self.hooks.loss(self.args, batch, logits, lambda x: (x * weights).sum())
-        count = float(weights.sum())
-        values = {"loss": loss, **log}
-        result.add({k: MetricSum(total=float(v), count=count) for k, v in values.items()})
-        return loss
-
-    def _policy(self, inputs: LossInputs, batch: TrainBatch) -> LossOutput:
-        args = self.args
-        return policy_loss(
-            inputs,
-            estimator=args.advantage_estimator,
-            eps_clip=args.eps_clip,
-            eps_clip_high=args.eps_clip_high,
-            eps_clip_c=args.eps_clip_c,
-            kl_loss_coef=args.kl_loss_coef if args.use_kl_loss else 0.0,
-            kl_loss_type=args.kl_loss_type,
-            use_unbiased_kl=args.use_unbiased_kl,
-            entropy_coef=args.entropy_coef,
-            use_rollout_logprobs=args.use_rollout_logprobs,
-            correction=self.hooks.correction(batch),
-            reduce_pg=self.hooks.pg_reducer(batch),
-            cp_group=self.cp_group,
-        )
-
-    def _value(self, values: torch.Tensor, batch: TrainBatch) -> LossOutput:
-        assert batch.values is not None and batch.returns is not None
-        return value_loss(
-            values,
-            old_values=batch.values,
-            returns=batch.returns,
-            loss_weights=batch.loss_weights,
-            value_clip=self.args.value_clip,
-        )
+        output = self._loss.custom(batch, logits)
+        result.add(output.metrics)
+        return output.loss
 
     @property
     def _phase(self) -> str:
@@ -419,8 +383,15 @@ class TrainRayActor(ABC):
     # ---- what a backend fills in
 
     @abstractmethod
-    def log_probs(self, batch: RolloutBatch, model: Literal["actor", "ref"]) -> list[np.ndarray]:
-        """Log-probs of the response tokens of every row under "actor" or "ref": N x [R]."""
+    def log_probs(self, batch: RolloutBatch, model: ModelName) -> list[np.ndarray]:
+        """Log-probs of the response tokens of every row under one of the models: N x [R].
+
+        "teacher" is the model of --opd-teacher-load, which `init` loads with `with_opd_teacher`.
+        """
+
+    def update_ref(self) -> None:
+        """Make the reference model a copy of the actor, and from now on a part of checkpoints."""
+        raise UserError(f"--ref-update-interval does not work with {type(self).__name__}")
 
     @abstractmethod
     def train_step(

@@ -38,6 +38,7 @@ class Ranks:
         """References that are ready when every rank has its model."""
         if not self._actors:
             return []
+        self.ask("log_to_file", "trainer" if self.role == "actor" else self.role)
         self.all("set_master", *self._actors[0].get("get_master_address"))
         return self.ask("init", args, self.role, **options)
 

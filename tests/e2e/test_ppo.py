@@ -62,14 +62,3 @@ def test_colocated_in_turns_and_resumed_it_is_the_same_run(apart, tiny_model, ti
     assert status == 0, output
     assert runs.learning(tmp_path / "run") == runs.learning(apart / "run")
     assert [p.name for p in (tmp_path / "critic").glob("iter_*")] == ["iter_0000003"]
-
-
-def test_a_checkpoint_without_a_critic_is_refused(apart, tiny_model, tiny_data, tmp_path):
-    grpo = {**PPO, "advantage_estimator": None, "num_rollout": 1}
-    words = runs.command(tiny_model, tiny_data, tmp_path / "a", save=tmp_path / "saved", **grpo)
-    status, output = runs.run(words)
-    assert status == 0, output
-    words = runs.command(tiny_model, tiny_data, tmp_path / "b", load=tmp_path / "saved", **PPO)
-    status, output = runs.run([w for w in words if w not in ("--save-interval", "1")])
-    assert status == 2, output
-    assert "has no critic" in output and "--critic-load" in output

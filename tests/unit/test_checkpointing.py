@@ -74,3 +74,13 @@ def test_a_checkpoint_of_the_other_backend_is_refused(tmp_path):
     meta.write_text(meta.read_text().replace("fsdp", "megatron"))
     with pytest.raises(ConfigError, match="--train-backend megatron"):
         checkpointer(tmp_path)
+
+
+def test_a_checkpoint_without_a_critic_is_refused_for_ppo(tmp_path):
+    checkpointer(tmp_path).save(4, Trainer(), Rollout())
+    with pytest.raises(ConfigError, match="has no critic.*--critic-load"):
+        checkpointer(tmp_path, advantage_estimator="ppo")
+    critics = tmp_path / "critics"
+    (critics / "iter_0000004").mkdir(parents=True)
+    found = checkpointer(tmp_path, advantage_estimator="ppo", critic_load=str(critics))
+    assert found.critic_loaded == critics / "iter_0000004"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,6 +36,7 @@ class CheckpointFacts:
     has_optimizer: bool
     model_type: str
     shapes: dict[str, list[int]]
+    has_ref: bool = False  # a reference model that --ref-update-interval changed
 
 
 class Checkpointer:
@@ -53,6 +54,7 @@ class Checkpointer:
         model: ShardedModel,
         optimizer: ShardedAdamW,
         *,
+        ref: ShardedModel | None = None,
         with_optimizer: bool,
         in_background: bool,
     ) -> None:
@@ -60,11 +62,14 @@ class Checkpointer:
         folder = Path(path)
         if dist.get_rank() == 0:
             facts = _facts(model, rollout_id, optimizer.num_steps, with_optimizer)
+            facts = replace(facts, has_ref=ref is not None)
             (folder / _FACTS).write_text(json.dumps(asdict(facts)) + "\n")
         torch.save(_rng_state(), folder / f"rng_{dist.get_rank()}.pt")
         tensors = _model_tensors(model)
         if with_optimizer:
             tensors |= _optimizer_tensors(optimizer)
+        if ref is not None:
+            tensors |= _ref_tensors(ref)
         if in_background:
             self._pending = dcp.async_save(
                 tensors, checkpoint_id=folder / _FOLDER, process_group=self._group
@@ -98,6 +103,9 @@ class Checkpointer:
             self._read(path, _optimizer_tensors(optimizer))
         optimizer.set_num_steps(facts.num_steps)
         _restore_rng(Path(path) / f"rng_{dist.get_rank()}.pt")
+
+    def load_ref(self, path: str, ref: ShardedModel) -> None:
+        self._read(path, _ref_tensors(ref))
 
     def _read(self, path: str, tensors: Tensors) -> None:
         dcp.load(tensors, checkpoint_id=Path(path) / _FOLDER, process_group=self._group)
@@ -144,6 +152,10 @@ def _refuse_other_architecture(
 def _model_tensors(model: ShardedModel, without: str | None = None) -> Tensors:
     named = model.tensors(without=without)
     return {f"model.{name}": tensor.detach() for name, tensor in named.items()}
+
+
+def _ref_tensors(ref: ShardedModel) -> Tensors:
+    return {f"ref.{name}": tensor.detach() for name, tensor in ref.tensors().items()}
 
 
 def _optimizer_tensors(optimizer: ShardedAdamW) -> Tensors:

@@ -79,13 +79,17 @@ def build_model(
     """
     compute_dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     hf = _skeleton(args, torch.float32 if trainable else compute_dtype)
-    refuse_unpackable(hf)
+    padded = args.qkv_format == "bshd"
+    if not padded:
+        refuse_unpackable(hf)
     if trainable and args.gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     hf.train(trainable)
     _no_dropout(hf)
     fuse_norms(hf)
-    head = HeadOptions(temperature=args.rollout_temperature, chunk_size=args.log_probs_chunk_size)
+    head = HeadOptions(
+        temperature=args.rollout_temperature, chunk_size=args.log_probs_chunk_size, padded=padded
+    )
     module = PackedCritic(hf, head) if critic else PackedCausalLM(hf, head)
     hf.requires_grad_(trainable)
     _shard(module, mesh, compute_dtype, offload=args.fsdp_cpu_offload)
@@ -139,7 +143,7 @@ def shard_of(param: DTensor, local: torch.Tensor) -> DTensor:
 def _skeleton(args: Args, dtype: torch.dtype) -> nn.Module:
     """The Hugging Face model with its parameters on the meta device and real buffers."""
     config = AutoConfig.from_pretrained(args.hf_checkpoint)
-    attention = choose_attention(args.attn_implementation)
+    attention = choose_attention(args.attn_implementation, padded=args.qkv_format == "bshd")
     with _parameters_on_meta():
         try:
             return AutoModelForCausalLM.from_config(

@@ -24,10 +24,11 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions:
-    """How hidden states become log-probs."""
+    """How tokens become hidden states, and those log-probs."""
 
     temperature: float
     chunk_size: int
+    padded: bool = False  # rows of equal length side by side, instead of end to end as one
 
 
 class PackedCausalLM(nn.Module):
@@ -51,8 +52,9 @@ class PackedCausalLM(nn.Module):
         own forward makes of the same tokens.
         """
         if output == "hf_logits":
-            return self.hf(**self._inputs(batch)).logits.squeeze(0) / self.head.temperature, None
-        hidden = self.hf.base_model(**self._inputs(batch)).last_hidden_state.squeeze(0)  # [T, H]
+            logits = self.hf(**self._inputs(batch)).logits.flatten(0, 1)
+            return logits / self.head.temperature, None
+        hidden = self._hidden(batch)
         lm_head = self.hf.get_output_embeddings()
         if output == "logits":
             logits = F.linear(hidden, lm_head.weight, lm_head.bias)
@@ -68,12 +70,19 @@ class PackedCausalLM(nn.Module):
             mask=batch.loss_mask,
         )
 
+    def _hidden(self, batch: TrainBatch) -> torch.Tensor:
+        """The last hidden state of each token: [T, H]."""
+        return self.hf.base_model(**self._inputs(batch)).last_hidden_state.flatten(0, 1)
+
     def _inputs(self, batch: TrainBatch) -> dict[str, Any]:
+        """Padding stands behind a row's tokens, where causal attention never sees it."""
+        rows = len(batch.rows) if self.head.padded else 1
+        keywords = attention_keywords(self.hf.config._attn_implementation, batch)
         return {
-            "input_ids": batch.tokens.unsqueeze(0),
-            "position_ids": batch.position_ids.unsqueeze(0),
+            "input_ids": batch.tokens.view(rows, -1),
+            "position_ids": batch.position_ids.view(rows, -1),
             "use_cache": False,
-            **attention_keywords(self.hf.config._attn_implementation, batch),
+            **({} if self.head.padded else keywords),
         }
 
 
@@ -93,7 +102,7 @@ class PackedCritic(PackedCausalLM):
         output: Literal["log_probs", "logits", "hf_logits"] = "log_probs",
         with_entropy: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        hidden = self.hf.base_model(**self._inputs(batch)).last_hidden_state.squeeze(0)  # [T, H]
+        hidden = self._hidden(batch)
         weight = self.hf.get_output_embeddings().weight  # [1, H]
         return F.linear(hidden.float(), weight.float()).squeeze(1) * batch.loss_mask, None
 
@@ -113,11 +122,11 @@ def attention_keywords(implementation: str, batch: TrainBatch) -> dict[str, Any]
     return {}
 
 
-def choose_attention(requested: str | None) -> str:
+def choose_attention(requested: str | None, *, padded: bool = False) -> str:
     """The attention implementation of `--attn-implementation`, refused where it would mix samples."""
-    known = (PACKED_ATTENTION, *_TAKES_LENGTHS, *_DENSE_MASK)
+    known = (*(() if padded else (PACKED_ATTENTION,)), *_TAKES_LENGTHS, *_DENSE_MASK)
     if requested is None:
-        return PACKED_ATTENTION
+        return "sdpa" if padded else PACKED_ATTENTION
     if requested not in known:
         raise ConfigError(
             f"--attn-implementation {requested} is not known to keep packed samples apart; "

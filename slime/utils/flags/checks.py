@@ -43,6 +43,9 @@ _INERT_WITHOUT = {
     "tis_mode": "use_tis",
     "custom_tis_function_path": "use_tis",
     "overlong_penalty_factor": "overlong_buffer_len",
+    "opd_type": "use_opd",
+    "opd_kl_coef": "use_opd",
+    "opd_teacher_load": "use_opd",
     "apply_chat_template_kwargs": "apply_chat_template",
     "rollout_health_check_interval": "use_fault_tolerance",
     "rollout_health_check_timeout": "use_fault_tolerance",
@@ -60,6 +63,7 @@ def check_all(draft: Draft) -> None:
     check_engine(draft)
     check_cluster(draft)
     check_algorithm(draft)
+    check_distillation(draft)
     check_optimizer(draft)
     check_reward(draft)
     check_batches(draft)
@@ -167,6 +171,35 @@ def check_algorithm(draft: Draft) -> None:
         raise ConfigError(
             "--loss-type custom_loss and --custom-loss-function-path belong together: give both or none"
         )
+
+
+def check_distillation(draft: Draft) -> None:
+    """The teacher of --use-opd: where it is, and that nothing else wants its place."""
+    if not draft["use_opd"]:
+        return
+    served = draft["opd_type"] == "sglang"
+    if draft["opd_type"] is None:
+        raise ConfigError("--use-opd: say where the teacher runs: --opd-type sglang or megatron")
+    if draft["loss_type"] != "policy_loss":
+        raise ConfigError(f"--use-opd needs --loss-type policy_loss, not {draft['loss_type']}")
+    if served and not draft["rm_url"]:
+        raise ConfigError(
+            "--opd-type sglang needs the teacher's address: --rm-url http://HOST:PORT"
+        )
+    if served and draft["rm_type"] == "remote_rm":
+        raise ConfigError(
+            "--opd-type sglang and --rm-type remote_rm both want --rm-url: use --opd-type megatron, or "
+            "--custom-rm-path"
+        )
+    if served and draft["group_rm"]:
+        raise ConfigError("--opd-type sglang asks for single samples: leave --group-rm out")
+    if served and draft["rollout_temperature"] != 1:
+        raise ConfigError(
+            "--opd-type sglang: engines give log-probs at temperature 1: use --rollout-temperature 1, "
+            "or --opd-type megatron"
+        )
+    if not served and draft["opd_teacher_load"] is None:
+        raise ConfigError("--opd-type megatron needs the teacher's folder: --opd-teacher-load")
 
 
 def check_optimizer(draft: Draft) -> None:

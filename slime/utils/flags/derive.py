@@ -15,6 +15,7 @@ from slime.utils.flags.spec import option_of
 from slime.utils.sglang_install import find_sglang
 
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
 
 
 def derive(draft: Draft) -> None:
@@ -28,6 +29,8 @@ def derive(draft: Draft) -> None:
     draft.derive_if_unset("eps_clip_high", draft["eps_clip"])
     draft.derive_if_unset("over_sampling_batch_size", draft["rollout_batch_size"])
     draft.derive_if_unset("log_probs_max_tokens_per_gpu", draft["max_tokens_per_gpu"])
+    if draft["use_opd"]:
+        draft.derive_if_unset("custom_rm_path", OPD_REWARD)
     draft.derive("deterministic", bool(draft["sglang_enable_deterministic_inference"]))
     if draft["sglang_speculative_algorithm"]:
         draft.derive_if_unset("sglang_speculative_num_draft_tokens", 4)

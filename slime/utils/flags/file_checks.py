@@ -19,6 +19,8 @@ def check_files(draft: Draft) -> None:
         draft.need_file(draft["ref_load"], "--ref-load")
     if draft["critic_load"] not in (None, draft["critic_save"]):
         draft.need_file(draft["critic_load"], "--critic-load")
+    if draft["use_opd"] and draft["opd_type"] == "megatron":
+        draft.need_file(draft["opd_teacher_load"], "--opd-teacher-load")
     _check_prompts(draft)
     for dataset in draft["eval_datasets"]:
         option = f"--eval-prompt-data {dataset.name}"

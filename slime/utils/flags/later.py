@@ -13,15 +13,9 @@ from slime.utils.flags.spec import option_of
 LATER: dict[str, str] = {
     "rollout_external": "leave it out: slime starts its own engines",
     "rollout_external_engine_addrs": "leave it out: slime starts its own engines",
-    "ref_update_interval": "leave it out: the reference model stays as --ref-load has it",
     "use_routing_replay": "leave it out",
     "use_rollout_routing_replay": "leave it out",
-    "use_opd": "leave it out",
-    "opd_type": "leave it out",
-    "opd_kl_coef": "leave it out",
-    "opd_teacher_load": "leave it out",
     "save_debug_train_data": "use --save-debug-rollout-data",
-    "recompute_loss_function": "leave it out; --log-probs-chunk-size bounds the memory of the loss",
     "profile_target": "leave it out",
 }
 

@@ -55,8 +55,21 @@ class Model:
     gradient_checkpointing: bool = flag(
         False, "recompute activations in the backward pass", backend="fsdp"
     )
-    attn_implementation: str | None = flag(
-        None, "attention of the HF model, e.g. sdpa or flash_attention_2", backend="fsdp"
+    attn_implementation: (
+        Literal[
+            "slime_packed",
+            "sdpa",
+            "eager",
+            "flash_attention_2",
+            "flash_attention_3",
+            "flash_attention_4",
+        ]
+        | None
+    ) = flag(
+        None,
+        "attention of the HF model; default: slime_packed, which takes packed sequences, or sdpa for "
+        "padded ones (--qkv-format bshd)",
+        backend="fsdp",
     )
 
 
@@ -200,7 +213,7 @@ class Algorithm:
     )
     critic_lr: float | None = flag(None, "learning rate of the critic; default: --lr")
     ref_update_interval: int | None = flag(
-        None, "rollouts after which the reference model becomes the actor"
+        None, "rollouts after which the reference model becomes a copy of the actor", backend="fsdp"
     )
     use_routing_replay: bool = flag(
         False, "train with the expert choices of the log-prob pass", backend="megatron"
@@ -209,9 +222,17 @@ class Algorithm:
         False, "train with the expert choices the engine made", backend="megatron"
     )
     use_opd: bool = flag(False, "on-policy distillation from a teacher")
-    opd_type: Literal["sglang", "megatron"] | None = flag(None, "where the teacher runs")
+    opd_type: Literal["sglang", "megatron"] | None = flag(
+        None,
+        "where the teacher runs: in an engine at --rm-url (sglang), or in the trainer (megatron; with "
+        "--train-backend fsdp too)",
+    )
     opd_kl_coef: float = flag(1.0, "weight of the KL to the teacher")
-    opd_teacher_load: str | None = flag(None, "checkpoint of the teacher")
+    opd_teacher_load: str | None = flag(
+        None,
+        "the teacher in the trainer: a Hugging Face folder with the same vocabulary, or one of our "
+        "checkpoints of the same architecture",
+    )
 
 
 @dataclass(kw_only=True)

@@ -34,6 +34,7 @@ _AT_LEAST_ONE = (
     "save_interval",
     "save_total_limit",
     "overlong_buffer_len",
+    "ref_update_interval",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
@@ -60,6 +61,7 @@ _AT_LEAST_ZERO = (
     "eval_temperature",
     "num_critic_only_steps",
     "critic_lr",
+    "opd_kl_coef",
     "rollout_health_check_first_wait",
 )
 _ABOVE_ZERO = ("rollout_health_check_interval", "rollout_health_check_timeout", "value_clip")
