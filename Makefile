@@ -7,16 +7,21 @@ PINS := pyproject.toml constraints.txt tools/install.sh
 CHECKED := slime tests tools benchmarks examples train.py
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test check format venv clean
+.PHONY: help quickstart test test-sglang check format venv clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 quickstart: $(VENV)/.installed  ## install, make a tiny model and train it: minutes on two CPU cores
 	$(BIN)/slime quickstart $(ARGS)
 
 test: $(VENV)/.installed-dev  ## the whole CPU test suite; a part of it: make test ARGS=tests/unit
 	$(BIN)/python -m pytest $(or $(ARGS),tests)
+
+test-sglang: $(VENV)/.installed-dev  ## both engines by one suite, and runs through the real SGLang, on a CPU
+	tools/sglang_cpu_env.sh
+	SLIME_SGLANG_PYTHON=$(CURDIR)/build/sglang-cpu/bin/python \
+	  $(BIN)/python -m pytest $(or $(ARGS),tests/conformance tests/sglang)
 
 check: $(VENV)/.installed-dev  ## formatting, lint and types
 	$(BIN)/ruff format --check $(wildcard $(CHECKED))

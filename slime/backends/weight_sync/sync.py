@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +25,7 @@ from slime.utils.checksum import tensor_checksums
 from slime.utils.device import collective_backend, current_device, device_id
 from slime.utils.env import read_env
 from slime.utils.errors import WeightMismatchError
+from slime.utils.fp8 import Fp8Format, format_of, quantize_all
 from slime.utils.ipc import remove_stale_segments
 from slime.utils.reports import SyncReport
 from slime.utils.sync_http import HttpError
@@ -51,6 +54,7 @@ def make_weight_sync(args: Args) -> WeightSync:
         _make_transport(args),
         token=read_env().engine_token,
         verify=args.check_weight_update_equal,
+        fp8=_fp8_format(args),
     )
 
 
@@ -74,8 +78,10 @@ class WeightSync:
         token: str | None,
         verify: bool = True,
         pause_mode: str = "retract",
+        fp8: Fp8Format | None = None,
     ) -> None:
-        self.transport = transport
+        """`fp8`: what the engines hold their matrices in, where that is not what the trainer has."""
+        self.transport, self._fp8 = transport, fp8
         self._token, self._verify, self._pause_mode = token, verify, pause_mode
         self._rank_devices: list[str] = []
         remove_stale_segments()
@@ -89,6 +95,8 @@ class WeightSync:
         self._kinds = {info.kind for info in engines}
         self._served = ServedSums()
         clients = [EngineClient(info, self._token) for info in engines]
+        if self._fp8 is not None:
+            buckets = (list(quantize_all(bucket, self._fp8)) for bucket in buckets)
         try:
             sums, nbytes, num_buckets = self._transfer(buckets, clients, version)
             with _on_all_ranks("finishing the update"):
@@ -154,7 +162,7 @@ class WeightSync:
                 embedded = [engine for engine in clients if engine.info.kind == "slime"]
                 check_checksums(embedded, sums, version)
                 sglang = [engine for engine in clients if engine.info.kind == "sglang"]
-                check_served(sglang, self._served, version)
+                check_served(sglang, self._served, version, exact=self._fp8 is None)
         on_all(clients, EngineClient.resume)
 
     def _abandon(self, clients: list[EngineClient]) -> None:
@@ -214,6 +222,13 @@ def _make_transport(args: Args) -> WeightTransport:
         return DiskTransport(args.update_weight_disk_dir, args.hf_checkpoint)
     host = read_env().host_ip or "127.0.0.1"
     return DistributedTransport(host=host, backend=collective_backend())
+
+
+def _fp8_format(args: Args) -> Fp8Format | None:
+    """That of --hf-checkpoint, which SGLang serves as it is; the embedded engine holds it unpacked."""
+    if args.rollout_engine != "sglang":
+        return None
+    return format_of(json.loads((Path(args.hf_checkpoint) / "config.json").read_text()))
 
 
 def _several_ranks() -> bool:

@@ -1,0 +1,53 @@
+"""One server of each kind for the whole session.
+
+The embedded engine always; real SGLang where SLIME_SGLANG_PYTHON names an interpreter that has it, as
+`make test-sglang` does. Control routes take a token in both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from slime.utils.types import EngineInfo
+from tests.engines import EngineServer, engine_server
+from tests.sglang_server import HERE, sglang_server
+from tests.tiny import make_tiny_checkpoint
+
+KINDS = ["slime", "sglang"] if HERE else ["slime"]
+LABEL = "v0"
+
+
+@dataclass(kw_only=True, frozen=True)
+class Subject:
+    """The server under test and the checkpoint it was started with."""
+
+    kind: str
+    server: EngineServer
+    checkpoint: Path
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(url=self.server.url, kind=self.kind)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("first") / "m")
+
+
+@pytest.fixture(scope="session")
+def other_checkpoint(tmp_path_factory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("second") / "m", seed=1)
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def subject(request, checkpoint: Path):
+    if request.param == "sglang":
+        with sglang_server(checkpoint, LABEL, sglang_max_total_tokens=8192) as server:
+            yield Subject(kind="sglang", server=server, checkpoint=checkpoint)
+    else:
+        with engine_server(checkpoint, "--weight-version", LABEL) as server:
+            yield Subject(kind="slime", server=server, checkpoint=checkpoint)

@@ -1,0 +1,121 @@
+"""Abort, pause, cache, memory, keys and information, asked of both engines in the same words."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from slime.utils.sync_http import HttpError, get_json, post_json
+from tests.conformance.calls import (
+    GREEDY,
+    LONG,
+    Running,
+    control_refusal,
+    flush,
+    generate,
+)
+from tests.conformance.conftest import LABEL
+from tests.conformance.differences import skip_where_different
+from tests.conformance.reference import greedy, log_probs
+
+
+def test_an_abort_gives_the_partial_output(subject):
+    calls = [
+        Running(subject, input_ids=[9], sampling_params=LONG, rid=rid, return_logprob=True)
+        for rid in ("a0", "a1")
+    ]
+    subject.server.post("/abort_request", {"rid": "nobody"})
+    subject.server.post("/abort_request", {"rid": "a0"})
+    reply = calls[0].result()
+    subject.server.post("/abort_request", {"abort_all": True})
+    other = calls[1].result()
+    for one in (reply, other):
+        meta = one["meta_info"]
+        assert meta["finish_reason"]["type"] == "abort"
+        assert meta["finish_reason"]["message"] == "Aborted"
+        count = len(one["output_ids"])
+        assert 0 < count < 400
+        assert [entry[1] for entry in meta["output_token_logprobs"]] == one["output_ids"]
+    assert reply["output_ids"] == greedy(subject.checkpoint, [9], len(reply["output_ids"]))
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+def test_pause_holds_everything_until_continue(subject, mode):
+    ids = [8, 8, 9]
+    with ThreadPoolExecutor() as pool:
+        running = Running(subject, input_ids=ids, sampling_params=LONG)
+        assert subject.server.post("/pause_generation", {"mode": mode})["status"] == "ok"
+        late = pool.submit(generate, subject, input_ids=[7], sampling_params=GREEDY)
+        time.sleep(0.5)
+        assert not late.done()
+        assert running.done() == (mode == "abort")
+        if mode == "in_place":
+            assert "Flush cache failed" in control_refusal(subject, "/flush_cache", {})
+        elif mode == "retract":
+            subject.server.post("/flush_cache")
+        assert subject.server.post("/continue_generation")["status"] == "ok"
+        assert late.result()["output_ids"] == greedy(subject.checkpoint, [7], 12)
+        reply = running.result()
+    if mode == "abort":
+        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    else:
+        assert reply["output_ids"] == greedy(subject.checkpoint, ids, 400)
+
+
+def test_memory_is_released_when_idle_and_comes_back(subject):
+    flush(subject)
+    tags = ["kv_cache", "weights"]
+    assert subject.server.post("/release_memory_occupation", {"tags": tags}) is None
+    for tag in reversed(tags):
+        assert subject.server.post("/resume_memory_occupation", {"tags": [tag]}) is None
+    reply = generate(subject, input_ids=[4, 2], sampling_params=GREEDY)
+    assert reply["output_ids"] == greedy(subject.checkpoint, [4, 2], 12)
+
+
+def test_control_routes_need_the_key_and_reading_routes_do_not(subject):
+    for route in (
+        "/abort_request",
+        "/pause_generation",
+        "/continue_generation",
+        "/flush_cache",
+        "/weights_checker",
+        "/update_weights_from_disk",
+        "/release_memory_occupation",
+    ):
+        for token in (None, "wrong"):
+            with pytest.raises(HttpError) as error:
+                post_json(f"{subject.server.url}{route}", {}, token=token)
+            assert error.value.status == 401, route
+    for route in ("/health", "/health_generate", "/model_info", "/v1/models"):
+        get_json(f"{subject.server.url}{route}")
+    with pytest.raises(HttpError, match="status 404"):
+        subject.server.post("/no_such_route")
+
+
+def test_information(subject):
+    model = subject.server.get("/model_info")
+    assert model["model_path"] == str(subject.checkpoint)
+    assert model["tokenizer_path"] == str(subject.checkpoint)
+    assert model["weight_version"] == LABEL
+    assert model["is_generation"] is True
+    server = subject.server.get("/server_info")
+    assert server["model_path"] == str(subject.checkpoint)
+    assert isinstance(server["version"], str)
+    assert subject.server.get("/v1/models")["data"][0]["max_model_len"] == 512
+
+
+def test_the_log_prob_of_a_given_token(subject):
+    skip_where_different(subject, "token_ids_logprob")
+    ids, token = [3, 1, 4], 15
+    reply = generate(
+        subject,
+        input_ids=ids,
+        sampling_params={"temperature": 0.7, "max_new_tokens": 1},
+        return_logprob=True,
+        token_ids_logprob=[token],
+    )
+    [[[value, found, _]]] = reply["meta_info"]["output_token_ids_logprobs"]
+    assert found == token
+    assert abs(value - log_probs(subject.checkpoint, ids, 0.7)[-1, token]) < 1e-4

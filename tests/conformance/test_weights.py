@@ -1,0 +1,174 @@
+"""Weight updates by every transport, with the code trainers send them with, to both engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.backends.weight_sync.disk import DiskTransport
+from slime.backends.weight_sync.distributed import DistributedTransport
+from slime.backends.weight_sync.sglang_tensor import SGLangTensorTransport
+from slime.backends.weight_sync.sync import WeightSync
+from slime.backends.weight_sync.tensor import TensorTransport
+from slime.ray.probe_check import check_probe
+from slime.utils.errors import WeightMismatchError
+from slime.utils.reports import Probe
+from tests.conformance.calls import (
+    GREEDY,
+    LONG,
+    Running,
+    control_refusal,
+    flush,
+    generate,
+)
+from tests.conformance.conftest import LABEL, Subject
+from tests.conformance.differences import skip_where_different
+from tests.conformance.reference import greedy, log_probs
+from tests.engines import TOKEN
+
+IDS = [10, 20, 30]
+CPU = torch.device("cpu")
+
+
+def transport(name: str, subject: Subject, folder: Path):
+    if name == "disk":
+        return DiskTransport(folder, subject.checkpoint)
+    if name == "distributed":
+        return DistributedTransport(host="127.0.0.1", backend="gloo")
+    return (SGLangTensorTransport if subject.kind == "sglang" else TensorTransport)(CPU)
+
+
+def buckets(checkpoint: Path, size: int = 5):
+    tensors = list(load_file(checkpoint / "model.safetensors").items())
+    return [tensors[start : start + size] for start in range(0, len(tensors), size)]
+
+
+def restore(subject: Subject) -> None:
+    """Back to the weights and the version every other test expects."""
+    body = {"model_path": str(subject.checkpoint), "weight_version": LABEL}
+    assert subject.server.post("/update_weights_from_disk", body)["success"]
+    subject.server.post("/continue_generation")
+
+
+@pytest.fixture
+def updated(subject: Subject):
+    yield subject
+    restore(subject)
+
+
+@pytest.mark.parametrize("name", ["tensor", "distributed", "disk"])
+def test_every_transport_brings_new_weights_and_proves_it(
+    updated, other_checkpoint, tmp_path, name
+):
+    subject = updated
+    sync = WeightSync(transport(name, subject, tmp_path), token=TOKEN)
+    for version, checkpoint in (
+        (7, other_checkpoint),
+        (8, subject.checkpoint),
+        (9, other_checkpoint),
+    ):
+        prompt = list(range(60, 90))
+        generate(subject, input_ids=prompt, sampling_params=GREEDY)  # leaves a prefix in the cache
+        report = sync.update(buckets(checkpoint), [subject.info], version)
+        assert report.num_buckets == len(buckets(checkpoint))
+        reply = generate(subject, input_ids=prompt, sampling_params=GREEDY)
+        assert reply["output_ids"] == greedy(checkpoint, prompt, 12)
+        assert reply["meta_info"]["cached_tokens"] == 0
+        assert reply["meta_info"]["weight_version"] == str(version)
+
+
+@pytest.mark.parametrize("name", ["tensor", "distributed", "disk"])
+def test_a_tensor_that_is_not_what_was_sent_stops_the_run(
+    updated, other_checkpoint, tmp_path, name
+):
+    """The engine gets all but one tensor: it keeps the old one, and its sums say so."""
+    subject = updated
+    sync = WeightSync(transport(name, subject, tmp_path), token=TOKEN)
+    missing = "model.layers.1.mlp.down_proj.weight"
+    incomplete = [
+        [(key, tensor) for key, tensor in bucket if key != missing]
+        for bucket in buckets(other_checkpoint)
+    ]
+    if name == "disk":
+        with pytest.raises(Exception, match=r"down_proj|missing|not"):
+            sync.update(incomplete, [subject.info], 3)
+        return
+    with pytest.raises(WeightMismatchError, match="down_proj"):
+        sync.update(incomplete, [subject.info], 3)
+
+
+def test_a_request_under_way_sees_two_whole_versions(updated, other_checkpoint, tmp_path):
+    subject = updated
+    sync = WeightSync(transport("distributed", subject, tmp_path), token=TOKEN)
+    sync.update(
+        buckets(subject.checkpoint), [subject.info], 3
+    )  # the group forms: the next is quick
+    params = {**LONG, "max_new_tokens": 500}
+    running = Running(subject, input_ids=IDS, sampling_params=params, return_logprob=True)
+    sync.update(buckets(other_checkpoint), [subject.info], 4)
+    reply = running.result()
+    first, second = reply["meta_info"]["weight_versions"]
+    assert (first["version"], second["version"]) == ("3", "4")
+    assert first["start"] == 0 and first["end"] == second["start"] and second["end"] == 500
+    # Tokens after the update are those of the new weights alone, computed on the whole sequence.
+    output, cut = reply["output_ids"], first["end"]
+    assert output[:cut] == greedy(subject.checkpoint, IDS, cut)
+    expected = log_probs(other_checkpoint, IDS + output)
+    for place in range(cut + 1, min(cut + 20, 500)):
+        value, token, _ = reply["meta_info"]["output_token_logprobs"][place]
+        assert abs(value - expected[len(IDS) + place - 1, token]) < 1e-4
+
+
+def test_the_rules_of_a_session(subject):
+    body = {"names": [], "dtypes": [], "shapes": [], "group_name": "none"}
+    text = control_refusal(subject, "/update_weights_from_distributed", body)
+    assert "begin_weight_update" in text
+    assert subject.server.post("/begin_weight_update")["success"]
+    assert "already open" in control_refusal(subject, "/begin_weight_update", {})
+    assert subject.server.post("/end_weight_update")["success"]
+    control_refusal(subject, "/end_weight_update", {})
+
+
+def test_a_checkpoint_that_is_not_there_changes_nothing(subject):
+    flush(subject)
+    body = {"model_path": "/no/such/checkpoint", "weight_version": "99"}
+    control_refusal(subject, "/update_weights_from_disk", body)
+    reply = generate(subject, input_ids=IDS, sampling_params=GREEDY)
+    assert reply["output_ids"] == greedy(subject.checkpoint, IDS, 12)
+    assert reply["meta_info"]["weight_version"] == LABEL
+
+
+def test_the_checksums_follow_the_weights(updated, other_checkpoint):
+    subject = updated
+
+    def sums() -> dict[str, str]:
+        return subject.server.post("/weights_checker", {"action": "checksum"})["ranks"][0][
+            "checksums"
+        ]
+
+    before = sums()
+    assert sums() == before
+    subject.server.post("/update_weights_from_disk", {"model_path": str(other_checkpoint)})
+    after = sums()
+    assert after.keys() == before.keys()
+    changed = {name for name in after if after[name] != before[name]}
+    assert "model.embed_tokens.weight" in changed and "model.norm.weight" not in changed
+
+
+def test_a_probe_tells_right_weights_from_wrong_ones(subject, other_checkpoint):
+    skip_where_different(subject, "token_ids_logprob")
+    tokens = (5, 9, 100, 7, 33, 200, 64, 12, 90)
+
+    def probe(checkpoint: Path) -> Probe:
+        table = log_probs(checkpoint, list(tokens), 0.7)
+        values = [float(table[place, token]) for place, token in enumerate(tokens[1:])]
+        return Probe(
+            tokens=tokens, log_probs=tuple(values), temperature=0.7, tolerance=0.002
+        )  # fmt: skip
+
+    check_probe(subject.info, probe(subject.checkpoint))
+    with pytest.raises(WeightMismatchError, match=subject.info.url):
+        check_probe(subject.info, probe(other_checkpoint))

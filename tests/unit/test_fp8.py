@@ -1,0 +1,162 @@
+"""8-bit weights against a loop over elements, and the tool that writes checkpoints of them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.backends.weight_sync.sync import WeightSync
+from slime.utils.errors import UserError
+from slime.utils.fp8 import FP8, Fp8Format, declaration, dequantize, format_of, quantize
+from slime.utils.fp8_checkpoint import convert_to_fp8
+from tests.fakes import FakeEngine
+from tests.tiny import make_tiny_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = Fp8Format(strategy="block", block=(2, 3))
+FORMATS = [SMALL, Fp8Format(strategy="channel"), Fp8Format(strategy="tensor")]
+
+
+def part(layout: Fp8Format, row: int, column: int) -> tuple[int, int]:
+    """Which scale an element has."""
+    if layout.strategy == "block":
+        return row // layout.block[0], column // layout.block[1]
+    return (row, 0) if layout.strategy == "channel" else (0, 0)
+
+
+@pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.strategy)
+def test_against_a_loop_over_elements(layout):
+    matrix = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)) * 3
+    matrix[0] = 0
+    matrix[1, :3] = 0
+    largest: dict[tuple[int, int], float] = {}
+    for row in range(5):
+        for column in range(7):
+            place = part(layout, row, column)
+            largest[place] = max(largest.get(place, 0.0), abs(matrix[row, column].item()))
+    values, scale = quantize(matrix, layout)
+    assert values.dtype == FP8 and scale.dtype == torch.float32
+    for row in range(5):
+        for column in range(7):
+            place = part(layout, row, column)
+            one = scale[place] if scale.ndim else scale
+            top = torch.tensor(largest[place])
+            assert one == (top / 448 if top > 0 else 1.0)
+            assert values[row, column].float() == (matrix[row, column] / one).to(FP8).float()
+    back = dequantize(values, scale, layout)
+    for row in range(5):
+        for column in range(7):
+            top = largest[part(layout, row, column)]
+            bound = max(
+                abs(matrix[row, column].item()) / 16, top / 448 / 2**9
+            )  # 3 bits of mantissa
+            assert abs(back[row, column] - matrix[row, column]) <= bound * 1.001
+
+
+@pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.strategy)
+def test_a_config_says_which_layout_it_is(layout):
+    config = json.loads(json.dumps({"quantization_config": declaration(layout, ["lm_head"])}))
+    found = format_of(config)
+    assert found is not None and found.strategy == layout.strategy
+    assert layout.strategy != "block" or found.block == layout.block
+    assert format_of({}) is None
+    assert format_of({"quantization_config": {"quant_method": "awq"}}) is None
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return make_tiny_checkpoint(
+        tmp_path / "bf16", "qwen3_moe", dtype=torch.bfloat16, hidden_size=96, intermediate_size=160
+    )
+
+
+def test_the_tool_writes_a_checkpoint_and_goes_on_where_it_stopped(model, tmp_path):
+    target = tmp_path / "fp8"
+    command = [sys.executable, str(ROOT / "tools/convert_hf_to_fp8.py"), "--model-dir", str(model)]
+    command += ["--save-dir", str(target), "--strategy", "block", "--block-size", "64", "64"]
+    command += ["--max-workers", "2"]
+    first = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.splitlines() == ["1/1 model.safetensors"]
+    config = json.loads((target / "config.json").read_text())
+    layout = Fp8Format(strategy="block", block=(64, 64))
+    assert format_of(config) == layout
+    kept = config["quantization_config"]["modules_to_not_convert"]
+    assert "lm_head" in kept and "model.layers.0.mlp.gate" in kept
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, target))
+    for name, tensor in before.items():
+        if name.endswith("_proj.weight"):
+            values, scale = quantize(tensor, layout)
+            assert torch.equal(after[name].view(torch.uint8), values.view(torch.uint8))
+            assert torch.equal(after[f"{name}_scale_inv"], scale)
+        else:
+            assert torch.equal(after[name], tensor)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(after)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 1 and "is not empty" in again.stderr
+
+
+def test_an_interrupted_conversion_is_continued_only_as_it_began(model, tmp_path):
+    target, layout = tmp_path / "fp8", Fp8Format(strategy="channel")
+    convert_to_fp8(model, target, layout)
+    (target / "config.json").unlink()  # as if it had been stopped before the end
+    (target / "fp8_conversion.json").write_text(
+        json.dumps({"strategy": "channel", "block": [128, 128]})
+    )
+    written = (target / "model.safetensors").stat().st_mtime_ns
+    said: list[str] = []
+    with pytest.raises(UserError, match="part of a conversion"):
+        convert_to_fp8(model, target, Fp8Format(strategy="tensor"))
+    convert_to_fp8(model, target, layout, say=said.append)
+    assert said == ["1 of 1 files are there from an earlier conversion"]
+    assert (target / "model.safetensors").stat().st_mtime_ns == written
+    assert (target / "config.json").exists()
+
+
+def test_a_model_that_is_in_fp8_already_is_refused(model, tmp_path):
+    convert_to_fp8(model, tmp_path / "fp8", SMALL)
+    with pytest.raises(UserError, match="already"):
+        convert_to_fp8(tmp_path / "fp8", tmp_path / "again", SMALL)
+
+
+class Recorded:
+    """A transport that keeps what it was given."""
+
+    shares_device = False
+
+    def __init__(self):
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def open(self, engines, version): ...
+
+    def send(self, bucket):
+        self.tensors.update(bucket.tensors)
+
+    def finish(self): ...
+
+    def close(self): ...
+
+
+@pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.strategy)
+def test_what_an_update_sends_is_what_the_tool_writes(model, tmp_path, layout):
+    convert_to_fp8(model, tmp_path / "fp8", layout)
+    offline = load_file(tmp_path / "fp8" / "model.safetensors")
+    transport, engine = Recorded(), FakeEngine({}, token="t")
+    engine.version = "1"
+    try:
+        sync = WeightSync(transport, token="t", verify=False, fp8=layout)
+        tensors = list(load_file(model / "model.safetensors").items())
+        sync.update([tensors[:9], tensors[9:]], [engine.info], 1)
+    finally:
+        engine.close()
+    assert transport.tensors.keys() == offline.keys()
+    for name, tensor in offline.items():
+        sent = transport.tensors[name]
+        assert sent.dtype == tensor.dtype and sent.shape == tensor.shape
+        bits = torch.uint8 if tensor.dtype == FP8 else tensor.dtype
+        assert torch.equal(sent.view(bits), tensor.view(bits))
