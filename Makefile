@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := dev,parquet,tensorboard,wandb
+EXTRAS := dev,megatron,parquet,tensorboard,wandb
 PINS := pyproject.toml constraints.txt tools/install.sh
 CHECKED := slime tests tools benchmarks examples train.py
 
