@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from slime.backends.megatron_utils.layers.value_head import ValueHead
+from slime.backends.megatron_utils.optimizer_state import load_optimizer_state, optimizer_state
 from slime.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class Checkpointer:
         for key, chunk in _by_key(chunks).items():
             chunk.load_state_dict(loaded[key], strict=not headless)
         if with_optimizer is not None:
-            with_optimizer.inner.load_state_dict(loaded["optimizer"])
+            load_optimizer_state(with_optimizer.inner, loaded["optimizer"], facts.num_steps)
         return facts
 
 
@@ -148,8 +149,8 @@ def _state(chunks: Chunks, optimizer: MegatronAdamW | None, *, is_loading: bool)
         for key, chunk in _by_key(chunks).items()
     }
     if optimizer is not None:
-        state["optimizer"] = optimizer.inner.sharded_state_dict(
-            dict(state), is_loading=is_loading, metadata=dict(_METADATA)
+        state["optimizer"] = optimizer_state(
+            optimizer.inner, dict(state), _METADATA, is_loading=is_loading
         )
     return state
 
