@@ -9,7 +9,7 @@ from slime.rollout.base_types import DynamicFilterOutput
 from slime.rollout.rm_hub import async_rm
 from slime.rollout.samples import clone_sample
 from slime.rollout.sglang_rollout import generate
-from slime.utils.types import Status
+from slime.utils.types import Sample, Status
 
 seen: list[object] = []  # what hooks want tests to know; tests clear it
 
@@ -133,3 +133,14 @@ def remove_long(args, groups):
 
 def note_all_groups(args, all_groups, data_source):
     seen.append(("all", [group[0].group_index for group in all_groups], len(data_source)))
+
+
+async def reward_blocks_its_loop(args, sample):
+    time.sleep(0.4)
+    return 1.0
+
+
+async def reward_by_the_engine(args, sample):
+    judge = Sample(prompt=f"grade {sample.response}=", index=sample.index)
+    judge = await generate(args, judge, {"max_new_tokens": 8})
+    return float(judge.response)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from slime.rollout import base_types as rollout
 from slime.rollout.rm_hub.types import BOXED, check_rm_type
+from slime.rollout.sandbox import check_isolation
 from slime.utils import hook_types as trainer
 from slime.utils.errors import ConfigError
 from slime.utils.load_function import load_class, load_function
@@ -79,6 +80,8 @@ def _check_rewards(args: Args) -> None:
         if rm_type is None or custom_path is not None:
             continue
         check_rm_type(rm_type, where)
+        if rm_type.removeprefix(BOXED) == "code" and not args.allow_unsandboxed_code:
+            check_isolation()
         if rm_type == "remote_rm" and not args.rm_url:
             raise ConfigError(f"{where} remote_rm needs the address of the service: --rm-url")
         if rm_type.removeprefix(BOXED) == "dapo" and key is None:

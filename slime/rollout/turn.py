@@ -12,6 +12,7 @@ from slime.rollout.samples import clone_sample
 from slime.rollout.sampling import SamplingParams, hash32
 from slime.utils.data import encode_prompt
 from slime.utils.errors import UserError
+from slime.utils.http import on_main_loop
 from slime.utils.tokenizer import load_tokenizer
 from slime.utils.types import Sample, Status
 
@@ -52,7 +53,7 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
             sample.status = Status.TRUNCATED
             return sample
         before = clone_sample(sample)
-        reply = await current_pool().generate(payload, session_id=_session(sample))
+        reply = await on_main_loop(current_pool().generate(payload, session_id=_session(sample)))
         _append(args, sample, reply)
         if sample.status != Status.ABORTED or run is None or run.aborting:
             return sample

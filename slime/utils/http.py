@@ -22,7 +22,7 @@ T = TypeVar("T")
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
     weakref.WeakKeyDictionary()
 )
-_loop: asyncio.AbstractEventLoop | None = None
+_loops: dict[str, asyncio.AbstractEventLoop] = {}  # by the name of their thread
 _loop_lock = threading.Lock()
 # Not the loop's default executor: that one resolves host names, which must not wait for user code.
 _threads = ThreadPoolExecutor(max_workers=32, thread_name_prefix="slime-hook")
@@ -38,14 +38,29 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-def background_loop() -> asyncio.AbstractEventLoop:
-    global _loop
+def background_loop(name: str = "slime-http") -> asyncio.AbstractEventLoop:
     with _loop_lock:
-        if _loop is None or _loop.is_closed():
-            _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="slime-http", daemon=True).start()
-            atexit.register(_close, _loop)
-        return _loop
+        loop = _loops.get(name)
+        if loop is None or loop.is_closed():
+            loop = _loops[name] = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
+            atexit.register(_close, loop)
+        return loop
+
+
+async def elsewhere(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await user code on a second loop, which it may block without holding up the first."""
+    loop = background_loop("slime-rewards")
+    if loop is asyncio.get_running_loop():
+        return await coroutine
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
+
+
+async def on_main_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await, also from the second loop, what belongs to the first: the engines and their slots."""
+    if asyncio.get_running_loop() is not _loops.get("slime-rewards"):
+        return await coroutine
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop()))
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:

@@ -257,7 +257,6 @@ def test_later_holds_for_defaults_and_for_dry_runs():
         message = refusal(train_backend=None, dry_run=dry_run)
         assert "--train-backend megatron" in message and "--train-backend fsdp" in message
     assert "reasoning-gym" in refusal(prompt_data=["reasoning-gym:leg_counting"])
-    assert "gpqa" in refusal(rm_type="boxed_gpqa")
 
 
 def test_a_dry_run_warns_about_what_this_machine_lacks(tmp_path):

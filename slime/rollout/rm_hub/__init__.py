@@ -8,11 +8,22 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from slime.rollout.base_types import GroupRewardFunction, RewardFunction
-from slime.rollout.rm_hub import dapo, deepscaler, f1, math_boxed, random_rm, remote_rm
+from slime.rollout.rm_hub import (
+    code,
+    dapo,
+    deepscaler,
+    f1,
+    gpqa,
+    ifbench,
+    math_boxed,
+    random_rm,
+    remote_rm,
+)
 from slime.rollout.rm_hub.boxed import last_boxed
 from slime.rollout.rm_hub.types import BOXED, check_rm_type
+from slime.utils.arguments import Args
 from slime.utils.errors import ConfigError
-from slime.utils.http import gather, in_thread
+from slime.utils.http import elsewhere, gather, in_thread
 from slime.utils.load_function import is_async, load_function
 from slime.utils.types import Sample
 
@@ -81,25 +92,33 @@ def _custom_path(args: RewardArgs, sample: Sample) -> tuple[str | None, str]:
 
 
 async def _grade(args: RewardArgs, sample: Sample, rm_type: str) -> Reward:
+    """Whatever computes for long does so in a thread or a process: generation waits for nobody."""
     base = rm_type.removeprefix(BOXED)
     if base != rm_type:
         sample = replace(sample, response=last_boxed(sample.response) or "")
+    response, label = sample.response, sample.label
     if base == "math":
-        return await math_boxed.grade(sample.response, sample.label)
+        return await math_boxed.grade(response, label)
     if base == "deepscaler":
-        return await deepscaler.grade(sample.response, sample.label)
-    if base == "dapo":
-        return dapo.grade(sample.response, sample.label)
+        return await deepscaler.grade(response, label)
+    if base == "code":
+        allowed = isinstance(args, Args) and args.allow_unsandboxed_code
+        return await code.grade(sample, isolate=not allowed)
+    if base == "remote_rm":
+        return await remote_rm.grade(sample, args.rm_url)
     if base == "f1":
-        return await in_thread(f1.grade, sample.response, sample.label)
-    if base == "random":
-        return random_rm.grade(sample)
-    return await remote_rm.grade(sample, args.rm_url)
+        return await in_thread(f1.grade, response, label)
+    if base == "gpqa":
+        return await in_thread(gpqa.grade, response, label, sample.metadata)
+    if base == "ifbench":
+        return await in_thread(ifbench.grade, sample)
+    return dapo.grade(response, label) if base == "dapo" else random_rm.grade(sample)
 
 
 async def _call(fn: Any, args: RewardArgs, samples: Sample | list[Sample]) -> Any:
-    """Async functions run on the event loop, plain ones in a thread, where they hold up nobody."""
-    call = fn(args, samples) if is_async(fn) else in_thread(fn, args, samples)
+    """Async functions run on an event loop of their own, plain ones in a thread: slow ones, and those
+    that block, hold up other rewards at most, never the generation."""
+    call = elsewhere(fn(args, samples)) if is_async(fn) else in_thread(fn, args, samples)
     task = asyncio.ensure_future(call)
     try:
         done, _ = await asyncio.wait([task], timeout=CUSTOM_TIME_LIMIT_S)

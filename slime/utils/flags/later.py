@@ -21,9 +21,6 @@ LATER: dict[str, str] = {
 
 # These values of a flag are refused, also where the value is the flag's default.
 LATER_VALUES: dict[tuple[str, str], str] = {
-    ("rm_type", "gpqa"): "use --custom-rm-path with a function of your own",
-    ("rm_type", "ifbench"): "use --custom-rm-path with a function of your own",
-    ("rm_type", "code"): "use --custom-rm-path with a function of your own",
 }
 
 

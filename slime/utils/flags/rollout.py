@@ -146,6 +146,11 @@ class Reward:
     eval_reward_key: str | None = flag(None, "the same for evaluations; default: --reward-key")
     group_rm: bool = flag(False, "score a group at a time")
     rm_url: str | None = flag(None, "address that remote_rm posts to")
+    allow_unsandboxed_code: bool = flag(
+        False,
+        "run programs of the model (--rm-type code) also where the system allows no namespaces, "
+        "with limits of time and memory only",
+    )
     custom_rm_path: str | None = flag(
         None, "async fn(args, sample) -> reward; with --group-rm fn(args, samples) -> list"
     )

@@ -1,0 +1,252 @@
+"""The verifiable instructions of IFEval, one small function each: does the response follow it?"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from slime.utils.errors import UserError
+
+INSTRUCTIONS: dict[str, Callable[..., bool]] = {}
+
+
+def instruction(name: str) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
+    def register(check: Callable[..., bool]) -> Callable[..., bool]:
+        INSTRUCTIONS[name] = check
+        return check
+
+    return register
+
+
+# ---- words
+
+
+@instruction("keywords:existence")
+def has_keywords(text: str, keywords: list[str]) -> bool:
+    return all(_count(word, text) for word in keywords)
+
+
+@instruction("keywords:frequency")
+def keyword_frequency(text: str, keyword: str, frequency: int, relation: str = "at least") -> bool:
+    return _compare(_count(keyword, text), frequency, relation)
+
+
+@instruction("keywords:forbidden_words")
+def no_forbidden_words(text: str, forbidden_words: list[str]) -> bool:
+    return not any(
+        re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words
+    )
+
+
+@instruction("keywords:letter_frequency")
+def letter_frequency(
+    text: str, letter: str, let_frequency: int, let_relation: str = "at least"
+) -> bool:
+    return _compare(text.lower().count(letter.lower()), let_frequency, let_relation)
+
+
+# ---- language and case
+
+
+@instruction("language:response_language")
+def response_language(text: str, language: str) -> bool:
+    return _language(text) in (language, None)
+
+
+@instruction("change_case:english_capital")
+def english_capital(text: str) -> bool:
+    return text.isupper() and _language(text) in ("en", None)
+
+
+@instruction("change_case:english_lowercase")
+def english_lowercase(text: str) -> bool:
+    return text.islower() and _language(text) in ("en", None)
+
+
+@instruction("change_case:capital_word_frequency")
+def capital_word_frequency(
+    text: str, capital_frequency: int, capital_relation: str = "at least"
+) -> bool:
+    words = [word for word in re.findall(r"[\w'-]+", text) if word.isupper()]
+    return _compare(len(words), capital_frequency, capital_relation)
+
+
+# ---- lengths
+
+
+@instruction("length_constraints:number_sentences")
+def number_sentences(text: str, num_sentences: int, relation: str = "at least") -> bool:
+    return _compare(len(sentences(text)), num_sentences, relation)
+
+
+@instruction("length_constraints:number_words")
+def number_words(text: str, num_words: int, relation: str = "at least") -> bool:
+    return _compare(len(re.findall(r"\w+", text)), num_words, relation)
+
+
+@instruction("length_constraints:number_paragraphs")
+def number_paragraphs(text: str, num_paragraphs: int) -> bool:
+    """Paragraphs with the markdown divider `***` between them."""
+    parts = re.split(r"\s?\*\*\*\s?", text)
+    inner = parts[1:-1] if len(parts) > 1 else []
+    return all(part.strip() for part in inner) and num_paragraphs == sum(
+        bool(part.strip()) for part in parts
+    )
+
+
+@instruction("length_constraints:nth_paragraph_first_word")
+def nth_paragraph_first_word(
+    text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
+) -> bool:
+    """Paragraphs with two line breaks between them, counted from 1."""
+    paragraphs = [part.strip() for part in re.split(r"\n\n", text) if part.strip()]
+    if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= len(paragraphs):
+        return False
+    found = re.match(r"[\"'(*_]*([^\s.,?!'\")*_]+)", paragraphs[nth_paragraph - 1])
+    return found is not None and found[1].lower() == first_word.lower()
+
+
+# ---- content
+
+
+@instruction("detectable_content:number_placeholders")
+def number_placeholders(text: str, num_placeholders: int) -> bool:
+    return len(re.findall(r"\[[^\[\]]*\]", text)) >= num_placeholders
+
+
+@instruction("detectable_content:postscript")
+def postscript(text: str, postscript_marker: str) -> bool:
+    loose = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    pattern = loose.get(postscript_marker, re.escape(postscript_marker))
+    return re.search(rf"^\s*{pattern}", text, re.IGNORECASE | re.MULTILINE) is not None
+
+
+# ---- format
+
+
+@instruction("detectable_format:number_bullet_lists")
+def number_bullet_lists(text: str, num_bullets: int) -> bool:
+    return len(re.findall(r"^\s*(?:\*[^*\n]|-).*$", text, re.MULTILINE)) == num_bullets
+
+
+@instruction("detectable_format:constrained_response")
+def constrained_response(text: str) -> bool:
+    return any(f"My answer is {word}." in text for word in ("yes", "no", "maybe"))
+
+
+@instruction("detectable_format:number_highlighted_sections")
+def number_highlighted_sections(text: str, num_highlights: int) -> bool:
+    """`*so*` or `**so**`."""
+    double = re.findall(r"\*\*([^\n*]+)\*\*", text)
+    single = re.findall(r"(?<!\*)\*([^\n*]+)\*(?!\*)", text)
+    return sum(bool(part.strip()) for part in [*double, *single]) >= num_highlights
+
+
+@instruction("detectable_format:multiple_sections")
+def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
+    pattern = rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?"
+    return len(re.split(pattern, text)) - 1 >= num_sections
+
+
+@instruction("detectable_format:json_format")
+def json_format(text: str) -> bool:
+    bare = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.IGNORECASE)
+    try:
+        json.loads(bare)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+@instruction("detectable_format:title")
+def title(text: str) -> bool:
+    """`<<so>>`"""
+    return any(part.strip("<> ") for part in re.findall(r"<<[^\n]+?>>", text))
+
+
+# ---- combinations
+
+
+@instruction("combination:two_responses")
+def two_responses(text: str) -> bool:
+    """Two different responses with six stars between them."""
+    parts = [part.strip() for part in text.split("******")]
+    if any(not part for part in parts[1:-1]):
+        return False
+    parts = [part for part in parts if part]
+    return len(parts) == 2 and parts[0] != parts[1]
+
+
+@instruction("combination:repeat_prompt")
+def repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+# ---- start, end, punctuation
+
+
+@instruction("startend:end_checker")
+def end_checker(text: str, end_phrase: str) -> bool:
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+@instruction("startend:quotation")
+def quotation(text: str) -> bool:
+    text = text.strip()
+    return len(text) > 1 and text[0] == '"' == text[-1]
+
+
+@instruction("punctuation:no_comma")
+def no_comma(text: str) -> bool:
+    return "," not in text
+
+
+# ---- parts
+
+_ABBREVIATION = re.compile(
+    r"\b(?:Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|Inc|Ltd|Co|vs|etc|e\.g|i\.e|No|Fig)\.|\b[A-Z]\.(?=\s?[A-Z])"
+    r"|(?<=\d)\.(?=\d)|\.(?=\w+\b)"
+)
+
+
+def sentences(text: str) -> list[str]:
+    """Cut behind `.`, `!`, `?` and their repetitions, except in abbreviations and numbers."""
+    held = _ABBREVIATION.sub(lambda match: match[0].replace(".", "\u2024"), text)
+    parts = re.split(r"(?<=[.!?])[\"')\]]*\s+|\n{2,}", held)
+    return [part for part in parts if re.search(r"\w", part)]
+
+
+def _count(word: str, text: str) -> int:
+    return len(re.findall(re.escape(word), text, re.IGNORECASE))
+
+
+def _compare(count: int, wanted: int, relation: str) -> bool:
+    if relation == "at least":
+        return count >= wanted
+    if relation == "less than":
+        return count < wanted
+    raise UserError(f"relation {relation!r}: expected 'at least' or 'less than'")
+
+
+def _language(text: str) -> str | None:
+    """A code such as "en"; None for text without a language, which counts as any."""
+    detect, failure = _detector()
+    try:
+        return detect(text)
+    except failure:
+        return None
+
+
+@cache
+def _detector() -> tuple[Callable[[str], str], Any]:
+    try:
+        import langdetect
+    except ImportError:
+        raise UserError(
+            "instructions about the language need langdetect: pip install 'slime[ifbench]'"
+        ) from None
+    langdetect.DetectorFactory.seed = 0
+    return langdetect.detect, langdetect.LangDetectException
