@@ -143,33 +143,40 @@ def test_what_a_rule_allows():
     make_args(tensor_model_parallel_size=None, qkv_format="thd")
 
 
+def megatron_flags(**overrides: object) -> dict[str, object]:
+    return {
+        "train_backend": "megatron",
+        "actor_num_gpus_per_node": 8,
+        "rollout_num_gpus": 1,
+        "num_layers": 8,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "ffn_hidden_size": 128,
+        "num_experts": 8,
+        **overrides,
+    }
+
+
 def megatron(**overrides: object) -> str:
-    """The refusal of a Megatron run; that it is not available comes last, when all else is right."""
-    return refusal(
-        train_backend="megatron",
-        actor_num_gpus_per_node=8,
-        rollout_num_gpus=1,
-        **{
-            "num_layers": 8,
-            "hidden_size": 64,
-            "num_attention_heads": 8,
-            "ffn_hidden_size": 128,
-            "num_experts": 8,
-            **overrides,
-        },
-    )
+    """The refusal of a Megatron run."""
+    return refusal(**megatron_flags(**overrides))
 
 
-def test_megatron_flags_that_fit_get_as_far_as_the_last_check(model):
-    for overrides in (
+@pytest.mark.parametrize(
+    "overrides",
+    [
         {},
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
         {"expert_model_parallel_size": 8, "context_parallel_size": 8},
         {"norm_epsilon": 1e-5, "rotary_base": 10000, "vocab_size": 99, "num_query_groups": 2},
         {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True},
-    ):
-        message = megatron(hf_checkpoint=model, **overrides)
-        assert "add --train-backend fsdp" in message, message
+        {"pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 1},
+        dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")),
+    ],
+)
+def test_megatron_flags_that_fit(model, overrides):
+    args = make_args(**megatron_flags(hf_checkpoint=model, **overrides))
+    assert args.train_backend == "megatron"
 
 
 @pytest.mark.parametrize(
@@ -192,6 +199,21 @@ def test_megatron_flags_that_fit_get_as_far_as_the_last_check(model):
         ),
         ({"expert_model_parallel_size": 16}, ["--expert-model-parallel-size 16"]),
         (
+            {"pipeline_model_parallel_size": 8, "tensor_model_parallel_size": 8},
+            ["64", "8 training"],
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 3},
+            ["--num-layers-per-virtual-pipeline-stage 3", "6 does not divide the 8 layers"],
+        ),
+        ({"sequence_parallel": True}, ["--sequence-parallel", "--tensor-model-parallel-size is 1"]),
+        ({"moe_enable_deepep": True}, ["deep_ep", "alltoall"]),
+        ({"moe_grouped_gemm": True}, ["TransformerEngine"]),
+        (
+            {"context_parallel_size": 2, "use_tis": True, "custom_tis_function_path": "a.b"},
+            ["--custom-tis-function-path", "--context-parallel-size 2"],
+        ),
+        (
             {"use_precision_aware_optimizer": True},
             ["--optimizer-cpu-offload", "TransformerEngine"],
         ),
@@ -210,16 +232,10 @@ def test_megatron_flags_that_do_not_fit(model, overrides, words):
     assert all(word in message for word in words), message
 
 
-def test_megatron_defaults_that_disagree_with_the_model(tmp_path):
-    changed = {
-        "rope_theta": None,
-        "rope_parameters": {"rope_theta": 1e6},
-        "tie_word_embeddings": False,
-    }
-    (tmp_path / "config.json").write_text(json.dumps({**MODEL, **changed}))
-    assert "--rotary-base 1e+06" in megatron(hf_checkpoint=tmp_path)
-    message = megatron(hf_checkpoint=tmp_path, rotary_base=1e6)
-    assert "add --untie-embeddings-and-output-weights" in message
+def test_a_tied_model_cannot_be_untied(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, "tie_word_embeddings": True}))
+    message = megatron(hf_checkpoint=tmp_path, untie_embeddings_and_output_weights=True)
+    assert "leave out --untie-embeddings-and-output-weights" in message
 
 
 def test_heads_and_experts_that_the_parallel_sizes_do_not_divide(tmp_path):
@@ -231,6 +247,23 @@ def test_heads_and_experts_that_the_parallel_sizes_do_not_divide(tmp_path):
     assert "--tensor-model-parallel-size 4 does not divide --num-attention-heads 6" in message
     message = megatron(**fits, expert_model_parallel_size=4)
     assert "--expert-model-parallel-size 4 does not divide --num-experts 6" in message
+
+
+def test_layers_and_key_heads_that_the_parallel_sizes_do_not_divide(tmp_path):
+    odd = {"num_hidden_layers": 6, "num_key_value_heads": 3, "num_attention_heads": 12}
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, **odd}))
+    fits = {"num_layers": None, "num_attention_heads": None, "hf_checkpoint": tmp_path}
+    message = megatron(**fits, pipeline_model_parallel_size=4)
+    assert "--pipeline-model-parallel-size 4 does not divide the 6 layers" in message
+    message = megatron(**fits, tensor_model_parallel_size=4)
+    assert "the 3 key heads" in message
+
+
+def test_experts_spread_where_there_are_none(tmp_path):
+    dense = {k: v for k, v in MODEL.items() if "experts" not in k}
+    (tmp_path / "config.json").write_text(json.dumps(dense))
+    message = megatron(hf_checkpoint=tmp_path, num_experts=None, expert_model_parallel_size=2)
+    assert "has no experts" in message
 
 
 _SOME_VALUE = {"bool": True, "int": 3, "float": 0.3, "str": "x"}
@@ -252,10 +285,7 @@ def test_later_values_are_known_and_refused(name, value):
     assert f"{option} {value} is not available in this version" in refusal(**{name: value})
 
 
-def test_later_holds_for_defaults_and_for_dry_runs():
-    for dry_run in (False, True):
-        message = refusal(train_backend=None, dry_run=dry_run)
-        assert "--train-backend megatron" in message and "--train-backend fsdp" in message
+def test_reasoning_gym_is_refused():
     assert "reasoning-gym" in refusal(prompt_data=["reasoning-gym:leg_counting"])
 
 

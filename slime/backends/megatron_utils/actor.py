@@ -45,6 +45,10 @@ from slime.backends.megatron_utils.model_config import (  # noqa: E402
 from slime.backends.megatron_utils.optimizer import MegatronAdamW  # noqa: E402
 from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
 from slime.backends.megatron_utils.passes import Passes, prepare_config  # noqa: E402
+from slime.backends.megatron_utils.update_weight import (  # noqa: E402
+    UpdateWeightFromDistributed,
+    UpdateWeightFromTensor,
+)
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
@@ -86,6 +90,9 @@ class MegatronTrainRayActor(TrainRayActor):
             self.ref = HostWeights(self.chunks)
         self._fill(checkpoint or first_weights(args, role))
         self.optimizer = MegatronAdamW(args, self.model, lr_schedule(args))
+        kinds = {"tensor": UpdateWeightFromTensor}
+        kind = kinds.get(args.update_weight_transport, UpdateWeightFromDistributed)
+        self._updater = kind(args, self.chunks)
         self._hook("custom_megatron_init_path", hook_types.MegatronInit, args)
         return 0 if checkpoint is None else self.load(checkpoint) + 1
 
@@ -219,15 +226,7 @@ class MegatronTrainRayActor(TrainRayActor):
         return self._checkpointer.load(path, self.chunks, self.optimizer).rollout_id
 
     def hf_buckets(self) -> Iterator[HFBucket]:
-        # Over shared memory every rank serves the engines on its own device, else rank 0 serves all.
-        keep = self.rank == 0 or self.args.update_weight_transport == "tensor"
-        return hf_buckets(
-            self.chunks,
-            self._weights,
-            self.args.update_weight_buffer_size,
-            dtype=serving_dtype(self.args),
-            keep=keep,
-        )
+        return self._updater.buckets()
 
     def export_hf(self, path: str) -> None:
         writes, dtype = self.rank == 0, serving_dtype(self.args)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from slime.utils.device import device_type
+from slime.utils.env import set_default_env
 
 _CPU = torch.device("cpu")
 _installed = False
@@ -105,7 +105,7 @@ def _answer_for_cuda() -> None:
 
 def _mend_megatron() -> None:
     # The compiler that megatron puts around small functions costs minutes on a CPU.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    set_default_env(TORCHDYNAMO_DISABLE="1")
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     import megatron.core.utils as utils

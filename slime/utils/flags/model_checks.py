@@ -36,6 +36,8 @@ def check_model(draft: Draft) -> None:
     check_against_config(draft, config)
     check_parallel(draft, config)
     check_precision_aware(draft)
+    check_hooks(draft)
+    check_packages(draft)
 
 
 def check_against_config(draft: Draft, config: dict[str, Any]) -> None:
@@ -76,6 +78,44 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
         )
     _check_divides(draft, config, "num_attention_heads", "tensor_model_parallel_size")
     _check_divides(draft, config, "num_experts", "expert_model_parallel_size")
+    _check_key_heads(draft, config)
+    _check_layers(draft, config)
+    if draft["sequence_parallel"] and tp == 1:
+        raise ConfigError(
+            "--sequence-parallel cuts sequences over tensor ranks and --tensor-model-parallel-size is 1: "
+            "leave one out or raise the other"
+        )
+    experts = draft["num_experts"] or _found(config, "num_experts")
+    if ep > 1 and experts is None and _found(config, "num_layers") is not None:
+        raise ConfigError(
+            f"--expert-model-parallel-size {ep}: the model of --hf-checkpoint has no experts"
+        )
+
+
+def check_hooks(draft: Draft) -> None:
+    """They see whole samples, which under context parallelism no rank holds."""
+    if draft["context_parallel_size"] == 1:
+        return
+    for name in _WHOLE_SAMPLES:
+        if draft[name] is not None:
+            raise ConfigError(
+                f"{option_of(name)} sees whole samples and --context-parallel-size "
+                f"{draft['context_parallel_size']} cuts them: leave one of them out"
+            )
+
+
+def check_packages(draft: Draft) -> None:
+    if not is_installed("megatron"):
+        draft.lacking("--train-backend megatron needs megatron-core: pip install 'slime[megatron]'")
+    if draft["moe_enable_deepep"] and not is_installed("deep_ep"):
+        draft.lacking(
+            "--moe-enable-deepep needs the package deep_ep: install it or leave the flag out, tokens then "
+            "travel by --moe-token-dispatcher-type alltoall"
+        )
+    if draft["moe_grouped_gemm"] and not is_installed("transformer_engine"):
+        draft.lacking(
+            "--moe-grouped-gemm needs TransformerEngine: install transformer-engine or leave it out"
+        )
 
 
 def check_precision_aware(draft: Draft) -> None:
@@ -94,11 +134,51 @@ def check_precision_aware(draft: Draft) -> None:
 
 
 _AXES = ("tensor_model", "pipeline_model", "context")
+_WHOLE_SAMPLES = (
+    "custom_tis_function_path",
+    "custom_pg_loss_reducer_function_path",
+    "custom_loss_function_path",
+)
+
+
+def _check_key_heads(draft: Draft, config: dict[str, Any]) -> None:
+    tp, heads = draft["tensor_model_parallel_size"], _found(config, "num_query_groups")
+    if heads is None or draft["multi_latent_attention"] or config.get("kv_lora_rank"):
+        return
+    if heads % tp and tp % heads:
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp} and the {heads} key heads of the model: one must divide "
+            "the other"
+        )
+
+
+def _check_layers(draft: Draft, config: dict[str, Any]) -> None:
+    layers = _found(config, "num_layers") if draft["num_layers"] is None else draft["num_layers"]
+    pp = draft["pipeline_model_parallel_size"]
+    uneven = (
+        draft["num_layers_in_first_pipeline_stage"] or draft["num_layers_in_last_pipeline_stage"]
+    )
+    if layers is None or pp == 1 or uneven or draft["pipeline_model_parallel_layout"]:
+        return
+    if layers % pp:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {pp} does not divide the {layers} layers: choose one that "
+            "does, or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+        )
+    per_stage = draft["num_layers_per_virtual_pipeline_stage"]
+    if per_stage and layers % (pp * per_stage):
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} x --pipeline-model-parallel-size {pp} "
+            f"= {pp * per_stage} does not divide the {layers} layers: choose one that does"
+        )
+
+
+def _found(config: dict[str, Any], name: str) -> Any:
+    return next((config[key] for key in _SAME[name] if config.get(key) is not None), None)
 
 
 def _check_divides(draft: Draft, config: dict[str, Any], name: str, size: str) -> None:
-    found = next((config[key] for key in _SAME[name] if config.get(key) is not None), None)
-    count = draft[name] if draft[name] is not None else found
+    count = draft[name] if draft[name] is not None else _found(config, name)
     if count is not None and count % draft[size]:
         raise ConfigError(
             f"{option_of(size)} {draft[size]} does not divide {option_of(name)} {count}: choose one "
