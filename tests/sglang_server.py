@@ -12,7 +12,7 @@ from typing import Any
 from slime.backends.sglang_utils.command import Node, server_command
 from slime.backends.sglang_utils.ports import find_ports
 from slime.backends.sglang_utils.readiness import wait_until_ready
-from slime.ray.server_process import ServerProcess
+from slime.backends.sglang_utils.process import ServerProcess
 from slime.utils.sglang_install import find_sglang
 from tests.args import make_args
 from tests.engines import TOKEN, EngineServer

@@ -14,8 +14,8 @@ import ray
 
 from slime.backends.sglang_utils.command import Node, server_command
 from slime.backends.sglang_utils.ports import Ports, find_ports, says_port_taken
+from slime.backends.sglang_utils.process import ServerProcess
 from slime.backends.sglang_utils.readiness import StartError, wait_until_ready
-from slime.ray.server_process import ServerProcess
 from slime.utils.arguments import Args
 from slime.utils.device import device_id, device_type
 from slime.utils.env import read_env
@@ -38,7 +38,7 @@ class EngineActor:
 
     def __init__(self, args: Args, index: int, rank: int = 0, count: int = 1):
         self.args, self.index = args, index
-        self.node = Node(host=_own_host(), rank=rank, count=count)
+        self.node = Node(host=own_host(), rank=rank, count=count)
         self.process: ServerProcess | None = None
         logs = Path(args.run_dir) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def engine_command(args: Args, *, host: str, port_file: Path) -> list[str]:
     return command
 
 
-def _own_host() -> str:
+def own_host() -> str:
     """The address of this node: loopback unless the cluster has others."""
     given = read_env().host_ip
     if given and _is_here(given):

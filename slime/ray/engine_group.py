@@ -8,9 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from slime.backends.sglang_utils.flush import flush_until_idle
+from slime.backends.sglang_utils.router import Router, make_router
+from slime.ray.engine_actor import own_host
 from slime.ray.engine_handle import EngineHandle
+from slime.ray.external_group import ExternalGroup
 from slime.ray.health import failed_engines
 from slime.utils.arguments import Args
+from slime.utils.errors import UserError
 from slime.utils.sync_http import post_json
 from slime.utils.types import EngineInfo
 
@@ -18,12 +22,21 @@ _CONTROL_TIMEOUT_S = 120
 _WORD_EVERY_S = 20.0
 
 
+def make_engine_group(
+    args: Args, options: list[list[dict[str, Any]]], *, token: str
+) -> EngineGroup | ExternalGroup:
+    return ExternalGroup(args) if args.rollout_external else EngineGroup(args, options, token=token)
+
+
 class EngineGroup:
     """`options`: for each engine Ray's options of each of its GPUs."""
 
     def __init__(self, args: Args, options: list[list[dict[str, Any]]], *, token: str):
         self.args, self.options, self.token = args, options, token
-        self.infos: list[EngineInfo] = []
+        self.unsynced: list[EngineInfo] = []  # started again, without the current weights so far
+        self.all: list[EngineInfo] = []
+        self._down: set[int] = set()  # could not be started again, so far
+        self._router: Router | None = None
         self._handles: list[EngineHandle] = []
         self._starting: list[Future[EngineInfo]] = []
         self._released: set[str] = set()
@@ -49,22 +62,55 @@ class EngineGroup:
                 for index in waiting:
                     line = self._handles[index].last_line()
                     say(f"engine {index} is starting ({time.monotonic() - begun:.0f} s): {line}")
-        self.infos = [future.result() for future in self._starting]
+        self.all = [future.result() for future in self._starting]
 
     @property
-    def urls(self) -> list[str]:
-        return [info.url for info in self.infos]
+    def count(self) -> int:
+        return len(self.all)
+
+    @property
+    def infos(self) -> list[EngineInfo]:
+        """Engines that are up."""
+        return [info for index, info in enumerate(self.all) if index not in self._down]
 
     def failed(self) -> list[int]:
         """Engines that died or hang."""
         timeout = self.args.rollout_health_check_timeout
-        return failed_engines(self._handles, self.infos, timeout=timeout)
+        return failed_engines(self._handles, self.all, timeout=timeout)
 
-    def restart(self, index: int) -> None:
-        """A fresh server in the place of a failed one; it holds `--hf-checkpoint` until the next update."""
+    def restart(self, index: int) -> str:
+        """A fresh server in the place of a failed one, and what became of it in words.
+
+        It holds `--hf-checkpoint` until the next update.
+        """
         self._handles[index].stop()()
         self._handles[index].make()
-        self.infos[index] = self._handles[index].start()
+        try:
+            self.all[index] = self._handles[index].start()
+        except UserError as error:
+            self._down.add(index)
+            return f"engine {index} failed and could not be started again so far: {error}"
+        self._down.discard(index)
+        self.unsynced.append(self.all[index])
+        return f"engine {index} failed and was started again"
+
+    def admit(self) -> None:
+        """All of them hold the current weights."""
+        self.unsynced = []
+
+    def route(self, urls: list[str]) -> str | None:
+        """Have the router, where there is one, use these engines; its address."""
+        if self._router is None:
+            self._router = make_router(self.args, len(self._handles), own_host())
+        if self._router is None:
+            return None
+        if not self._router.alive():
+            self._router.start()
+        self._router.set_workers(urls)
+        return self._router.url
+
+    def router_lost(self) -> bool:
+        return self._router is not None and not self._router.alive()
 
     def release(self) -> None:
         """Give the device's memory to the trainer; the engines must be idle."""
@@ -80,9 +126,11 @@ class EngineGroup:
             self._released.discard(tag)
 
     def stop(self) -> None:
+        if self._router is not None:
+            self._router.stop()
         for wait in [handle.stop() for handle in self._handles]:
             wait()
-        self._handles, self.infos = [], []
+        self._handles, self.all = [], []
 
     def _post_all(self, route: str, body: dict[str, Any]) -> None:
         with ThreadPoolExecutor(len(self.infos)) as pool:

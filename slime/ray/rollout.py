@@ -67,9 +67,10 @@ class RolloutManager:
         # The state when the generation of a rollout began, by that rollout's id.
         self._states_before: dict[int, dict[str, Any] | None] = {}
 
-    def set_engines(self, urls: list[str]) -> None:
-        """Generate with these from now on; requests under way on others fail over."""
-        self.pool.set_urls(urls)
+    def set_engines(self, urls: list[str], router: str | None = None) -> None:
+        """Generate with these from now on, by way of `router` if there is one; requests under way on
+        others fail over."""
+        self.pool.set_urls(urls, router)
 
     def set_weight_version(self, version: int, next_rollout_id: int | None) -> None:
         """The engines hold `version` from now on; the rollout that it trains on first, if known."""

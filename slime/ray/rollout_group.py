@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from slime.ray.engine_group import EngineGroup
+from slime.ray.engine_group import make_engine_group
 from slime.ray.probe_check import check_probe
 from slime.ray.recorder import Recorder
 from slime.ray.remote import Remote
@@ -31,8 +31,8 @@ class RolloutGroup:
         stop_signal: StopSignal,
     ):
         self.args, self.recorder, self.stop_signal = args, recorder, stop_signal
-        self.has_engines = bool(engine_options)
-        self._engines = EngineGroup(args, engine_options, token=token)
+        self.has_engines = bool(engine_options) or args.rollout_external
+        self._engines = make_engine_group(args, engine_options, token=token)
         self._engines.start()
         # Set by the run: gives the current weights to engines that were started again.
         self.push_weights: Callable[[list[EngineInfo]], None] = lambda engines: None
@@ -89,7 +89,8 @@ class RolloutGroup:
         for engine in self._engines.infos:
             if probe is not None and engine.kind == "sglang":
                 check_probe(engine, probe)
-        self._manager.get("set_engines", self._engines.urls)
+        self._engines.admit()
+        self._generate_with(self._engines.infos)
 
     def set_weight_version(self, version: int, rollout_id: int | None) -> None:
         """Every engine holds the weights after `rollout_id` (None: those the run started with)."""
@@ -102,14 +103,18 @@ class RolloutGroup:
             return []
         failed = self._engines.failed()
         if failed and all_if_any:
-            failed = list(range(len(self._engines.infos)))
+            failed = list(range(self._engines.count))
         if failed:
-            healthy = [url for i, url in enumerate(self._engines.urls) if i not in failed]
-            self._manager.get("set_engines", healthy)
+            self._generate_with(
+                [info for i, info in enumerate(self._engines.all) if i not in failed]
+            )
         for index in failed:
-            self._engines.restart(index)
-            self.recorder.message(f"engine {index} failed and was started again")
+            self.recorder.message(self._engines.restart(index))
         return failed
+
+    def _generate_with(self, engines: list[EngineInfo]) -> None:
+        urls = [engine.url for engine in engines]
+        self._manager.get("set_engines", urls, self._engines.route(urls))
 
     def resume(self, tag: str) -> None:
         self._engines.resume(tag)
@@ -140,6 +145,9 @@ class RolloutGroup:
             first = wait
             failed = self.replace_failed()
             if failed:
-                self.push_weights([self._engines.infos[index] for index in failed])
+                self.push_weights(self._engines.unsynced)
                 self.admit_engines()
+            elif self._engines.router_lost():
+                self.recorder.message("the router ended and is started again")
+                self._generate_with(self._engines.infos)
         return ray.get(reference)

@@ -20,10 +20,12 @@ from slime.ray.stop_signal import StopSignal, Terminated
 from slime.ray.train_group import TrainGroup
 from slime.rollout.base_types import RolloutFunction
 from slime.rollout.data_source import data_format_of
+from slime.rollout.engine_pool import EngineUnreachableError
 from slime.rollout.evaluation import eval_format
 from slime.rollout.hooks import check_hooks
 from slime.utils.arguments import Args
 from slime.utils.data import check_prompts
+from slime.utils.env import read_env
 from slime.utils.load_function import load_function
 from slime.utils.logging import setup_logging
 from slime.utils.run_folder import open_run_folder
@@ -70,7 +72,7 @@ class Run:
     ) -> bool:
         stopped = isinstance(error, Terminated)
         try:
-            if stopped:
+            if stopped or isinstance(error, EngineUnreachableError):
                 self._save_interrupted()
             if error is None or stopped:
                 self._checkpoints.finish(self.actor)
@@ -137,13 +139,15 @@ class Run:
         layout = plan_layout(
             args,
             with_trainer=not args.debug_rollout_only,
-            with_engines=engines,
+            with_engines=engines and not args.rollout_external,
             with_critic=needs_critic(args),
         )
         self._owns_ray = connect()
         self.stop_signal.install()
         self._placement = placement = Placement(layout)
         token = secrets.token_hex(16)
+        if args.rollout_external:  # their owner's
+            token = read_env().engine_token or ""
         engine_env = actor_env(processes_here=max(1, len(layout.engines)), token=token)
         train_env = actor_env(processes_here=max(1, len(layout.trainer)), token=token)
         self.rollout = RolloutGroup(

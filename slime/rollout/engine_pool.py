@@ -21,6 +21,7 @@ from slime.utils.http import HttpStatusError, is_temporary, post_once
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_SESSIONS = 65536
+_SESSION_HEADER = "X-SMG-Routing-Key"  # sglang-router's, for its policy "manual"
 _SESSION_SLACK = 8  # requests a session's engine may be ahead of the least loaded one
 _REST_S = (0.2, 10.0)  # an engine that did not answer rests this long, doubling up to the second
 
@@ -50,7 +51,8 @@ class EnginePool:
         self.deadline_s = deadline_s
         self.request_timeout_s = request_timeout_s
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._urls = list(urls)
+        self._engines = list(urls)
+        self._urls = list(urls)  # where requests go: the engines, or a router in front of them
         self._in_flight: dict[str, int] = dict.fromkeys(urls, 0)
         self._resting: dict[str, tuple[float, float]] = {}  # url -> (until, length of this rest)
         self._waiters: deque[asyncio.Future[None]] = deque()
@@ -63,15 +65,20 @@ class EnginePool:
 
     @property
     def urls(self) -> list[str]:
-        return list(self._urls)
+        return list(self._engines)
 
     @property
     def in_flight(self) -> dict[str, int]:
-        """Requests under way by engine."""
+        """Requests under way by engine, or those given to the router."""
         return {url: self._in_flight.get(url, 0) for url in self._urls}
 
-    def set_urls(self, urls: list[str]) -> None:
-        """Replace the engines; requests under way on a removed one are made again on another."""
+    def set_urls(self, engines: list[str], router: str | None = None) -> None:
+        """Replace the engines; requests under way on a removed one are made again on another.
+
+        A router makes them again itself, once it loses the connection.
+        """
+        urls = [router] if router is not None and engines else engines
+        self._engines = list(engines)
         removed = set(self._urls) - set(urls)
         for url in urls:
             self._in_flight.setdefault(url, 0)
@@ -89,7 +96,12 @@ class EnginePool:
         while True:
             url = await self._acquire(session_id)
             call = self._loop.create_task(
-                post_once(f"{url}/generate", payload, timeout_s=self.request_timeout_s)
+                post_once(
+                    f"{url}/generate",
+                    payload,
+                    timeout_s=self.request_timeout_s,
+                    headers={_SESSION_HEADER: session_id} if session_id else None,
+                )
             )
             self._calls[call] = url
             try:
@@ -112,18 +124,24 @@ class EnginePool:
 
     async def abort_all(self) -> None:
         """Ask every engine to end all its requests; they answer with what they have so far."""
+        engines = list(self._engines)
         results = await asyncio.gather(
             *(
                 post_once(
                     f"{url}/abort_request", {"abort_all": True}, timeout_s=10, headers=self._headers
                 )
-                for url in self._urls
+                for url in engines
             ),
             return_exceptions=True,
         )
-        for url, result in zip(self._urls, results, strict=False):
+        for url, result in zip(engines, results, strict=True):
             if isinstance(result, Exception):
                 logger.warning("abort on engine %s failed: %s", url, result)
+
+    @property
+    def _limit(self) -> int:
+        """Requests that one address may have: a router stands for all engines."""
+        return self.concurrency * (1 if self._urls == self._engines else len(self._engines))
 
     async def _acquire(self, session_id: str | None) -> str:
         """A slot on an engine, counted as taken; waits while all are full or resting."""
@@ -159,8 +177,7 @@ class EnginePool:
         free = [
             url
             for url in self._urls
-            if self._in_flight[url] < self.concurrency
-            and self._resting.get(url, (0.0, 0.0))[0] <= now
+            if self._in_flight[url] < self._limit and self._resting.get(url, (0.0, 0.0))[0] <= now
         ]
         if not free:
             return None
@@ -212,7 +229,7 @@ class EnginePool:
         if time.monotonic() - since > self.deadline_s:
             raise EngineUnreachableError(
                 f"no engine answered for {self.deadline_s:.0f} s; the last one tried, {url}, failed "
-                f"with: {error or repr(error)}. Engines: {', '.join(self._urls)}. "
+                f"with: {error or repr(error)}. Engines: {', '.join(self._engines)}. "
                 "Their logs are in the run folder under logs/"
             ) from error
 

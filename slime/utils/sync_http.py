@@ -35,6 +35,10 @@ def get_json(url: str, *, token: str | None = None, timeout: float = 60.0, retri
     return _call("GET", url, None, token, timeout, retries)
 
 
+def delete_json(url: str, *, token: str | None = None, timeout: float = 60.0) -> Any:
+    return _call("DELETE", url, None, token, timeout, retries=3)
+
+
 def _call(
     method: str, url: str, body: bytes | None, token: str | None, timeout: float, retries: int
 ) -> Any:

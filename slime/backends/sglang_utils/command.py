@@ -62,6 +62,8 @@ def server_command(
         **_given(args),
         **_own(args, node=node, ports=ports, meeting_host=meeting_host),
     }
+    if args.offload_rollout and on_gpu:  # a CPU has no memory to give away: nothing to save
+        values["enable_memory_saver"] = True
     argv = [install.python, "-m", "sglang.launch_server"]
     if config_file is not None:
         argv += ["--config", config_file]
@@ -96,8 +98,6 @@ def _own(args: Args, *, node: Node, ports: Ports, meeting_host: str) -> dict[str
         "port": ports.server,
         "tp_size": args.rollout_num_gpus_per_engine // (args.sglang_pp_size or 1),
     }
-    if args.offload_rollout:
-        values["enable_memory_saver"] = True
     if node.count > 1:
         values |= {
             "nnodes": node.count,

@@ -7,7 +7,7 @@ from slime.utils.flags.derive import context_limit
 from slime.utils.flags.draft import Draft
 from slime.utils.flags.embedded import embedded_support
 from slime.utils.flags.registry import all_flags, own_flags
-from slime.utils.flags.sglang_checks import check_sglang
+from slime.utils.flags.sglang_checks import check_external, check_sglang
 from slime.utils.flags.spec import option_of
 from slime.utils.flags.values import nearest
 
@@ -93,6 +93,7 @@ def check_backend(draft: Draft) -> None:
 
 
 def check_engine(draft: Draft) -> None:
+    check_external(draft)
     if draft["rollout_engine"] == "sglang":
         check_sglang(draft)
     if draft["rollout_engine"] != "slime":

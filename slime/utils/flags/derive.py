@@ -55,7 +55,7 @@ _PARALLEL_SIZES = (
 
 def _derive_mode(draft: Draft) -> None:
     if draft["rollout_engine"] == "auto":
-        sglang = draft.gpus and find_sglang() is not None
+        sglang = draft["rollout_external"] or (draft.gpus and find_sglang() is not None)
         draft.derive("rollout_engine", "sglang" if sglang else "slime")
     if draft["load_debug_rollout_data"] and not draft["debug_train_only"]:
         draft.derive("debug_train_only", True)
@@ -104,6 +104,9 @@ def _derive_placement(draft: Draft) -> None:
     training = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
     if draft["debug_train_only"] or _needs_no_engine(draft):
         draft.derive("rollout_num_gpus", 0)
+        return
+    if draft["rollout_external"]:
+        draft.derive("rollout_num_gpus", len(draft["rollout_external_engine_addrs"] or ()))
         return
     if draft["rollout_num_gpus"] is None and not draft["colocate"]:
         if draft.gpus and not draft["debug_rollout_only"]:

@@ -11,8 +11,6 @@ from slime.utils.flags.spec import option_of
 
 # Setting one of these, to anything but its default, is refused.
 LATER: dict[str, str] = {
-    "rollout_external": "leave it out: slime starts its own engines",
-    "rollout_external_engine_addrs": "leave it out: slime starts its own engines",
     "use_routing_replay": "leave it out",
     "use_rollout_routing_replay": "leave it out",
     "save_debug_train_data": "use --save-debug-rollout-data",

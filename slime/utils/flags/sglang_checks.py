@@ -30,6 +30,32 @@ def check_sglang(draft: Draft) -> None:
         _check_installed(draft)
 
 
+def check_external(draft: Draft) -> None:
+    """Engines that somebody else runs."""
+    addresses = draft["rollout_external_engine_addrs"]
+    if bool(addresses) != bool(draft["rollout_external"]):
+        raise ConfigError(
+            "--rollout-external and --rollout-external-engine-addrs ADDRESS ... belong together: give "
+            "both or none"
+        )
+    if not addresses:
+        return
+    if draft["colocate"]:
+        raise ConfigError("--colocate is for engines that slime starts: leave it out")
+    if draft["update_weight_transport"] == "tensor":
+        raise ConfigError(
+            "--update-weight-transport tensor shares memory with engines of this run: use disk or "
+            "distributed with --rollout-external"
+        )
+    for name in draft.given_names():
+        flag = all_flags()[name]
+        if flag.family in ("sglang", "router") and name != "sglang_dtype":
+            raise ConfigError(
+                f"{flag.option} configures engines that slime starts; give it to the servers at "
+                "--rollout-external-engine-addrs themselves"
+            )
+
+
 def sglang_values(draft: Draft) -> dict[str, Any]:
     """Values of --sglang-* that somebody set, by SGLang's own names."""
     flags = all_flags()

@@ -1,0 +1,75 @@
+"""Servers somebody else runs: found by their addresses, and checked before any training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from slime.utils.arguments import Args
+from slime.utils.errors import UserError
+from slime.utils.sync_http import HttpError, get_json, post_json
+from slime.utils.tokenizer import load_tokenizer
+from slime.utils.types import EngineInfo
+
+_TIMEOUT_S = 60.0
+_SPELLING = "The 3 Äpfel cost 4.50 €, {x: [1, 2]}\n\tdef f(): return None"
+_OPTION = "--rollout-external-engine-addrs"
+
+
+def find_external(args: Args) -> list[EngineInfo]:
+    return [_find(args, normalise(address)) for address in args.rollout_external_engine_addrs or ()]
+
+
+def normalise(address: str) -> str:
+    """10.0.0.1:30000 and http://10.0.0.1:30000/ are the same."""
+    return (address if "://" in address else f"http://{address}").rstrip("/")
+
+
+def _find(args: Args, url: str) -> EngineInfo:
+    try:
+        model = get_json(f"{url}/model_info", timeout=_TIMEOUT_S)
+        server = get_json(f"{url}/server_info", timeout=_TIMEOUT_S)
+    except HttpError as error:
+        raise UserError(f"{_OPTION} {url}: no engine answers there ({error})") from error
+    if not isinstance(model, dict) or "weight_version" not in model:
+        raise UserError(f"{_OPTION} {url}: this is a server, but not SGLang's or slime's")
+    _check_model(args, url, model)
+    _check_tokenizer(args, url)
+    ranks = server.get("tp_size", 1) * server.get("pp_size", 1)
+    kind = "slime" if server.get("engine") == "slime" else "sglang"
+    return EngineInfo(url=url, device_ids=(f"elsewhere:{url}",) * ranks, kind=kind)
+
+
+def _check_model(args: Args, url: str, model: dict[str, Any]) -> None:
+    config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
+    if not model.get("is_generation", True):
+        raise UserError(f"{_OPTION} {url}: {model['model_path']} does not generate text")
+    for key in ("architectures", "model_type"):
+        here, there = config.get(key), model.get(key)
+        if here and there and here != there:
+            raise UserError(
+                f"{_OPTION} {url} serves {model['model_path']} with {key} {there}, but --hf-checkpoint "
+                f"{args.hf_checkpoint} has {here}: start it with the model that is trained"
+            )
+
+
+def _check_tokenizer(args: Args, url: str) -> None:
+    """The engine is given a text, and says which tokens it made of it."""
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    body = {
+        "text": _SPELLING,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    try:
+        reply = post_json(f"{url}/generate", body, timeout=_TIMEOUT_S)
+    except HttpError as error:
+        raise UserError(f"{_OPTION} {url} does not generate: {error}") from error
+    there = [entry[1] for entry in reply["meta_info"]["input_token_logprobs"]]
+    if there != list(tokenizer.encode(_SPELLING)):
+        raise UserError(
+            f"{_OPTION} {url} has another tokenizer than --hf-checkpoint {args.hf_checkpoint}: start it "
+            "with the tokenizer of the model that is trained"
+        )

@@ -1,0 +1,68 @@
+"""A server process with a log file of its own, in a process group of its own, ended by its id."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+from slime.utils.env import child_env
+
+_STOP_TIMEOUT_S = 10
+_LAST_LINES = 15
+_TAIL_BYTES = 16384
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class ServerProcess:
+    """Started with the constructor. What it starts in turn ends with it."""
+
+    def __init__(self, command: list[str], log_path: Path, env: dict[str, str] | None = None):
+        self.log_path = log_path
+        # Servers print all their settings, keys of their routes among them.
+        log_path.touch(mode=0o600)
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=child_env(**(env or {})),
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def status(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def last_lines(self, count: int = _LAST_LINES) -> str:
+        with self.log_path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - _TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        lines = [line for line in _COLOURS.sub("", text).splitlines() if line.strip()]
+        return "\n".join(lines[-count:])
+
+    def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
+        """Ask it to end, then end it with all its processes."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _die_with_parent() -> None:
+    """A server must not outlive a killed run."""
+    ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

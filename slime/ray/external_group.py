@@ -1,0 +1,72 @@
+"""Engines somebody else runs: never started or ended here, only asked, updated and left out while silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from slime.backends.sglang_utils.external import find_external
+from slime.ray.health import answers
+from slime.utils.arguments import Args
+from slime.utils.types import EngineInfo
+
+
+class ExternalGroup:
+    """The same to its user as EngineGroup."""
+
+    def __init__(self, args: Args):
+        self.args = args
+        self.unsynced: list[EngineInfo] = []
+        self.all: list[EngineInfo] = []
+        self._silent: set[int] = set()
+
+    def start(self) -> None:
+        """They run already."""
+
+    def wait(self, say: Callable[[str], None] = lambda text: None) -> None:
+        self.all = find_external(self.args)
+        for info in self.all:
+            say(f"{info.kind} engine at {info.url}")
+
+    @property
+    def count(self) -> int:
+        return len(self.all)
+
+    @property
+    def infos(self) -> list[EngineInfo]:
+        return [info for index, info in enumerate(self.all) if index not in self._silent]
+
+    def failed(self) -> list[int]:
+        timeout = self.args.rollout_health_check_timeout
+        with ThreadPoolExecutor(max(1, self.count)) as pool:
+            healthy = list(pool.map(lambda info: answers(info.url, timeout), self.all))
+        return [i for i, ok in enumerate(healthy) if not ok or i in self._silent]
+
+    def restart(self, index: int) -> str:
+        """Take an engine out that does not answer, or back in when it does again."""
+        info = self.all[index]
+        if not answers(info.url, self.args.rollout_health_check_timeout):
+            self._silent.add(index)
+            return f"the engine at {info.url} does not answer; going on without it"
+        self._silent.discard(index)
+        self.unsynced.append(info)
+        return f"the engine at {info.url} answers again"
+
+    def admit(self) -> None:
+        """All of them hold the current weights."""
+        self.unsynced = []
+
+    def route(self, urls: list[str]) -> str | None:
+        """Requests go to the engines directly."""
+        return None
+
+    def router_lost(self) -> bool:
+        return False
+
+    def release(self) -> None:
+        """Their memory is their owner's."""
+
+    def resume(self, tag: str) -> None: ...
+
+    def stop(self) -> None:
+        self.all, self.unsynced = [], []
