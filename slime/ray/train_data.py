@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from slime.algorithms.advantages import normalize_group_rewards
@@ -12,6 +14,8 @@ from slime.utils.dp_schedule import loss_weights, make_schedule
 from slime.utils.errors import UserError
 from slime.utils.load_function import load_function
 from slime.utils.types import RolloutBatch, Sample, Status
+
+_PER_TOKEN = ("loss_mask", "rollout_log_probs", "teacher_log_probs")
 
 # What --custom-convert-samples-to-train-data-path must return.
 _CONVERTED = (
@@ -27,26 +31,50 @@ _CONVERTED = (
 
 def samples_to_batch(args: Args, samples: list[Sample]) -> RolloutBatch:
     """One global batch, before it is spread over ranks; rewards are normalised here, where groups are whole."""
-    usable = [s for s in samples if 0 < s.response_length < len(s.tokens)]
-    if not usable:
+    if not any(s.response_length for s in samples):
         raise UserError("no sample of this rollout has a response token: nothing to train on")
+    rows = [as_row(s) for s in samples]
     if args.custom_convert_samples_to_train_data_path:
-        return _convert_by_hook(args, usable)
-    raw, rewards = _rewards(args, usable)
+        return _convert_by_hook(args, rows)
+    raw, rewards = _rewards(args, samples)
     return RolloutBatch(
-        tokens=[s.tokens for s in usable],
-        response_lens=[s.response_length for s in usable],
-        loss_masks=[_loss_mask(s) for s in usable],
+        tokens=[s.tokens for s in rows],
+        response_lens=[s.response_length for s in rows],
+        loss_masks=[_loss_mask(s) for s in rows],
         rewards=rewards,
         raw_rewards=raw,
-        truncated=[s.status is Status.TRUNCATED for s in usable],
-        group_indices=[s.group_index for s in usable],
-        sample_indices=[s.index for s in usable],
-        rollout_ids=[_execution(s) for s in usable],
-        rollout_log_probs=_column(usable, "rollout_log_probs"),
-        teacher_log_probs=_column(usable, "teacher_log_probs"),
-        metadata=[s.train_metadata for s in usable],
+        truncated=[s.status is Status.TRUNCATED for s in rows],
+        group_indices=[s.group_index for s in rows],
+        sample_indices=[s.index for s in rows],
+        rollout_ids=[_execution(s) for s in rows],
+        rollout_log_probs=_column(rows, "rollout_log_probs"),
+        teacher_log_probs=_column(rows, "teacher_log_probs"),
+        metadata=[s.train_metadata for s in rows],
     )
+
+
+def as_row(sample: Sample) -> Sample:
+    """The sample with at least one token to predict and one to predict it from.
+
+    An empty response gets a token that counts for nothing, so that the sample's reward still counts in
+    its group and its execution in the loss's divisor. Where the response is all there is, its first
+    token, which nothing predicts, becomes the prompt.
+    """
+    if 0 < sample.response_length < len(sample.tokens):
+        return sample
+    row = replace(sample, tokens=list(sample.tokens) or [0])
+    row.loss_mask, cut = _loss_mask(sample), int(sample.response_length > 0)
+    for name in _PER_TOKEN:
+        column = getattr(row, name)
+        if column is not None:
+            setattr(row, name, list(column[cut:]))
+    row.response_length -= cut
+    if not row.response_length:
+        row.tokens, row.response_length, row.loss_mask = [*row.tokens, row.tokens[-1]], 1, [0]
+        for name in _PER_TOKEN:
+            if name != "loss_mask" and getattr(row, name) is not None:
+                setattr(row, name, [0.0])
+    return row
 
 
 def split_batch(
@@ -144,6 +172,12 @@ def _loss_mask(sample: Sample) -> list[int]:
 
 def _column(samples: list[Sample], name: str) -> list[list[float]] | None:
     columns = [getattr(sample, name) for sample in samples]
+    if name == "teacher_log_probs" and any(columns):
+        # A sample whose scoring failed never got them, and counts for nothing.
+        columns = [
+            [0.0] * s.response_length if column is None and s.status is Status.FAILED else column
+            for s, column in zip(samples, columns, strict=True)
+        ]
     present = [column is not None for column in columns]
     if any(present) and not all(present):
         raise UserError(f"{sum(present)} of {len(columns)} samples have {name}; all or none must")

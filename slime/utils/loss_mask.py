@@ -77,22 +77,27 @@ class _Renderer:
 
 
 def _qwen_pieces(render: _Renderer, messages: list[Message]) -> list[Piece]:
+    if not render([{"role": "user", "content": "-"}], prompt=True).count(_IM_HEADER):
+        return []
     text = render(messages)
     pieces: list[Piece] = []
     start = cursor = 0
     for message in messages:
         if message["role"] != "assistant":
             # Past the content first: it may quote the header.
-            found = text.find(str(message.get("content") or ""), cursor)
-            cursor = found + len(str(message.get("content") or "")) if found >= 0 else cursor
+            found = text.find(_text_of(message), cursor)
+            cursor = found + len(_text_of(message)) if found >= 0 else cursor
             continue
         begin = text.find(_IM_HEADER, cursor)
         if begin < 0:
             return []
         begin += len(_IM_HEADER)
-        content = str(message.get("content") or "")
+        content = _text_of(message)
         inside = text.find(content, begin)
-        cursor = text.find(_IM_END, inside + len(content) if inside >= 0 else begin) + len(_IM_END)
+        if inside < 0 or _IM_END in text[begin:inside]:
+            raise _drift(message, "qwen3")
+        cursor = text.find(_IM_END, inside + len(content)) + len(_IM_END)
+        _check_kept(message, text[begin:cursor], "qwen3")
         pieces += [(text[start:begin], False), (text[begin:cursor], True)]
         start = cursor
     return [*pieces, (text[start:], False)]
@@ -117,6 +122,7 @@ def _qwen3_pieces(render: _Renderer, messages: list[Message]) -> list[Piece]:
         if not text.startswith(_IM_HEADER):
             return []
         end = text.rindex(_IM_END) + len(_IM_END)
+        _check_kept(turn[0], text[:end])
         header = len(_IM_HEADER)
         pieces += [(text[:header], False), (text[header:end], True), (text[end:], False)]
     return pieces
@@ -128,6 +134,29 @@ def _distill_pieces(render: _Renderer, messages: list[Message]) -> list[Piece]:
     content = str(messages[last]["content"])
     opened = prompt.rsplit(_DISTILL_HEADER, 1)[-1]  # some templates open the thinking themselves
     return [(prompt, False), (content.removeprefix(opened) + render.eos, True)]
+
+
+def _check_kept(message: Message, rendered: str, instead: str | None = None) -> None:
+    """What is trained on must be what was said; a template may drop thinking or rewrite content."""
+    said = [_text_of(message), str(message.get("reasoning_content") or "").strip()]
+    if any(part not in rendered for part in said):
+        raise _drift(message, instead)
+
+
+def _drift(message: Message, instead: str | None) -> UserError:
+    said = _text_of(message) or str(message.get("reasoning_content"))
+    advice = f": use --loss-mask-type {instead}, or mend the data" if instead else ": mend the data"
+    return UserError(
+        "the chat template does not keep an assistant message as it was said, so that training on it "
+        f"would teach something else ({said[:60]!r}){advice}"
+    )
+
+
+def _text_of(message: Message) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, list):  # parts, as in OpenAI's messages
+        content = "".join(str(part.get("text", "")) for part in content)
+    return str(content).strip()
 
 
 def _turns(messages: list[Message]) -> list[list[Message]]:

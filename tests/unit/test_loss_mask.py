@@ -151,6 +151,35 @@ def test_tokens_split_where_generation_would_split_them():
     assert tokens[:start] == tokenizer.encode(prompt, add_special_tokens=False)
 
 
+def test_a_template_that_changes_what_was_said_is_refused():
+    """Only the last turn keeps its thinking: the first would be trained on without it."""
+    with pytest.raises(UserError, match=r"easy.*--loss-mask-type qwen3"):
+        masked_conversation(tokenizer_with(CHATML_THINKING), THINKING, kind="qwen")
+    shouting = CHATML.replace("m.content + '<|im_end|>", "m.content | upper + '<|im_end|>")
+    for kind in ("qwen", "qwen3"):
+        with pytest.raises(UserError, match="does not keep an assistant message"):
+            masked_conversation(tokenizer_with(shouting), CHAT, kind=kind)
+    hidden = [CHAT[0], {"role": "assistant", "content": "2", "reasoning_content": "one more"}]
+    with pytest.raises(UserError, match="does not keep an assistant message"):
+        masked_conversation(tokenizer_with(CHATML), hidden, kind="qwen")
+
+
+def test_a_turn_of_tool_calls_alone_is_trained_on_whole():
+    template = CHATML.replace(
+        "m.content + '<|im_end|>",
+        "(m.content or '') + (m.tool_calls | tojson if m.tool_calls else '') + '<|im_end|>",
+    )
+    messages = [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "sky"}]},
+        {"role": "tool", "content": "sun"},
+        {"role": "assistant", "content": "sunny"},
+    ]
+    for kind in ("qwen", "qwen3"):
+        trained = [text for text, on in parts(template, messages, kind) if on]
+        assert trained == ['[{"name": "sky"}]<|im_end|>', "sunny<|im_end|>"]
+
+
 def test_mistakes():
     with pytest.raises(UserError, match="without an assistant message"):
         masked_conversation(tokenizer_with(CHATML), CHAT[:1])
