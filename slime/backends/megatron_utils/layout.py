@@ -37,6 +37,7 @@ class PackedRows(PackedSeqParams):
 
     layout: PackedLayout | None = None  # without context parallelism
     segments: ContextSegments | None = None  # with it
+    position_ids: torch.Tensor | None = None  # [T], where angles are looked up by token
 
 
 def packed_rows(lens: list[int], parallel: ParallelInfo, device: torch.device) -> PackedRows:

@@ -15,6 +15,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.backends.megatron_utils.layers.packed_rotary import has_packed_rotary
 from slime.backends.megatron_utils.layout import PackedRows, packed_rows
 from slime.utils.device import current_device
 from slime.utils.types import ParallelInfo, TrainBatch
@@ -39,6 +40,7 @@ class Passes:
         self._config = config
         self._parallel = parallel
         self._padded = padded  # --qkv-format bshd
+        self._angles_by_token = has_packed_rotary(config)
         self._virtual = config.virtual_pipeline_model_parallel_size is not None
         # Experts that gather all ranks' tokens need as many from each of them.
         self._gathers = bool(config.num_moe_experts) and (
@@ -117,12 +119,13 @@ class Passes:
         """Filled up to `length` tokens by a sample that is nobody's."""
         cp, extra = self._parallel.cp_size, length - len(batch.tokens)
         lens = (batch.cu_seqlens.diff() * cp).tolist() + ([extra * cp] if extra else [])
-        return Inputs(
-            batch=batch,
-            tokens=F.pad(batch.tokens, (0, extra)).unsqueeze(0),
-            position_ids=F.pad(batch.position_ids, (0, extra)).unsqueeze(0),
-            rows=packed_rows(lens, self._parallel, batch.tokens.device),
-        )
+        rows = packed_rows(lens, self._parallel, batch.tokens.device)
+        position_ids = F.pad(batch.position_ids, (0, extra))
+        if self._angles_by_token:
+            rows.cu_seqlens_q = rows.cu_seqlens_kv = None
+            rows.position_ids = position_ids
+        tokens = F.pad(batch.tokens, (0, extra)).unsqueeze(0)
+        return Inputs(batch=batch, tokens=tokens, position_ids=position_ids.unsqueeze(0), rows=rows)
 
     def _padded_inputs(self, batch: TrainBatch) -> Inputs:
         shape = (len(batch.rows), -1)  # all rows were packed with the same length

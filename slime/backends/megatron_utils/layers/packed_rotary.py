@@ -1,0 +1,43 @@
+"""Rotary angles of packed tokens, looked up once for all layers.
+
+megatron-core cuts a packed sequence into samples and lays their angles end to end again in every layer,
+for queries and for keys. Given one angle per token it has nothing left to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime.backends.megatron_utils.layout import PackedRows
+
+
+def has_packed_rotary(config: TransformerConfig) -> bool:
+    """Not latent attention, which rotates by itself, nor TransformerEngine's, which wants offsets."""
+    return not config.multi_latent_attention and config.transformer_impl == "local"
+
+
+class PackedRotary(torch.nn.Module):
+    """Fills the place of a model's `rotary_pos_emb`."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self._positions: torch.Tensor | None = None
+
+    def get_rotary_seq_len(self, *args: Any) -> int:
+        """Called with the packed samples right before `forward`."""
+        rows = args[-1]
+        self._positions = rows.position_ids if isinstance(rows, PackedRows) else None
+        return self.inner.get_rotary_seq_len(*args)  # type: ignore[operator]
+
+    def forward(self, length: int, **options: Any) -> Any:
+        angles = self.inner(length, **options)
+        positions, self._positions = self._positions, None
+        if positions is None:
+            return angles
+        if isinstance(angles, tuple):  # with the factor of scaled positions
+            return angles[0][:, 0].index_select(0, positions), *angles[1:]
+        return angles[:, 0].index_select(0, positions)  # [T, 1, D]
