@@ -194,7 +194,7 @@ class TrainRayActor(ABC):
                 batch.teacher_log_probs = self.log_probs(batch, model="teacher")
         if self.args.use_opd and batch.teacher_log_probs is None:
             raise UserError(
-                "--use-opd: the samples came without the teacher's log-probs: the reward function must "
+                "--use-opd: the teacher did not say what it thinks of the samples: the reward function must "
                 "set sample.teacher_log_probs, or leave --custom-rm-path out"
             )
         if self.needs_old(batch):

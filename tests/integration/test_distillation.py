@@ -1,0 +1,122 @@
+"""On-policy distillation: the teacher's log-probs, held by the trainer or served by an engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
+from slime.ray.train_data import samples_to_batch, split_batch
+from slime.rollout.on_policy_distillation import reward_func
+from slime.utils.errors import UserError
+from slime.utils.http import run
+from slime.utils.types import Sample
+from tests import naive_rl
+from tests.args import make_args
+from tests.engines import engine_server
+from tests.fsdp import whole_weights
+from tests.ranks import run_ranks
+from tests.tiny import make_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("s") / "student", weight_scale=3.0))
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Another family and width; only the vocabulary is the same."""
+    path = tmp_path_factory.mktemp("t") / "teacher"
+    return str(make_tiny_checkpoint(path, "llama", seed=3, weight_scale=3.0, hidden_size=96))
+
+
+@pytest.fixture(scope="module")
+def rollouts(student: str) -> list[list[Sample]]:
+    made = [naive_rl.make_samples(student, rollout_id) for rollout_id in range(2)]
+    return [[replace(s, teacher_log_probs=None) for s in samples] for samples in made]
+
+
+def taught(teacher: str, samples: list[Sample], temperature: float = 1.0) -> list[Sample]:
+    """The same samples with what the teacher thinks of them, by plain Hugging Face."""
+    net = AutoModelForCausalLM.from_pretrained(teacher, attn_implementation="eager")
+    with torch.no_grad():
+        columns = [naive_rl.log_probs_and_entropy(net, s, temperature)[0] for s in samples]
+    return [
+        replace(s, teacher_log_probs=column.tolist())
+        for s, column in zip(samples, columns, strict=True)
+    ]
+
+
+def args_of(student: str, teacher: str, **more: Any) -> Any:
+    flags = {
+        "hf_checkpoint": student,
+        "use_opd": True,
+        "opd_type": "megatron",
+        "opd_kl_coef": 0.7,
+        "opd_teacher_load": teacher,
+        "rollout_max_response_len": naive_rl.MAX_RESPONSE_LEN,
+        "rollout_batch_size": 8,
+        "n_samples_per_prompt": 1,
+        "global_batch_size": 4,
+        "lr": 3e-3,
+        "lr_decay_style": "constant",
+        "adam_eps": 1e-4,
+        "micro_batch_size": 3,
+    }
+    return make_args(**{**flags, **more})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_a_teacher_in_the_trainer_it_learns_what_the_naive_loop_does(
+    ranks, student, teacher, rollouts
+):
+    args = args_of(student, teacher, rollout_temperature=0.8)
+    expected = naive_rl.learn(args, student, [taught(teacher, s, 0.8) for s in rollouts])
+    outcome = run_ranks(_train, ranks, ranks, args, rollouts)[0]
+    for number, metrics in enumerate(outcome["metrics"]):
+        assert metrics["train/loss"] == pytest.approx(expected.losses[number], rel=2e-4, abs=2e-6)
+        assert metrics["train/grad_norm"] == pytest.approx(expected.grad_norms[number], rel=2e-4)
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(outcome["weights"][name], weight, rtol=1e-4, atol=1e-5)
+    assert outcome["metrics"][0]["train/opd_kl"] != 0
+    assert "did not say" in outcome["without_teacher"]
+
+
+def _train(rank: int, world_size: int, args: Any, rollouts: list[list[Sample]]) -> dict[str, Any]:
+    actor = FSDPTrainRayActor(args, rank, world_size)
+    actor.init(args, "actor", with_opd_teacher=True)
+    metrics = []
+    for rollout_id, samples in enumerate(rollouts):
+        parts = split_batch(args, samples_to_batch(args, samples), dp_size=world_size, cp_size=1)
+        metrics.append(actor.train(rollout_id, parts[rank]).metrics)
+    result = {"metrics": metrics, "weights": whole_weights(actor), "without_teacher": "trained"}
+    alone = FSDPTrainRayActor(args, rank, world_size)
+    alone.init(args, "actor")
+    parts = split_batch(args, samples_to_batch(args, rollouts[0]), dp_size=world_size, cp_size=1)
+    try:
+        alone.train(0, parts[rank])
+    except UserError as error:
+        result["without_teacher"] = str(error)
+    return result
+
+
+def test_a_served_teacher_says_what_hugging_face_says(student, teacher, rollouts):
+    expected = taught(teacher, rollouts[0])
+    with engine_server(teacher) as server:
+        for url in (server.url, f"{server.url}/generate"):
+            args = args_of(
+                student, teacher, opd_type="sglang", opd_teacher_load=None, rm_url=url, rm_type=None
+            )
+            assert args.custom_rm_path == "slime.rollout.on_policy_distillation.reward_func"
+            for sample, known in zip(rollouts[0], expected, strict=True):
+                asked = replace(sample)
+                assert run(reward_func(args, asked)) == 0.0
+                assert asked.teacher_log_probs == pytest.approx(known.teacher_log_probs, abs=1e-4)
+        rewarded = args.replace(rm_type="f1")
+        one = replace(rollouts[0][0], response="a b", label="a b")
+        assert run(reward_func(rewarded, one)) == 1.0
