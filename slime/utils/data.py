@@ -1,7 +1,7 @@
 """Prompt files -> Samples: jsonl and parquet rows, chat templates, length filter.
 
-A dataset is written `path`, `path@[0:100]` (a slice of its rows) or `path:weight=2` (its rows come
-twice per epoch); every mistake in one is reported with file, line and the flag to change.
+A dataset is written `path`, `path@[0:100]` (a slice of its rows), `path:weight=2` (its rows come
+twice per epoch), or `reasoning-gym:<task>`; every mistake in one is reported with file, line and the flag to change.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import orjson
 
 from slime.utils.data_spec import DataSpec
 from slime.utils.errors import ConfigError
+from slime.utils.reasoning_tasks import chosen_rows, task_rows
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -114,10 +115,24 @@ def check_prompts(text: str, data_format: DataFormat) -> None:
 
 
 def _rows_of(spec: DataSpec, text: str, data_format: DataFormat) -> list[_Row]:
-    rows = _take_slice(read_rows(spec.path, data_format.data_flag), spec.rows)
+    if spec.task is not None:
+        rows = _task_rows(spec.task, spec.rows, data_format)
+    else:
+        rows = _take_slice(read_rows(spec.path, data_format.data_flag), spec.rows)
     if not rows:
         raise ConfigError(f"{data_format.data_flag} {text}: the dataset is empty")
     return rows
+
+
+def _task_rows(task: str, part: slice, data_format: DataFormat) -> list[_Row]:
+    """Rows of a task under the names that the format looks for."""
+    label_key = data_format.label_key or "label"
+    keys = (data_format.input_key, label_key, data_format.metadata_key)
+    rows = task_rows(task, chosen_rows(part), data_format.data_flag)
+    return [
+        (f"reasoning-gym:{task}, row {number}", dict(zip(keys, row, strict=True)))
+        for number, row in enumerate(rows, start=part.start or 0)
+    ]
 
 
 def read_rows(path: str, flag: str = "--prompt-data") -> Iterator[_Row]:

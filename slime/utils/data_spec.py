@@ -11,6 +11,8 @@ _SPEC = re.compile(
     r"(?P<path>.*?)(?:@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?(?::weight=(?P<weight>[^:]*))?"
 )
 
+_TASK = "reasoning-gym:"
+
 
 @dataclass(kw_only=True, frozen=True)
 class DataSpec:
@@ -20,15 +22,18 @@ class DataSpec:
     rows: slice = field(default_factory=lambda: slice(None))
     weight: float = 1.0
 
+    @property
+    def task(self) -> str | None:
+        """`leg_counting` of `reasoning-gym:leg_counting`; None for a file."""
+        return self.path.removeprefix(_TASK) if self.path.startswith(_TASK) else None
+
     @classmethod
     def parse(cls, text: str, flag: str = "--prompt-data") -> DataSpec:
         match = _SPEC.fullmatch(text)
         path = match["path"] if match else ""
-        if not match or not path or re.search(r"@\[.*\]$", path):
-            raise ConfigError(f"{flag} {text}: write a path, path@[0:100] or path:weight=2")
-        if path.startswith("reasoning-gym:"):
+        if not match or path in ("", _TASK) or re.search(r"@\[.*\]$", path):
             raise ConfigError(
-                f"{flag} {text}: reasoning-gym tasks are not supported yet; give a file"
+                f"{flag} {text}: write a path or reasoning-gym:<task>, with @[0:100] or :weight=2"
             )
         return cls(
             path=path, rows=_parse_slice(match), weight=_parse_weight(match["weight"], flag, text)

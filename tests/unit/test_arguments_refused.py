@@ -285,10 +285,6 @@ def test_later_values_are_known_and_refused(name, value):
     assert f"{option} {value} is not available in this version" in refusal(**{name: value})
 
 
-def test_reasoning_gym_is_refused():
-    assert "reasoning-gym" in refusal(prompt_data=["reasoning-gym:leg_counting"])
-
-
 def test_a_dry_run_warns_about_what_this_machine_lacks(tmp_path):
     overrides = {
         "hf_checkpoint": "/no/model",

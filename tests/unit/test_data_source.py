@@ -188,3 +188,30 @@ def test_missing_label_is_reported_before_anything_runs(tmp_path):
     args = rollout_args(tmp_path, [{"input": "a"}], rm_type="math", label_key=None)
     with pytest.raises(ConfigError, match="--rm-type math compares with a label"):
         RolloutDataSource(args)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 7, 24, 25, 60, 131])
+def test_epochs_shuffles_and_weights_go_on_after_a_resume_as_if_nothing_had_happened(
+    tmp_path, taken
+):
+    """Three datasets, weights 1, 2.5 and 0.5, one of them a slice: 10 + 10 + 5 rows per epoch."""
+    files = [
+        str(write_rows(tmp_path / "a.jsonl", sums(10))),
+        str(write_rows(tmp_path / "b.jsonl", sums(9))) + "@[2:6]:weight=2.5",
+        str(write_rows(tmp_path / "c.jsonl", sums(10))) + ":weight=0.5",
+    ]
+    args = rollout_args(
+        tmp_path, prompt_data=files, rollout_shuffle=True, rollout_seed=3, n_samples_per_prompt=1
+    )
+    whole = RolloutDataSourceWithBuffer(args)
+    assert len(whole) == 25
+    expected = [(g[0].group_index, g[0].prompt) for g in whole.get_samples(taken + 60)]
+    first = RolloutDataSourceWithBuffer(args)
+    first.get_samples(taken)
+    second = RolloutDataSourceWithBuffer(args)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    rest = [(g[0].group_index, g[0].prompt) for g in second.get_samples(60)]
+    assert rest == expected[taken:]
+    epochs = [expected[i : i + 25] for i in range(0, len(expected) - 24, 25)]
+    assert all(len({p for _, p in epoch}) >= 10 for epoch in epochs)
+    assert len(epochs) < 2 or [p for _, p in epochs[0]] != [p for _, p in epochs[1]]

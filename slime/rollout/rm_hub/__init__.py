@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from slime.rollout.rm_hub import (
     ifbench,
     math_boxed,
     random_rm,
+    reasoning_gym_rm,
     remote_rm,
 )
 from slime.rollout.rm_hub.boxed import last_boxed
@@ -110,9 +112,21 @@ async def _grade(args: RewardArgs, sample: Sample, rm_type: str) -> Reward:
         return await in_thread(f1.grade, response, label)
     if base == "gpqa":
         return await in_thread(gpqa.grade, response, label, sample.metadata)
+    if base == "reasoning_gym":
+        return await _within(
+            in_thread(reasoning_gym_rm.grade, sample), reasoning_gym_rm.TIME_LIMIT_S
+        )
     if base == "ifbench":
         return await in_thread(ifbench.grade, sample)
     return dapo.grade(response, label) if base == "dapo" else random_rm.grade(sample)
+
+
+async def _within(call: Awaitable[float], seconds: float) -> float:
+    """A grader that takes longer found no answer it knows; its thread ends when it ends."""
+    try:
+        return await asyncio.wait_for(call, seconds)
+    except asyncio.TimeoutError:
+        return 0.0
 
 
 async def _call(fn: Any, args: RewardArgs, samples: Sample | list[Sample]) -> Any:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from slime.utils.errors import ConfigError
 
 WITH_LABEL = ("math", "deepscaler", "dapo", "f1")
-WITHOUT_LABEL = ("random", "remote_rm", "gpqa", "ifbench", "code")  # or in the metadata
+WITHOUT_LABEL = (
+    "random",
+    "remote_rm",
+    "gpqa",
+    "ifbench",
+    "code",
+    "reasoning_gym",
+)  # or in the metadata
 RM_TYPES = (*WITH_LABEL, *WITHOUT_LABEL)
 _OWN_BOX = ("math", "deepscaler")  # these look for the box themselves
 BOXED = "boxed_"

@@ -59,7 +59,7 @@ def arguments_page() -> str:
 def _later_section() -> str:
     flags = [f"`{option_of(name)}`" for name in LATER]
     values = [f"`{option_of(name)} {value}`" for name, value in LATER_VALUES]
-    listed = ", ".join([*values, *flags, "`--prompt-data reasoning-gym:<task>`"])
+    listed = ", ".join([*values, *flags])
     return f"## Not available in this version\n\nAccepted by name, and refused with a sentence: {listed}.\n"
 
 

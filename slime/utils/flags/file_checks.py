@@ -9,7 +9,7 @@ from slime.utils.errors import ConfigError
 from slime.utils.flags.derive import SFT_ROLLOUT
 from slime.utils.flags.draft import Draft
 from slime.utils.flags.gpus import is_installed
-from slime.utils.flags.prompt_files import data_path
+from slime.utils.flags.prompt_files import data_path, need_data
 from slime.utils.flags.registry import own_flags
 
 
@@ -24,7 +24,7 @@ def check_files(draft: Draft) -> None:
     _check_prompts(draft)
     for dataset in draft["eval_datasets"]:
         option = f"--eval-prompt-data {dataset.name}"
-        draft.need_file(data_path(dataset.path, option), option)
+        need_data(dataset.path, draft, option)
     pattern = draft["load_debug_rollout_data"]
     if pattern is not None:
         path = pattern if "{" not in pattern else str(Path(pattern.split("{")[0] + "x").parent)
@@ -54,7 +54,7 @@ def _check_prompts(draft: Draft) -> None:
     if not specs and built_in and not draft["debug_train_only"]:
         raise ConfigError("--prompt-data is missing: give a jsonl or parquet file with prompts")
     for spec in specs:
-        draft.need_file(data_path(spec), "--prompt-data")
+        need_data(spec, draft, "--prompt-data")
 
 
 def _check_packages(draft: Draft) -> None:

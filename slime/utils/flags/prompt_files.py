@@ -7,6 +7,7 @@ from pathlib import Path
 from slime.utils.data_spec import DataSpec
 from slime.utils.flags.draft import Draft
 from slime.utils.flags.gpus import is_installed
+from slime.utils.reasoning_tasks import chosen_rows
 
 
 def data_path(spec: str, option: str = "--prompt-data") -> str:
@@ -14,9 +15,19 @@ def data_path(spec: str, option: str = "--prompt-data") -> str:
     return str(Path(DataSpec.parse(spec, option).path).expanduser())
 
 
+def need_data(spec: str, draft: Draft, option: str) -> None:
+    """The file, or the package of the task, that a dataset comes from."""
+    if DataSpec.parse(spec, option).task is None:
+        draft.need_file(data_path(spec, option), option)
+    elif not is_installed("reasoning_gym"):
+        draft.lacking(f"{option} {spec} needs a package: pip install 'slime[reasoning-gym]'")
+
+
 def count_prompts(text: str, draft: Draft) -> int:
     """Prompts that one pass over the file hands out, before any filter by length."""
     spec, path = DataSpec.parse(text), data_path(text)
+    if spec.task is not None:
+        return round(len(chosen_rows(spec.rows)) * spec.weight)
     if not draft.need_file(path, "--prompt-data"):
         return 0
     if path.endswith(".parquet"):
