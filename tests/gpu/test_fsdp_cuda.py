@@ -4,36 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from slime.backends.fsdp_utils import attention
+from slime.backends.packed_attention import PackedLayout, packed_layout
 from slime.ray.train_data import split_batch
-from slime.utils.types import TrainBatch
 from tests.fsdp import Case, first_gradient, make_rows, start_actor, train_naively, whole_weights
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def _layout(lens: list[int]) -> attention.PackedLayout:
-    zeros = torch.zeros(sum(lens), device="cuda")
-    cu_seqlens = torch.tensor(np.concatenate([[0], np.cumsum(lens)]), dtype=torch.int32)
-    batch = TrainBatch(
-        tokens=zeros.long(),
-        position_ids=zeros.long(),
-        labels=zeros.long(),
-        loss_mask=zeros,
-        loss_weights=zeros,
-        cu_seqlens=cu_seqlens.cuda(),
-        max_seqlen=max(lens),
-        rows=list(range(len(lens))),
-        prompt_lens=[1] * len(lens),
-        response_lens=[n - 1 for n in lens],
-    )
-    return attention.packed_layout(batch)
+def _layout(lens: list[int]) -> PackedLayout:
+    return packed_layout(lens, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("window", [None, 7])

@@ -1,0 +1,258 @@
+"""Both trainers on one GPU: model FLOPs utilisation and peak memory of a training step.
+
+usage: python benchmarks/train_gpu.py [--shapes 0.6B 4B] [--backends fsdp megatron] [--micro-batches 4]
+       [--tokens 16384] [--sample-len 2048] [--recompute] [--profile FILE]
+
+Random weights of Qwen3's shapes, bf16 with fp32 master weights and moments, packed micro-batches of
+`--tokens` tokens; a step is forward, backward, clipping and AdamW over `--micro-batches` of them. FLOPs
+are counted from the shape, nothing that is computed twice counts. MFU is against the rate of a large
+bf16 matrix product measured in the same run; the share of the data sheet's figure stands beside it.
+Each backend runs in a process of its own; the median of `--steps` steps counts. The last lines are
+`RATIO train_gpu_mfu_<shape>_<backend> <MFU>`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
+}
+HEADS = {"tiny": (4, 2), "0.6B": (16, 8), "4B": (32, 8)}
+VOCAB = 151936
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", default=["0.6B", "4B"], choices=list(SHAPES))
+    parser.add_argument("--backends", nargs="+", default=["fsdp", "megatron"])
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--sample-len", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--recompute", action="store_true", help="activations of each layer anew")
+    parser.add_argument(
+        "--profile", help="write a table of the operations of one step to this file"
+    )
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        measure(args, *args.worker)
+        return
+    peak = matmul_rate()
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"{time.strftime('%Y-%m-%d')} torch {torch.__version__}, {name}")
+    print(
+        f"bf16 matrix product {peak / 1e12:.0f} TFLOP/s; {args.micro_batches} micro-batches of "
+        f"{args.tokens} tokens, samples of {args.sample_len}, recompute {args.recompute}",
+        flush=True,
+    )
+    ratios = []
+    for shape in args.shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            model = write_model(Path(folder), shape)
+            for backend in args.backends:
+                result = run_worker(backend, model)
+                if result is None:
+                    print(f"{shape:<5}{backend:<9} failed", flush=True)
+                    continue
+                mfu = result["flops"] / result["seconds"] / peak
+                print(
+                    f"{shape:<5}{backend:<9}{result['seconds']:7.3f} s/step "
+                    f"{result['tokens'] / result['seconds']:9.0f} tok/s  "
+                    f"{result['flops'] / result['seconds'] / 1e12:5.0f} TFLOP/s  MFU {mfu:.3f}  "
+                    f"peak {result['peak'] / 2**30:.1f} GiB (weights, gradients, optimizer "
+                    f"{result['resident'] / 2**30:.1f})",
+                    flush=True,
+                )
+                ratios.append((f"train_gpu_mfu_{shape}_{backend}", mfu))
+    for name, value in ratios:
+        print(f"RATIO {name} {value:.3f}")
+
+
+def run_worker(backend: str, model: Path) -> dict[str, float] | None:
+    command = [sys.executable, __file__, *sys.argv[1:], "--worker", backend, str(model)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    print((done.stdout + done.stderr)[-3000:])
+    return None
+
+
+def write_model(folder: Path, shape: str) -> Path:
+    """Config and random bf16 weights."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    heads, kv_heads = HEADS[shape]
+    config = Qwen3Config(
+        vocab_size=1024 if shape == "tiny" else VOCAB,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        **SHAPES[shape],
+    )
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder / shape)
+    return folder / shape
+
+
+def measure(options: argparse.Namespace, backend: str, model: str) -> None:
+    from slime.utils.flops import ModelShape, train_flops
+
+    args = make_arguments(options, backend, model)
+    actor = start(args, backend)
+    batch = make_batch(args, options)
+    cuda = torch.cuda.is_available()
+    resident = torch.cuda.memory_allocated() if cuda else 0
+    actor.train(0, batch())
+    if cuda:
+        resident = max(resident, torch.cuda.memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for step in range(options.steps):
+        rows = batch()
+        synchronize()
+        begin = time.perf_counter()
+        actor.train(step + 1, rows)
+        synchronize()
+        seconds.append(time.perf_counter() - begin)
+    lens = [options.sample_len] * (options.micro_batches * (options.tokens // options.sample_len))
+    shape = ModelShape.from_hf_config(json.loads((Path(model) / "config.json").read_text()))
+    result = {
+        "seconds": statistics.median(seconds),
+        "flops": train_flops(shape, lens),
+        "tokens": sum(lens),
+        "peak": torch.cuda.max_memory_allocated() if cuda else 0,
+        "resident": resident,
+    }
+    print("RESULT " + json.dumps(result), flush=True)
+    if options.profile:
+        profile(actor, batch(), f"{options.profile}.{backend}.{Path(model).name}")
+
+
+def make_arguments(options: argparse.Namespace, backend: str, model: str) -> Any:
+    from tests.args import make_args
+
+    rows = options.micro_batches * (options.tokens // options.sample_len)
+    flags: dict[str, Any] = {
+        "train_backend": backend,
+        "hf_checkpoint": model,
+        "rollout_batch_size": rows,
+        "n_samples_per_prompt": 1,
+        "global_batch_size": rows,
+        "micro_batch_size": options.tokens // options.sample_len,
+        "lr": 1e-6,
+        "rollout_max_response_len": options.sample_len // 2,
+        "actor_num_gpus_per_node": 1,
+        "rollout_num_gpus": 1,
+        "colocate": True,
+        "bf16": True,
+        "advantage_estimator": "grpo",
+    }
+    if options.recompute and backend == "fsdp":
+        flags["gradient_checkpointing"] = True
+    elif options.recompute:
+        flags |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return make_args(**flags)
+
+
+def start(args: Any, backend: str) -> Any:
+    if backend == "fsdp":
+        from slime.backends.fsdp_utils.actor import FSDPTrainRayActor as Actor
+    else:
+        from slime.backends.megatron_utils.actor import MegatronTrainRayActor as Actor
+    actor = Actor(args, 0, 1)
+    actor.init(args)
+    return actor
+
+
+def make_batch(args: Any, options: argparse.Namespace) -> Any:
+    """A function, as training fills columns of the batch in."""
+    from slime.ray.train_data import split_batch
+    from slime.utils.types import RolloutBatch
+
+    count = args.global_batch_size
+    length = options.sample_len
+    rng = np.random.default_rng(0)
+    responses = length // 2
+
+    def make() -> RolloutBatch:
+        batch = RolloutBatch(
+            tokens=[rng.integers(0, 1000, length) for _ in range(count)],
+            response_lens=[responses] * count,
+            loss_masks=[np.ones(responses)] * count,
+            rewards=rng.normal(size=count),
+            raw_rewards=np.zeros(count),
+            truncated=np.zeros(count),
+            group_indices=np.arange(count),
+            sample_indices=np.arange(count),
+            rollout_ids=np.arange(count),
+            rollout_log_probs=[np.full(responses, -7.0)] * count,
+        )
+        return split_batch(args, batch, dp_size=1, cp_size=1)[0]
+
+    return make
+
+
+def matmul_rate(size: int = 8192, rounds: int = 20) -> float:
+    """FLOP/s of a square bf16 product."""
+    if not torch.cuda.is_available():
+        size, rounds = 512, 3
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    synchronize()
+    begin = time.perf_counter()
+    for _ in range(rounds):
+        a @ b
+    synchronize()
+    return 2 * size**3 * rounds / (time.perf_counter() - begin)
+
+
+def profile(actor: Any, batch: Any, path: str) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+        actor.train(99, batch)
+        synchronize()
+    table = record.key_averages().table(
+        sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=70
+    )
+    Path(path).write_text(table)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
