@@ -15,11 +15,11 @@ from slime.utils.arguments import Args, parse_args, print_resolved
 from slime.utils.errors import UserError
 
 
-def train(args: Args) -> int:
+def train(args: Args, *, closing_words: bool = True) -> int:
     """Run to the end, or to a signal; the process's exit status."""
     from slime.ray.run import Run
 
-    with Run(args) as run:
+    with Run(args, closing_words=closing_words) as run:
         rollout, actor = run.rollout, run.actor
         # Engines start from --hf-checkpoint; a resumed trainer does not.
         actor.update_weights(rollout)
@@ -38,13 +38,13 @@ def train(args: Args) -> int:
     return run.exit_status
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, *, closing_words: bool = True) -> int:
     try:
         args = parse_args(argv)
         if args.dry_run:
             print_resolved(args)
             return 0
-        return train(args)
+        return train(args, closing_words=closing_words)
     except UserError as error:
         # One raised in an actor arrives inside Ray's wrapper, whose text is a traceback.
         print(f"slime: {getattr(error, 'cause', error)}", file=sys.stderr)

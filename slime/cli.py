@@ -35,11 +35,16 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_status
 
 
-def _train(argv: list[str]) -> int:
+def train(argv: list[str], *, closing_words: bool = True) -> int:
+    """`slime train`; without closing words where it is one stage of several."""
     sys.path.insert(
         0, str(Path.cwd())
     )  # as for `python train.py`: hooks of the folder one works in
-    return _loop()(argv)
+    return _loop()(argv, closing_words=closing_words)
+
+
+def _train(argv: list[str]) -> int:
+    return train(argv)
 
 
 def _quickstart(argv: list[str]) -> int:
@@ -70,7 +75,7 @@ def _doctor(argv: list[str]) -> int:
     return examine(argv)
 
 
-def _loop() -> Callable[[list[str]], int]:
+def _loop() -> Callable[..., int]:
     """`main` of train.py, which stands beside the package in a checkout."""
     path = Path(__file__).resolve().parent.parent / "train.py"
     if not path.exists():

@@ -82,10 +82,10 @@ def run_quickstart(argv: list[str]) -> int:
         ),
     }
     _start_ray()
-    for title, words in stages.items():
+    for number, (title, words) in enumerate(stages.items()):
         words = [*words, *options.flags]
         print(f"\n{title}\n\n{as_typed(words)}\n", flush=True)
-        if status := _train(words):
+        if status := _train(words, last=number + 1 == len(stages)):
             return status
     if not options.smoke:
         print(_verdict(run_dir / "grpo", time.monotonic() - started))
@@ -198,10 +198,10 @@ def _start_ray() -> None:
     connect()
 
 
-def _train(words: list[str]) -> int:
-    from slime.cli import main
+def _train(words: list[str], *, last: bool) -> int:
+    from slime.cli import train
 
-    return main(["train", *words])
+    return train(words, closing_words=last)
 
 
 def _verdict(run_dir: Path, seconds: float) -> str:

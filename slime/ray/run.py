@@ -40,10 +40,10 @@ class Run:
     rollout: RolloutGroup
     actor: TrainGroup
 
-    def __init__(self, args: Args):
+    def __init__(self, args: Args, *, closing_words: bool = True):
         check_hooks(args)
         _check_data(args)
-        self.args = args
+        self.args, self._closing_words = args, closing_words
         self._checkpoints = Checkpointer(args)
         self.start_rollout_id = self._checkpoints.start_rollout_id
         open_run_folder(args)
@@ -79,7 +79,7 @@ class Run:
         finally:
             self._stop()
             self._write_report()
-        if error is None or stopped:
+        if (error is None or stopped) and self._closing_words:
             print("\n".join(closing_lines(self.args.run_dir)))
         return stopped
 

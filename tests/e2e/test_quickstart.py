@@ -22,6 +22,7 @@ def test_quickstart_turns_the_sorting_round(tmp_path):
     assert evaluations[0] < 0.3
     assert evaluations[-1] > 0.8
     assert f"from {evaluations[0]:.2f} to {evaluations[-1]:.2f}" in done.stdout
+    assert done.stdout.count("Next, try:") == 1  # the last stage alone has closing words
     _check_run_folder(folder / "grpo")
     _check_that_the_export_sorts(folder)
 
@@ -29,6 +30,7 @@ def test_quickstart_turns_the_sorting_round(tmp_path):
 def _check_run_folder(run_dir: Path) -> None:
     for name in ("config.yaml", "report.html", "samples.jsonl", "logs/engine_0.log"):
         assert (run_dir / name).stat().st_size > 0
+    assert (run_dir / "logs" / "trainer_0.log").exists()
     assert (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
     gaps = [r["train/log_prob_gap_max"] for r in runs.metrics(run_dir, "train")]
     assert max(gaps) < 1e-4
