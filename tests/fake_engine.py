@@ -26,6 +26,7 @@ class Reply:
     tokens: list[int] | None = None  # default: the bytes of the text, and end-of-text after a stop
     latency_s: float = 0.0
     finish: str = "stop"  # stop, length, abort
+    matched: str | None = None  # the stop string that ended it; default: the last token
     versions: list[dict[str, Any]] | None = None
     status: int = 200
     drop: bool = False  # close the connection without an answer
@@ -144,7 +145,7 @@ class FakeEngine:
         if len(tokens) > limit:
             tokens, finish = tokens[:limit], {"type": "length", "length": limit}
         elif reply.finish == "stop":
-            finish["matched"] = tokens[-1]
+            finish["matched"] = reply.matched or tokens[-1]
         if aborted:
             done = (
                 1.0 if not reply.latency_s else (time.monotonic() - live.started) / reply.latency_s

@@ -1,0 +1,32 @@
+"""Text that did not come from the model, such as a tool's output, as part of a response."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from slime.rollout.sampling import SamplingParams
+from slime.utils.tokenizer import load_tokenizer
+from slime.utils.types import Sample, Status
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+
+def add_observation(args: Args, sample: Sample, text: str, params: SamplingParams) -> bool:
+    """Append `text` to the response, out of the loss; False, with the sample TRUNCATED, if it is too long.
+
+    The tokens the sample has stay as they are: only the new text is tokenized.
+    """
+    tokens = load_tokenizer(args.hf_checkpoint).encode(text, add_special_tokens=False)
+    limit, context = params["max_new_tokens"], args.rollout_max_context_len
+    room = min(
+        (sys.maxsize if limit is None else limit) - sample.response_length,
+        (sys.maxsize if context is None else context) - len(sample.tokens),
+    )
+    if len(tokens) >= room:  # one token at least must be left for the model
+        sample.status = Status.TRUNCATED
+        return False
+    sample.append_response_tokens(tokens=tokens, trainable=False)
+    sample.response += text
+    return True
