@@ -89,6 +89,8 @@ class EngineActor:
         if self.node.rank == 0:
             self._wait(url, label)
             Path(config).unlink(missing_ok=True)
+            facts = {"port": ports.server, "pid": self.process.pid}
+            self._file.with_suffix(".port").write_text(json.dumps(facts))
             return EngineInfo(url=url, device_ids=tuple(devices), kind="sglang")
         return None
 

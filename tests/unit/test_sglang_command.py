@@ -75,6 +75,7 @@ def test_an_engine_of_32_gpus_is_four_processes_that_differ_in_rank_only(version
     for rank, found in enumerate(ranks):
         assert found.pop("--node-rank") == [str(rank)]
         assert found.pop("--host") == [f"10.0.0.{rank}"]
+        assert found.pop("--port") == [str(21000 + rank)]
         assert found == ranks[0]
     first = ranks[0]
     assert first["--tp-size"] == ["32"]

@@ -95,7 +95,7 @@ def _own(args: Args, *, node: Node, ports: Ports, meeting_host: str) -> dict[str
     values: dict[str, object] = {
         "model_path": args.hf_checkpoint,
         "host": node.host,
-        "port": ports.server,
+        "port": ports.server + node.rank,  # several "nodes" may be rehearsed on one machine
         "tp_size": args.rollout_num_gpus_per_engine // (args.sglang_pp_size or 1),
     }
     if node.count > 1:

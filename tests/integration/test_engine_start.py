@@ -1,0 +1,139 @@
+"""How engines are started, with a stand-in for SGLang that fails as it is told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+import ray
+
+from slime.backends.sglang_utils.process import ServerProcess
+from slime.backends.sglang_utils.readiness import StartError, wait_until_ready
+from slime.ray.cluster import connect
+from slime.ray.engine_group import EngineGroup
+from slime.utils.env import child_env
+from slime.utils.errors import UserError
+from tests.args import make_args
+from tests.stand_in_sglang import starts, write_stand_in
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    started = connect()
+    yield
+    if started:
+        ray.shutdown()
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Start one engine by a plan, and end it again."""
+    groups: list[EngineGroup] = []
+
+    def start(plan: list[str], gpus: int = 1, **overrides) -> EngineGroup:
+        env = write_stand_in(tmp_path, plan)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        args = make_args(
+            rollout_engine="sglang",
+            run_dir=str(tmp_path / "run"),
+            rollout_num_gpus=gpus,
+            rollout_num_gpus_per_engine=gpus,
+            **overrides,
+        )
+        env |= {"SLIME_ENGINE_TOKEN": "secret-of-this-run", "PYTHONPATH": os.getcwd()}
+        options = {"num_cpus": 0, "runtime_env": {"env_vars": env}}
+        group = EngineGroup(args, [[options] * gpus], token="secret-of-this-run")
+        groups.append(group)
+        group.start()
+        group.wait()
+        return group
+
+    yield start
+    for group in groups:
+        group.stop()
+
+
+def option(argv: list[str], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_a_port_that_is_taken_meanwhile_costs_one_more_try(start, tmp_path):
+    group = start(["port taken", "port taken", "serve"])
+    ports = [option(argv, "--port") for argv in starts(tmp_path)]
+    assert len(set(ports)) == 3
+    assert group.infos[0].url == f"http://127.0.0.1:{ports[2]}"
+    assert group.infos[0].kind == "sglang" and group.failed() == []
+    time.sleep(2)  # a server started by a thread of its actor must outlive the call
+    assert group.failed() == []
+
+
+def test_a_server_that_cannot_start_ends_in_its_own_last_words(start, tmp_path):
+    with pytest.raises(UserError, match="the GPU is on fire") as error:
+        start(["crash"])
+    assert str(tmp_path / "run" / "logs" / "engine_0.log") in str(error.value)
+    assert len(starts(tmp_path)) == 1  # another port would not help
+
+
+def test_the_key_of_the_control_routes_is_on_no_command_line(start, tmp_path):
+    start(["serve"])
+    [argv] = starts(tmp_path)
+    assert "secret-of-this-run" not in " ".join(argv)
+    assert option(argv, "--config").endswith("engine_0.yaml")
+    assert not (tmp_path / "run" / "logs" / "engine_0.yaml").exists()  # read, and gone
+
+
+def test_an_engine_over_two_nodes_is_two_processes(start, tmp_path):
+    """Each node has one GPU here, so two of them are two nodes."""
+    group = start(["serve", "serve"], gpus=2, num_gpus_per_node=1)
+    first, second = sorted(starts(tmp_path), key=lambda argv: option(argv, "--node-rank"))
+    for rank, argv in enumerate((first, second)):
+        assert option(argv, "--nnodes") == "2" and option(argv, "--node-rank") == str(rank)
+        assert option(argv, "--tp-size") == "2"
+        assert option(argv, "--dist-init-addr") == option(first, "--dist-init-addr")
+    assert group.infos[0].device_ids == ("cpu", "cpu")
+    logs = tmp_path / "run" / "logs"
+    assert {path.name for path in logs.glob("*.log")} == {
+        "engine_0_node_0.log",
+        "engine_0_node_1.log",
+    }
+
+
+def test_a_server_that_is_killed_is_found_and_replaced(start, tmp_path):
+    group = start(["serve", "crash", "serve"])
+    pid = json.loads((tmp_path / "run" / "logs" / "engine_0.port").read_text())["pid"]
+    os.kill(pid, 9)
+    assert group.failed() == [0]
+    assert "could not be started again" in group.restart(0)
+    assert group.infos == [] and group.failed() == [0]
+    assert group.restart(0) == "engine 0 failed and was started again"
+    assert group.infos == group.unsynced and group.failed() == []
+
+
+def test_a_server_that_says_nothing_does_not_hang_the_run(tmp_path):
+    env = write_stand_in(tmp_path, ["silent"])
+    log = tmp_path / "log"
+    command = [env["SLIME_SGLANG_PYTHON"], "-m", "sglang.launch_server", "--port", "9"]
+    process = ServerProcess(command, log, child_env(**env))
+    try:
+        with pytest.raises(StartError, match="has written nothing for 1 s"):
+            wait_until_ready(
+                "http://127.0.0.1:9",
+                label="x",
+                log_path=log,
+                ended=process.status,
+                silent_timeout_s=1,
+            )
+        with pytest.raises(StartError, match="was not up after 1 s"):
+            wait_until_ready(
+                "http://127.0.0.1:9",
+                label="x",
+                log_path=log,
+                ended=process.status,
+                start_timeout_s=1,
+            )
+    finally:
+        process.stop()
+    assert process.status() is not None

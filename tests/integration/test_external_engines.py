@@ -1,0 +1,59 @@
+"""Engines that somebody else runs: checked first, then trained with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slime.backends.sglang_utils.external import find_external, normalise
+from slime.utils.errors import UserError
+from tests.args import make_args
+from tests.engines import engine_server
+from tests.tiny import make_tiny_checkpoint
+
+
+def external(model: Path, address: str):
+    return make_args(
+        rollout_engine=None,
+        hf_checkpoint=str(model),
+        rollout_external=True,
+        rollout_external_engine_addrs=[address],
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("model") / "m")
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with engine_server(model) as server:
+        yield server
+
+
+def test_an_engine_is_found_by_its_address(model, server):
+    [info] = find_external(external(model, server.url.removeprefix("http://") + "/"))
+    assert info.url == server.url and info.kind == "slime" and len(info.device_ids) == 1
+    assert normalise("http://a:1/") == normalise("a:1") == "http://a:1"
+
+
+def test_an_address_without_an_engine(model):
+    with pytest.raises(UserError, match=r"127.0.0.1:9: no engine answers there.*cannot connect"):
+        find_external(external(model, "127.0.0.1:9"))
+
+
+def test_another_model_and_another_tokenizer_are_refused(model, server, tmp_path):
+    other = make_tiny_checkpoint(tmp_path / "llama", "llama")
+    with pytest.raises(UserError, match=r"LlamaForCausalLM.*start it with the model"):
+        find_external(external(other, server.url))
+    spelled = make_tiny_checkpoint(tmp_path / "spelled")
+    path = spelled / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["c"] = vocab["c"], vocab["a"]
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match="another tokenizer"):
+        find_external(external(spelled, server.url))

@@ -1,0 +1,55 @@
+"""Training through the real SGLang, by every transport, and how far its log-probs are from the trainer's."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e import runs
+from tests.engines import TOKEN
+
+
+def check(run_dir, rollouts: int) -> None:
+    trained = runs.metrics(run_dir, "train")
+    assert [record["rollout_id"] for record in trained] == list(range(rollouts))
+    assert all(record["train/log_prob_gap_max"] < 1e-4 for record in trained), trained
+    generated = runs.metrics(run_dir, "rollout")
+    assert all(record["rollout/samples"] == 16 for record in generated)
+    versions = [record["perf/weight_version"] for record in runs.metrics(run_dir, "perf")]
+    assert versions == [number + 2 for number in range(rollouts)]
+
+
+@pytest.mark.parametrize(
+    ("transport", "temperature"), [("disk", 0.7), ("distributed", 0.7), ("distributed", 1.0)]
+)
+def test_with_a_server_somebody_else_runs(
+    model, data, server, tmp_path, monkeypatch, transport, temperature
+):
+    monkeypatch.setenv("SLIME_ENGINE_TOKEN", TOKEN)
+    words = runs.command(
+        model,
+        data,
+        tmp_path / "run",
+        rollout_num_gpus=None,
+        rollout_external=True,
+        rollout_external_engine_addrs=[server.url],
+        update_weight_transport=transport,
+        rollout_temperature=temperature,
+    )
+    status, output = runs.run(words, timeout=600)
+    assert status == 0, output
+    assert f"sglang engine at {server.url}" in output
+    check(tmp_path / "run", 3)
+
+
+@pytest.mark.parametrize(
+    "placement", [{"colocate": True, "rollout_num_gpus": None}, {"rollout_num_gpus_per_engine": 2,
+                                                                "rollout_num_gpus": 2}],
+    ids=["tensor-colocated", "distributed-two-ranks"],
+)  # fmt: skip
+def test_with_a_server_of_its_own(model, data, tmp_path, placement):
+    words = runs.command(
+        model, data, tmp_path / "run", rollout_engine="sglang", num_rollout=2, **placement
+    )
+    status, output = runs.run(words, timeout=900)
+    assert status == 0, output
+    check(tmp_path / "run", 2)
