@@ -135,7 +135,12 @@ class Run:
         generate = load_function(
             args.rollout_function_path, flag="--rollout-function-path", protocol=RolloutFunction
         )
-        engines = getattr(generate, "needs_engines", True) and not args.debug_train_only
+        evaluate = load_function(
+            args.eval_function_path, flag="--eval-function-path", protocol=RolloutFunction
+        )
+        users = [generate, *([evaluate] if args.eval_interval else [])]
+        needed = any(getattr(function, "needs_engines", True) for function in users)
+        engines = needed and not args.debug_train_only
         layout = plan_layout(
             args,
             with_trainer=not args.debug_rollout_only,
