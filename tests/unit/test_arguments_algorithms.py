@@ -1,0 +1,67 @@
+"""Flags of critic, distillation, reference and attention: what is refused, warned about and derived."""
+
+import pytest
+
+from slime.ray.placement_group import needs_critic, plan_layout
+from slime.utils.errors import ConfigError
+from tests.args import make_args
+
+OPD = {"use_opd": True, "opd_type": "sglang", "rm_url": "http://teacher:30000"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"value_clip": 0}, ["--value-clip", "above 0"]),
+        ({"num_critic_only_steps": -1}, ["--num-critic-only-steps", "at least 0"]),
+        ({"critic_lr": 1e-7, "min_lr": 1e-6, "lr": 1e-5}, ["--min-lr", "--critic-lr"]),
+        ({"critic_save": "/c", "advantage_estimator": "ppo"}, ["--critic-save", "--save"]),
+        ({"critic_load": "/no/critic"}, ["--critic-load", "/no/critic"]),
+        ({"ref_update_interval": 0}, ["--ref-update-interval", "at least 1"]),
+        ({"attn_implementation": "sdpaa"}, ["--attn-implementation", "sdpa"]),
+        ({"use_opd": True}, ["--opd-type"]),
+        ({**OPD, "rm_url": None}, ["--rm-url"]),
+        ({**OPD, "rm_type": "remote_rm"}, ["remote_rm", "--rm-url"]),
+        ({**OPD, "group_rm": True}, ["--group-rm"]),
+        ({**OPD, "rollout_temperature": 0.7}, ["temperature 1", "--opd-type megatron"]),
+        ({**OPD, "loss_type": "sft_loss"}, ["--loss-type policy_loss"]),
+        ({**OPD, "opd_kl_coef": -1}, ["--opd-kl-coef", "at least 0"]),
+        ({"use_opd": True, "opd_type": "megatron"}, ["--opd-teacher-load"]),
+        (
+            {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "/no/teacher"},
+            ["--opd-teacher-load", "/no/teacher"],
+        ),
+    ],
+    ids=lambda value: None,
+)
+def test_refused(overrides, words):
+    with pytest.raises(ConfigError) as error:
+        make_args(**overrides)
+    message = str(error.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "name", ["value_clip", "critic_lr", "num_critic_only_steps", "opd_kl_coef", "opd_type"]
+)
+def test_flags_of_a_model_that_is_not_there_are_warned_about(name):
+    value = {"opd_type": "sglang", "num_critic_only_steps": 2}.get(name, 0.3)
+    (warning,) = make_args(**{name: value}).warnings
+    assert warning.startswith("--" + name.replace("_", "-")) and "no effect" in warning
+
+
+def test_distillation_scores_samples_itself_unless_told_how():
+    ours = "slime.rollout.on_policy_distillation.reward_func"
+    assert make_args(**OPD).custom_rm_path == ours
+    assert make_args(**OPD, custom_rm_path="tests.e2e.rewards.dense").custom_rm_path != ours
+    assert make_args().custom_rm_path is None
+
+
+def test_only_ppo_has_a_critic():
+    assert needs_critic(make_args(advantage_estimator="ppo"))
+    assert not needs_critic(make_args())
+    assert not needs_critic(make_args(advantage_estimator="ppo", loss_type="sft_loss"))
+    args = make_args(advantage_estimator="ppo", actor_num_gpus_per_node=2)
+    layout = plan_layout(args, with_critic=True)
+    assert layout.with_critic and layout.trainer == [0, 1]
+    assert not plan_layout(args, with_trainer=False, with_critic=True).with_critic
