@@ -14,6 +14,7 @@ _USAGE = """usage: slime COMMAND [OPTIONS]
   quickstart    make a tiny model and train it, from nothing to a rising reward
   train         the training loop; the same as python train.py
   engine        serve a model with the embedded inference engine
+  convert       weights between Hugging Face and torch_dist
   report        write report.html of a run folder
   doctor        what this machine has, what is missing, how to get it
 
@@ -59,6 +60,39 @@ def _engine(argv: list[str]) -> int:
     return serve(argv) or 0
 
 
+def _convert(argv: list[str]) -> int:
+    if not argv or argv[0] not in _CONVERSIONS:
+        print(_CONVERT_USAGE)
+        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
+    return _CONVERSIONS[argv[0]](argv[1:])
+
+
+def _to_torch_dist(argv: list[str]) -> int:
+    if argv in (["-h"], ["--help"]):
+        print(_CONVERT_USAGE)
+        return 0
+    from slime.backends.megatron_utils.conversion.to_torch_dist import main as convert
+
+    return convert(argv)
+
+
+def _to_hf(argv: list[str]) -> int:
+    from slime.backends.megatron_utils.conversion.to_hf import main as convert
+
+    return convert(argv)
+
+
+_CONVERT_USAGE = """usage: slime convert hf-to-torch-dist [MODEL_ARGS] --hf-checkpoint DIR --save DIR
+       slime convert torch-dist-to-hf --input-dir DIR --output-dir DIR --origin-hf-dir DIR
+
+The first runs in one process, or in several: torchrun --nproc-per-node N tools/convert_hf_to_torch_dist.py"""
+
+_CONVERSIONS: dict[str, Callable[[list[str]], int]] = {
+    "hf-to-torch-dist": _to_torch_dist,
+    "torch-dist-to-hf": _to_hf,
+}
+
+
 def _report(argv: list[str]) -> int:
     from slime.dashboard.report import write_report
 
@@ -87,6 +121,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "quickstart": _quickstart,
     "train": _train,
     "engine": _engine,
+    "convert": _convert,
     "report": _report,
     "doctor": _doctor,
 }

@@ -1,4 +1,4 @@
-"""A Megatron model of this rank, as the trainer builds it, without an optimizer.
+"""A Megatron model of this rank, as the trainer builds it, without and with an optimizer.
 
 To be imported inside rank processes: it makes the CPU stand for the GPU.
 """
@@ -6,10 +6,12 @@ To be imported inside rank processes: it makes the CPU stand for the GPU.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from slime.backends.lr import lr_schedule
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
 
 install_cpu_adapter()
@@ -18,13 +20,14 @@ from slime.backends.megatron_utils.hf_weights.export import export_hf  # noqa: E
 from slime.backends.megatron_utils.hf_weights.families import weight_map  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.load import load_hf  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
-from slime.backends.megatron_utils.model import Head, build_chunks  # noqa: E402
+from slime.backends.megatron_utils.model import Head, build_chunks, wrap_chunks  # noqa: E402
 from slime.backends.megatron_utils.model_config import (  # noqa: E402
     gpt_options,
     model_config,
     read_config,
     virtual_stages,
 )
+from slime.backends.megatron_utils.optimizer import MegatronAdamW  # noqa: E402
 from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
 from slime.backends.megatron_utils.passes import Passes, prepare_config  # noqa: E402
 from slime.utils.arguments import Args  # noqa: E402
@@ -55,16 +58,45 @@ class MegatronModel:
         return {name: tensor.clone() for name, tensor in export_hf(self.chunks, self.weights)}
 
 
+class MegatronTrainer(MegatronModel):
+    """With an optimizer, and a loss that needs no rollout: the negative log-probs of the next tokens."""
+
+    def __init__(self, args: Args) -> None:
+        super().__init__(args)
+        self.model = wrap_chunks(args, self.config, self.chunks)
+        self.optimizer = MegatronAdamW(args, self.model, lr_schedule(args))
+
+    def load(self, folder: Path) -> None:
+        super().load(folder)
+        self.optimizer.inner.reload_model_params()
+
+    def train(self, rows: list[np.ndarray]) -> None:
+        """One step. The gradient is clipped to norm 1, so ranks that repeat it change nothing."""
+        self.optimizer.zero_grad()
+        self.passes.train(self.model, [packed(rows)], self._loss)
+        norm = self.optimizer.step()
+        assert norm > 1.0
+
+    def _loss(self, chunk: Any, hidden: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
+        log_probs, _ = self.head.log_probs(
+            getattr(chunk, "module", chunk), hidden, batch, with_entropy=False
+        )
+        return -log_probs.sum()
+
+
 def packed(rows: list[np.ndarray]) -> TrainBatch:
-    """A micro-batch of which only the tokens matter."""
+    """A micro-batch in which every token but a row's last predicts the next."""
     lens = [len(row) for row in rows]
-    total = torch.zeros(sum(lens))
+    tokens = torch.from_numpy(np.concatenate(rows))
+    mask = torch.cat(
+        [torch.ones(length).index_fill(0, torch.tensor(length - 1), 0) for length in lens]
+    )
     return TrainBatch(
-        tokens=torch.from_numpy(np.concatenate(rows)),
+        tokens=tokens,
         position_ids=torch.cat([torch.arange(length) for length in lens]),
-        labels=total.long(),
-        loss_mask=total,
-        loss_weights=total,
+        labels=tokens.roll(-1),
+        loss_mask=mask,
+        loss_weights=mask,
         cu_seqlens=torch.tensor([0, *lens]).cumsum(0).int(),
         max_seqlen=max(lens),
         rows=list(range(len(rows))),

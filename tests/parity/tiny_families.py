@@ -62,9 +62,10 @@ _MLA = {
 }
 
 
-def tiny_config(family: str) -> PretrainedConfig:
+def tiny_config(family: str, **changes: object) -> PretrainedConfig:
     """Of the model that stands for the family; MiMo is a Qwen2 with more tensors."""
-    return _CONFIGS[family]()
+    config = _CONFIGS[family]()
+    return type(config)(**{**config.to_dict(), **changes})
 
 
 _CONFIGS = {
@@ -115,9 +116,9 @@ UNTRAINED = {
 }
 
 
-def make_family(folder: Path, family: str, *, seed: int = 0) -> Path:
+def make_family(folder: Path, family: str, *, seed: int = 0, **changes: object) -> Path:
     """Write a checkpoint whose every tensor is random, norms, biases and sinks included."""
-    model = make_model(family, seed=seed)
+    model = make_model(family, seed=seed, **changes)
     model.save_pretrained(folder)
     extra = UNTRAINED.get(family, [])
     if extra:
@@ -137,10 +138,10 @@ def make_family(folder: Path, family: str, *, seed: int = 0) -> Path:
     return folder
 
 
-def make_model(family: str, *, seed: int = 0) -> torch.nn.Module:
+def make_model(family: str, *, seed: int = 0, **changes: object) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = tiny_config(family)
+        config = tiny_config(family, **changes)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         for name, tensor in model.state_dict(keep_vars=True).items():
             noise = torch.randn_like(tensor)

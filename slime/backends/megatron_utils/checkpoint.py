@@ -8,6 +8,7 @@ rng_<rank>.pt                     random state of each rank; restored under the 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +34,9 @@ _HEAD = "output_layer.weight"
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True}
 
 Chunks = Sequence[torch.nn.Module]
+
+# It takes a folder with other parts of a run's checkpoint in it for a broken one.
+logging.getLogger(dist_checkpointing.serialization.__name__).setLevel(logging.ERROR)
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -73,9 +77,6 @@ class Checkpointer:
             model_type=self._model_type,
             layout=_layout(),
         )
-        if dist.get_rank() == 0:
-            (folder / _FACTS).write_text(json.dumps(asdict(facts)) + "\n")
-        torch.save(_rng_state(), folder / f"rng_{dist.get_rank()}.pt")
         request = dist_checkpointing.save(
             _state(chunks, optimizer, is_loading=False),
             str(folder),
@@ -84,6 +85,9 @@ class Checkpointer:
         )
         if request is not None:
             self._calls.schedule_async_request(request)
+        if dist.get_rank() == 0:
+            (folder / _FACTS).write_text(json.dumps(asdict(facts)) + "\n")
+        torch.save(_rng_state(), folder / f"rng_{dist.get_rank()}.pt")
 
     def wait(self) -> None:
         """Until a save in the background is complete on all ranks; raise what it raised."""

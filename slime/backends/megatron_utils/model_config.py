@@ -74,6 +74,7 @@ def model_config(hf_config: PretrainedConfig, args: Args) -> TransformerConfig:
     """ConfigError when a flag describes another model than the config, one sentence."""
     model = architecture(hf_config)
     check_flags(model, args)
+    _check_expert_biases(model, args)
     fields = {
         **_DEFAULTS,
         **_flag_fields(args, model),
@@ -205,6 +206,15 @@ def _layout(args: Args, model: Architecture) -> dict[str, Any]:
         "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
         "sequence_parallel": bool(args.sequence_parallel) and tp > 1,
     }
+
+
+def _check_expert_biases(model: Architecture, args: Args) -> None:
+    etp = args.expert_tensor_parallel_size
+    if model.fields.get("num_moe_experts") and model.fields["add_bias_linear"] and etp > 1:
+        raise ConfigError(
+            f"--expert-tensor-parallel-size {etp}: every rank would add the experts' biases; use "
+            "--expert-tensor-parallel-size 1, with --expert-model-parallel-size 2 or more"
+        )
 
 
 def virtual_stages(args: Args, num_layers: int) -> int | None:

@@ -76,6 +76,12 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
             f"--pipeline-model-parallel-size {pp} = {ep * etp * pp} does not divide the {gpus} training "
             "GPUs"
         )
+    if ep == 1 and etp != tp and _first(config, "num_experts") is not None:
+        raise ConfigError(
+            f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} needs "
+            "--expert-model-parallel-size 2 or more, as megatron-core adds up the experts' gradients "
+            "only then: leave --expert-tensor-parallel-size out or spread the experts"
+        )
     _check_divides(draft, config, "num_attention_heads", "tensor_model_parallel_size")
     _check_divides(draft, config, "num_experts", "expert_model_parallel_size")
     _check_key_heads(draft, config)
@@ -184,6 +190,11 @@ def _check_divides(draft: Draft, config: dict[str, Any], name: str, size: str) -
             f"{option_of(size)} {draft[size]} does not divide {option_of(name)} {count}: choose one "
             "that does"
         )
+
+
+def _first(config: dict[str, Any], name: str) -> Any:
+    """What the config says of a flag, under the first of its names that is there."""
+    return next((config[key] for key in _SAME[name] if config.get(key) is not None), None)
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

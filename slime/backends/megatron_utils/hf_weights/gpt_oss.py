@@ -41,14 +41,20 @@ class ExpertGateUp(Mapping):
         _, *rest, columns = shapes[0]
         return (columns // part.size, *rest)
 
-    def read(
-        self, reader: TensorReader, names: list[str], part: Part, expert: int = 0
-    ) -> torch.Tensor:
+    def fill(
+        self,
+        target: torch.Tensor,
+        reader: TensorReader,
+        names: list[str],
+        part: Part,
+        expert: int = 0,
+    ) -> None:
         shape = reader.shape(names[0])
         columns = part.of(shape[-1])  # of whole pairs
         cuts = (slice(expert, expert + 1), *([slice(None)] * (len(shape) - 2)), columns)
         pairs = _transposed(reader.read(names[0], *cuts)[0])
-        return torch.cat([pairs[::2], pairs[1::2]])
+        for number, rows in enumerate(target.chunk(2)):
+            rows.copy_(pairs[number::2])
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         halves = [part.chunk(2) for part in parts]
@@ -69,14 +75,18 @@ class ExpertDown(Mapping):
         rest = tuple(reversed(shapes[0][1:]))
         return tuple(n // part.size if dim == self.dim else n for dim, n in enumerate(rest))
 
-    def read(
-        self, reader: TensorReader, names: list[str], part: Part, expert: int = 0
-    ) -> torch.Tensor:
-        one = slice(expert, expert + 1)
-        if self.dim is None:
-            return reader.read(names[0], one)[0]
-        rows = part.of(reader.shape(names[0])[1])
-        return reader.read(names[0], one, rows)[0].t()
+    def fill(
+        self,
+        target: torch.Tensor,
+        reader: TensorReader,
+        names: list[str],
+        part: Part,
+        expert: int = 0,
+    ) -> None:
+        cuts = [slice(expert, expert + 1)]
+        if self.dim is not None:
+            cuts.append(part.of(reader.shape(names[0])[1]))
+        target.copy_(_transposed(reader.read(names[0], *cuts)[0]))
 
     def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
         return [_transposed(whole)]

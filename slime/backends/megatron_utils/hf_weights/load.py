@@ -34,15 +34,24 @@ def load_hf(
         check_shape(weight, reader, layout)
     for weight in targets:
         with torch.no_grad():
-            weight.tensor.copy_(shard_from_hf(weight.match, reader, layout))
+            _fill(weight.tensor, weight.match, reader, layout)
         if on_tensor is not None:
             on_tensor(weight)
 
 
-def shard_from_hf(match: Match, reader: TensorReader, layout: Layout) -> torch.Tensor:
+def shard_from_hf(
+    match: Match, reader: TensorReader, layout: Layout, dtype: torch.dtype
+) -> torch.Tensor:
     """The part of one Megatron parameter that a rank of `layout` holds."""
+    shapes = [reader.shape(name) for name in match.hf_names]
+    shard = torch.empty(match.rule.mapping.shape(shapes, layout.part(match)), dtype=dtype)
+    _fill(shard, match, reader, layout)
+    return shard
+
+
+def _fill(target: torch.Tensor, match: Match, reader: TensorReader, layout: Layout) -> None:
     part = layout.part(match)
-    return match.rule.mapping.read(reader, match.hf_names, part, match.expert)
+    match.rule.mapping.fill(target, reader, match.hf_names, part, match.expert)
 
 
 def check_shape(weight: LocalWeight, reader: TensorReader, layout: Layout) -> None:

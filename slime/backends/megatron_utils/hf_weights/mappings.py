@@ -44,10 +44,15 @@ class Mapping(ABC):
         """Of a rank's part, from the shapes of the Hugging Face tensors."""
 
     @abstractmethod
-    def read(
-        self, reader: TensorReader, names: list[str], part: Part, expert: int = 0
-    ) -> torch.Tensor:
-        """A rank's part; of tensors that hold all experts, of this one."""
+    def fill(
+        self,
+        target: torch.Tensor,
+        reader: TensorReader,
+        names: list[str],
+        part: Part,
+        expert: int = 0,
+    ) -> None:
+        """Read a rank's part into `target`; of tensors that hold all experts, this one's."""
 
     @abstractmethod
     def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
@@ -73,14 +78,19 @@ class Plain(Mapping):
     def shape(self, shapes: list[Shape], part: Part) -> Shape:
         return tuple(n // part.size if dim == self.dim else n for dim, n in enumerate(shapes[0]))
 
-    def read(
-        self, reader: TensorReader, names: list[str], part: Part, expert: int = 0
-    ) -> torch.Tensor:
+    def fill(
+        self,
+        target: torch.Tensor,
+        reader: TensorReader,
+        names: list[str],
+        part: Part,
+        expert: int = 0,
+    ) -> None:
         (name,) = names
-        if self.dim is None or part.size == 1:
-            return reader.read(name)
-        shape = reader.shape(name)
-        return reader.read(name, *([slice(None)] * self.dim), part.of(shape[self.dim]))
+        cuts = []
+        if self.dim is not None:
+            cuts = [*([slice(None)] * self.dim), part.of(reader.shape(name)[self.dim])]
+        target.copy_(reader.read(name, *cuts))
 
     def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
         return [whole]
@@ -99,14 +109,19 @@ class Vocab(Mapping):
         missing = self._padded - self._rows  # a table of other size than the config's stays visible
         return ((rows + missing) // part.size, *rest)
 
-    def read(
-        self, reader: TensorReader, names: list[str], part: Part, expert: int = 0
-    ) -> torch.Tensor:
+    def fill(
+        self,
+        target: torch.Tensor,
+        reader: TensorReader,
+        names: list[str],
+        part: Part,
+        expert: int = 0,
+    ) -> None:
         mine = part.of(self._padded)
         real = slice(min(mine.start, self._rows), min(mine.stop, self._rows))
-        rows = reader.read(names[0], real)
-        padding = rows.new_zeros(mine.stop - mine.start - rows.shape[0], *rows.shape[1:])
-        return torch.cat([rows, padding])
+        count = real.stop - real.start
+        target[:count].copy_(reader.read(names[0], real))
+        target[count:].zero_()
 
     def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
         return [whole[: self._rows]]
@@ -123,24 +138,33 @@ class Qkv(Mapping):
     def shape(self, shapes: list[Shape], part: Part) -> Shape:
         return (sum(shape[0] for shape in shapes) // part.size, *shapes[0][1:])
 
-    def read(
-        self, reader: TensorReader, names: list[str], part: Part, expert: int = 0
-    ) -> torch.Tensor:
+    def fill(
+        self,
+        target: torch.Tensor,
+        reader: TensorReader,
+        names: list[str],
+        part: Part,
+        expert: int = 0,
+    ) -> None:
         if self._groups % part.size == 0:
-            parts = [reader.read(name, part.of(reader.shape(name)[0])) for name in names]
-            return self._interleave(parts, self._groups // part.size)
+            pieces = self._pieces(target, self._groups // part.size)
+            for piece, name in zip(pieces, names, strict=True):
+                rows = reader.read(name, part.of(reader.shape(name)[0]))
+                piece.copy_(rows.unflatten(0, piece.shape[:2]))
+            return
         # More ranks than groups: a rank holds a piece of one group.
-        whole = self._interleave([reader.read(name) for name in names], self._groups)
-        return whole[part.of(whole.shape[0])]
+        whole = target.new_empty(target.shape[0] * part.size, *target.shape[1:])
+        self.fill(whole, reader, names, WHOLE)
+        target.copy_(whole[part.of(whole.shape[0])])
 
     def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        grouped = whole.unflatten(0, (self._groups, -1))
-        queries = grouped.shape[1] - 2 * self._head_dim
-        pieces = grouped.split([queries, self._head_dim, self._head_dim], dim=1)
-        return [piece.flatten(0, 1) for piece in pieces]
+        return [piece.flatten(0, 1) for piece in self._pieces(whole, self._groups)]
 
-    def _interleave(self, tensors: list[torch.Tensor], groups: int) -> torch.Tensor:
-        return torch.cat([t.unflatten(0, (groups, -1)) for t in tensors], dim=1).flatten(0, 1)
+    def _pieces(self, tensor: torch.Tensor, groups: int) -> list[torch.Tensor]:
+        """Queries, keys and values as views [groups, rows of each, ...]."""
+        grouped = tensor.unflatten(0, (groups, -1))
+        queries = grouped.shape[1] - 2 * self._head_dim
+        return list(grouped.split([queries, self._head_dim, self._head_dim], dim=1))
 
 
 class GateUp(Mapping):
@@ -157,15 +181,19 @@ class GateUp(Mapping):
     def shape(self, shapes: list[Shape], part: Part) -> Shape:
         return (sum(shape[0] for shape in shapes) // part.size, *shapes[0][1:])
 
-    def read(
-        self, reader: TensorReader, names: list[str], part: Part, expert: int = 0
-    ) -> torch.Tensor:
-        if not self._fused:
-            return torch.cat([reader.read(n, part.of(reader.shape(n)[0])) for n in names])
-        half = reader.shape(names[0])[0] // 2
+    def fill(
+        self,
+        target: torch.Tensor,
+        reader: TensorReader,
+        names: list[str],
+        part: Part,
+        expert: int = 0,
+    ) -> None:
+        half = reader.shape(names[0])[0] // (2 if self._fused else 1)
         mine = part.of(half)
-        starts = (mine, slice(mine.start + half, mine.stop + half))
-        return torch.cat([reader.read(names[0], rows) for rows in starts])
+        for number, rows in enumerate(target.chunk(2)):
+            name, start = (names[0], number * half) if self._fused else (names[number], 0)
+            rows.copy_(reader.read(name, slice(start + mine.start, start + mine.stop)))
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         halves = [part.chunk(2) for part in parts]

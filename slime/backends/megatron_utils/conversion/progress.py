@@ -1,0 +1,38 @@
+"""A bar on a terminal, a line for every tenth elsewhere; on the first rank only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class ByteCount:
+    """`advance` it by bytes until `total`."""
+
+    def __init__(self, title: str, total: int, bar: Progress | None, *, quiet: bool) -> None:
+        self._title, self._total, self._bar, self._quiet = title, max(total, 1), bar, quiet
+        self._task = bar.add_task(title, total=total) if bar else None
+        self._done = 0
+
+    def advance(self, nbytes: int) -> None:
+        before = self._done * 10 // self._total
+        self._done += nbytes
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task, nbytes)
+        elif not self._quiet and self._done * 10 // self._total > before:
+            share = self._done / self._total
+            print(f"{self._title}: {share:.0%} of {decimal(self._total)}", flush=True)
+
+
+@contextmanager
+def progress(title: str, total: int, *, shown: bool) -> Iterator[ByteCount]:
+    if not shown or not sys.stdout.isatty():
+        yield ByteCount(title, total, None, quiet=not shown)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, TimeRemainingColumn()) as bar:
+        yield ByteCount(title, total, bar, quiet=False)

@@ -1,0 +1,107 @@
+"""Hugging Face -> torch_dist. Every rank reads and writes its own part of the model and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from slime.backends.megatron_utils.cpu import install_cpu_adapter
+from slime.utils.arguments import Args
+from slime.utils.checkpoint import CheckpointFolder, CheckpointMeta
+
+install_cpu_adapter()
+
+from slime.backends.megatron_utils.checkpoint import Checkpointer  # noqa: E402
+from slime.backends.megatron_utils.conversion.arguments import (  # noqa: E402
+    conversion_args,
+    has_layout,
+    with_layout,
+)
+from slime.backends.megatron_utils.conversion.process_group import process_group  # noqa: E402
+from slime.backends.megatron_utils.conversion.progress import progress  # noqa: E402
+from slime.backends.megatron_utils.conversion.split import (  # noqa: E402
+    layout_text,
+    model_sizes,
+    stages,
+)
+from slime.backends.megatron_utils.hf_weights.families import (  # noqa: E402
+    padded_weight_map,
+    weight_map,
+)
+from slime.backends.megatron_utils.hf_weights.load import load_hf  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
+from slime.backends.megatron_utils.model import build_chunks  # noqa: E402
+from slime.backends.megatron_utils.model_config import (  # noqa: E402
+    gpt_options,
+    model_config,
+    read_config,
+    virtual_stages,
+)
+from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
+
+
+def main(argv: list[str]) -> int:
+    """`[MODEL_ARGS] --hf-checkpoint FOLDER --save FOLDER`, in one process or under torchrun."""
+    args = conversion_args(argv)
+    config = read_config(args.hf_checkpoint)
+    reader = HfReader(args.hf_checkpoint)
+    with process_group():
+        args = _spread(args, config, reader)
+        chunks = _build(args, config)
+        _load(chunks, args, config, reader)
+        folder = _save(chunks, args, config)
+        if dist.get_rank() == 0:
+            print(f"{folder}: {config.model_type} of {args.hf_checkpoint} on {_ranks()}")
+    return 0
+
+
+def _spread(args: Args, config: PretrainedConfig, reader: HfReader) -> Args:
+    layout = None
+    if not has_layout(args):
+        sizes = model_sizes(padded_weight_map(config, config.vocab_size), reader)
+        layout = layout_text(stages(sizes, dist.get_world_size()))
+    half = config.dtype in (torch.bfloat16, torch.float16)
+    return with_layout(args, "bf16" if half else "fp32", layout, dist.get_world_size())
+
+
+def _build(args: Args, config: PretrainedConfig) -> list[torch.nn.Module]:
+    init_parallel(args, virtual_stages(args, config.num_hidden_layers))
+    megatron = model_config(config, args)
+    megatron.perform_initialization = False  # every weight comes from the files
+    return list(build_chunks(args, megatron, gpt_options(config, args)))
+
+
+def _load(
+    chunks: list[torch.nn.Module], args: Args, config: PretrainedConfig, reader: HfReader
+) -> None:
+    total = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
+    with progress("reading", total, shown=dist.get_rank() == 0) as count:
+        load_hf(
+            chunks,
+            weight_map(config, args),
+            reader,
+            on_tensor=lambda weight: count.advance(weight.tensor.nbytes),
+        )
+
+
+def _save(chunks: list[torch.nn.Module], args: Args, config: PretrainedConfig) -> Path:
+    folder = CheckpointFolder(args.save)
+    first = dist.get_rank() == 0
+    if first:
+        print(f"writing {folder.path(0)}", flush=True)
+    aside = [str(folder.begin(0)) if first else ""]
+    dist.broadcast_object_list(aside)
+    Checkpointer(config.model_type).save(aside[0], 0, chunks)
+    dist.barrier()
+    if first:
+        folder.commit(CheckpointMeta(rollout_id=0, weight_version=0, train_backend="megatron"))
+    dist.barrier()
+    return folder.path(0)
+
+
+def _ranks() -> str:
+    count = dist.get_world_size()
+    return "one process" if count == 1 else f"{count} processes"

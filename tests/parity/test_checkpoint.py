@@ -1,0 +1,163 @@
+"""Checkpoints: saved under one layout, loaded under another, with the optimizer; refused when foreign."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.utils.errors import UserError
+from tests.args import make_args
+from tests.parity.test_families import different_tensors, tokens
+from tests.parity.tiny_families import FAMILIES, MOE, make_family
+from tests.ranks import run_ranks
+
+SAVED_AS: dict[str, Any] = {
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "pipeline_model_parallel_size": 2,
+}
+_BIASED_EXPERTS = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+TRAINED = ["qwen3", "qwen3_moe"]
+
+
+def saved_as(family: str) -> dict[str, Any]:
+    return SAVED_AS | (_BIASED_EXPERTS if family == "gpt_oss" else {})
+
+
+def loaded_as(family: str) -> dict[str, Any]:
+    return {"expert_model_parallel_size": 2} if family in MOE else {}
+
+
+def args_for(checkpoint: Path, flags: dict[str, Any]) -> Any:
+    return make_args(
+        train_backend="megatron",
+        hf_checkpoint=str(checkpoint),
+        actor_num_gpus_per_node=4,
+        lr=1e-2,
+        **flags,
+    )
+
+
+def save_and_load(rank: int, folder: str) -> dict[str, Any]:
+    from slime.backends.megatron_utils.checkpoint import Checkpointer
+    from tests.parity.megatron_model import MegatronModel
+
+    root, results = Path(folder), {}
+    for family in FAMILIES:
+        saved = MegatronModel(args_for(root / family, saved_as(family)))
+        saved.load(root / family)
+        Checkpointer(family).save(new_folder(root / family / "saved", rank), 3, saved.chunks)
+        other = MegatronModel(args_for(root / family, loaded_as(family)))
+        facts = Checkpointer(family).load_model(root / family / "saved", other.chunks)
+        results[family] = {
+            "rollout_id": facts.rollout_id,
+            "different": different_tensors(other.exported(), root / family, family),
+        }
+    results["refused"] = refused(root, rank)
+    for family in TRAINED:
+        results[f"{family} trained"] = continue_elsewhere(root / family, family, rank)
+    return results
+
+
+def new_folder(path: Path, rank: int) -> Path:
+    if rank == 0:
+        path.mkdir()
+    torch.distributed.barrier()
+    return path
+
+
+def refused(root: Path, rank: int) -> list[str]:
+    """What is said of a checkpoint of another family, of other sizes, and of no checkpoint."""
+    from slime.backends.megatron_utils.checkpoint import Checkpointer
+    from tests.parity.megatron_model import MegatronModel
+
+    model = MegatronModel(args_for(root / "qwen3", {}))
+    texts = []
+    for path in (root / "glm4_moe" / "saved", root / "wide" / "saved", root / "qwen3"):
+        before = model.exported()
+        if path.parent.name == "wide":
+            wide = MegatronModel(args_for(root / "wide", {}))
+            Checkpointer("qwen3").save(new_folder(path, rank), 0, wide.chunks)
+            model = MegatronModel(args_for(root / "qwen3", {}))
+            before = model.exported()
+        with pytest.raises(UserError) as error:
+            Checkpointer("qwen3").load_model(path, model.chunks)
+        assert all(torch.equal(t, before[name]) for name, t in model.exported().items())
+        texts.append(str(error.value))
+    return texts
+
+
+def continue_elsewhere(checkpoint: Path, family: str, rank: int) -> dict[str, float]:
+    """A step, a save in the background, a second step; and that step after loading elsewhere."""
+    from slime.backends.megatron_utils.checkpoint import Checkpointer
+    from tests.parity.megatron_model import MegatronTrainer
+
+    trainer = MegatronTrainer(args_for(checkpoint, saved_as(family)))
+    trainer.load(checkpoint)
+    before = trainer.exported()
+    trainer.train(tokens())
+    checkpointer = Checkpointer(family)
+    checkpointer.save(
+        new_folder(checkpoint / "trained", rank),
+        7,
+        trainer.chunks,
+        trainer.optimizer,
+        num_steps=trainer.optimizer.num_steps,
+        in_background=True,
+    )
+    saved = trainer.exported()
+    trainer.train(tokens())
+    unbroken = trainer.exported()
+    checkpointer.wait()
+    other = MegatronTrainer(args_for(checkpoint, loaded_as(family)))
+    Checkpointer(family).load(checkpoint / "trained", other.chunks, other.optimizer)
+    loaded = other.exported()
+    other.train(tokens())
+    return {
+        "moved": largest_gap(saved, before),
+        "moved again": largest_gap(unbroken, saved),
+        "loaded": largest_gap(loaded, saved),
+        "continued": largest_gap(other.exported(), unbroken),
+        "num_steps": other.optimizer.num_steps,
+    }
+
+
+def largest_gap(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for family in FAMILIES:
+        make_family(folder / family, family)
+    make_family(folder / "wide", "qwen3", hidden_size=48)
+    assert load_file(folder / "wide" / "model.safetensors")["model.norm.weight"].shape == (48,)
+    return run_ranks(save_and_load, 4, str(folder))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_survive_another_layout(results: list[dict], family: str) -> None:
+    assert [rank[family] for rank in results] == [{"rollout_id": 3, "different": 0}] * 4
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_training_goes_on_under_another_layout(results: list[dict], family: str) -> None:
+    for rank in results:
+        gaps = rank[f"{family} trained"]
+        assert gaps["moved"] > 5e-3 and gaps["moved again"] > 5e-3
+        assert gaps["loaded"] == 0
+        assert gaps["continued"] < 2e-4
+        assert gaps["num_steps"] == 2
+
+
+def test_foreign_checkpoints_are_refused(results: list[dict]) -> None:
+    other_family, other_size, none = results[0]["refused"]
+    assert "another architecture (glm4_moe)" in other_family and "absent" in other_family
+    assert "another architecture" in other_size and "48" in other_size and "32" in other_size
+    assert "is not a checkpoint of the Megatron trainer" in none
