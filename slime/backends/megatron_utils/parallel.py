@@ -17,23 +17,29 @@ if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
 SUPPORTED = "0.16.1"
+_sizes: dict[str, int | None] | None = None  # of the groups that exist
 
 
 def init_parallel(args: Args, virtual_stages: int | None) -> ParallelInfo:
-    """Make all groups; the default process group exists. Groups of an earlier layout are dropped."""
+    """Make all groups; the default process group exists. Those of another layout are dropped."""
+    global _sizes
     check_version()
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_stages,
-        context_parallel_size=args.context_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
-        create_gloo_process_groups=device_type() == "cuda",
-    )
+    sizes = {
+        "tensor_model_parallel_size": args.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": virtual_stages,
+        "context_parallel_size": args.context_parallel_size,
+        "expert_model_parallel_size": args.expert_model_parallel_size,
+        "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
+        "distributed_timeout_minutes": args.distributed_timeout_minutes,
+    }
+    if sizes != _sizes or not parallel_state.model_parallel_is_initialized():
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            **sizes, create_gloo_process_groups=device_type() == "cuda"
+        )
+        _sizes = sizes
     model_parallel_cuda_manual_seed(args.seed, force_reset_rng=True)
     return parallel_info()
 
