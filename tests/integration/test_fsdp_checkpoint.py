@@ -39,6 +39,13 @@ def one_rank(case: Case, folder: Path, two_ranks: dict[str, Any]) -> dict[str, A
     return run_ranks(_loaded_alone, 1, case, str(folder))[0]
 
 
+def test_a_reference_that_moves_is_part_of_the_checkpoint(two_ranks):
+    resumed, unbroken = two_ranks["moving_resumed"], two_ranks["moving"]
+    assert resumed == unbroken
+    # Against the first weights the KL would go on growing; against the last rollout's it does not.
+    assert unbroken[1]["train/kl_loss"] < two_ranks["standing"][1]["train/kl_loss"]
+
+
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_resumed_run_is_bitwise_the_unbroken_one(kind, two_ranks):
     resumed, unbroken = two_ranks[kind], two_ranks["unbroken"]
@@ -119,7 +126,24 @@ def _unbroken_and_resumed(rank: int, case: Case, folder: str) -> dict[str, Any]:
         case.args(num_rollout=4, no_save_optim=True), rank, 2, checkpoint=f"{folder}/sync"
     )
     without.save_model(1, f"{folder}/no_optim")
-    return result
+    return {**result, **_moving_reference(rank, case, f"{folder}/moving")}
+
+
+def _moving_reference(rank: int, case: Case, folder: str) -> dict[str, Any]:
+    kl_flags = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2"}
+    args = case.args(num_rollout=4, ref_update_interval=1, **kl_flags)
+    Path(folder).mkdir(exist_ok=True)
+    actor = start_actor(args, rank, 2)
+    _train(actor, range(2), 2, rank)
+    actor.save(1, folder)
+    standing = start_actor(case.args(num_rollout=4, **kl_flags), rank, 2)
+    return {
+        "moving": _train(actor, range(2, 4), 2, rank),
+        "moving_resumed": _train(
+            start_actor(args, rank, 2, checkpoint=folder), range(2, 4), 2, rank
+        ),
+        "standing": _train(standing, range(4), 2, rank)[2:],
+    }
 
 
 def _loaded_alone(rank: int, case: Case, folder: str) -> dict[str, Any]:
