@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.backends.base import HFBucket, StepResult, TrainRayActor, first_weights
+from slime.backends.base import HFBucket, ModelName, StepResult, TrainRayActor, first_weights
 from slime.backends.hf_folder import FILE_BYTES, write_hf_folder
 from slime.backends.lr import lr_schedule
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
@@ -53,6 +54,8 @@ from slime.backends.megatron_utils.update_weight import (  # noqa: E402
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
+_REF = "ref"  # folder, inside a checkpoint, of a reference that --ref-update-interval changed
+
 
 class MegatronTrainRayActor(TrainRayActor):
     def init(
@@ -84,10 +87,13 @@ class MegatronTrainRayActor(TrainRayActor):
         if role == "actor":  # what is frozen is said of the actor
             freeze(args, self.chunks, self._weights)
         self.model = wrap_chunks(args, self.config, self.chunks)
-        self.ref: HostWeights | None = None
+        self.frozen: dict[ModelName, HostWeights] = {}
         if with_ref:
             self._fill(first_weights(args, "ref"))
-            self.ref = HostWeights(self.chunks)
+            self.frozen["ref"] = HostWeights(self.chunks)
+        if with_opd_teacher:
+            self._fill(args.opd_teacher_load)
+            self.frozen["teacher"] = HostWeights(self.chunks)
         self._fill(checkpoint or first_weights(args, role))
         self.optimizer = MegatronAdamW(args, self.model, lr_schedule(args))
         kinds = {"tensor": UpdateWeightFromTensor}
@@ -131,7 +137,7 @@ class MegatronTrainRayActor(TrainRayActor):
         group = parallel_state.get_context_parallel_group()
         return group if group.size() > 1 else None
 
-    def log_probs(self, batch: RolloutBatch, model: Literal["actor", "ref"]) -> list[np.ndarray]:
+    def log_probs(self, batch: RolloutBatch, model: ModelName) -> list[np.ndarray]:
         assert batch.schedule is not None
         fillers = batch.schedule.fillers
         micro_batches = [
@@ -143,9 +149,9 @@ class MegatronTrainRayActor(TrainRayActor):
             hook_types.BeforeLogProbHook,
             self.args,
             self.model,
-            "" if model == "actor" else "ref_",
+            "" if model == "actor" else f"{model}_",
         )
-        with self.ref.in_place() if model == "ref" and self.ref else nullcontext():
+        with nullcontext() if model == "actor" else self.frozen[model].in_place():
             outputs = self.passes.collect(self.model, micro_batches, self._read)
         columns = [np.zeros(length, np.float32) for length in batch.response_lens]
         for micro_batch, values in zip(micro_batches, outputs, strict=False):
@@ -182,7 +188,7 @@ class MegatronTrainRayActor(TrainRayActor):
         result = StepResult()
 
         def loss(chunk: Any, hidden: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
-            if self.args.loss_type == "custom_loss":
+            if self.uses_logits:
                 logits = self.head.logits(_module(chunk), hidden, batch)
                 return self.custom_loss(batch, logits, result)
             values, entropy = self.head.log_probs(
@@ -207,9 +213,17 @@ class MegatronTrainRayActor(TrainRayActor):
         ends = np.cumsum([len(column) for column in columns])
         return np.split(flat.cpu().numpy(), ends[:-1])
 
+    def update_ref(self) -> None:
+        self.frozen["ref"].keep()
+
     # ---- checkpoints and weights
 
     def save(self, rollout_id: int, path: str, force_sync: bool = False) -> None:
+        if self._ref_moves:
+            Path(path, _REF).mkdir(exist_ok=True)
+            dist.barrier()
+            with self.frozen["ref"].in_place():
+                self._checkpointer.save(f"{path}/{_REF}", rollout_id, self.chunks)
         self._checkpointer.save(
             path,
             rollout_id,
@@ -223,7 +237,14 @@ class MegatronTrainRayActor(TrainRayActor):
         self._checkpointer.wait()
 
     def load(self, path: str) -> int:
+        if self._ref_moves and is_checkpoint(f"{path}/{_REF}"):
+            self._checkpointer.load_model(f"{path}/{_REF}", self.chunks)
+            self.update_ref()
         return self._checkpointer.load(path, self.chunks, self.optimizer).rollout_id
+
+    @property
+    def _ref_moves(self) -> bool:
+        return "ref" in self.frozen and bool(self.args.ref_update_interval)
 
     def hf_buckets(self) -> Iterator[HFBucket]:
         return self._updater.buckets()

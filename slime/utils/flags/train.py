@@ -213,7 +213,7 @@ class Algorithm:
     )
     critic_lr: float | None = flag(None, "learning rate of the critic; default: --lr")
     ref_update_interval: int | None = flag(
-        None, "rollouts after which the reference model becomes a copy of the actor", backend="fsdp"
+        None, "rollouts after which the reference model becomes a copy of the actor"
     )
     use_routing_replay: bool = flag(
         False, "train with the expert choices of the log-prob pass", backend="megatron"
@@ -230,8 +230,9 @@ class Algorithm:
     opd_kl_coef: float = flag(1.0, "weight of the KL to the teacher")
     opd_teacher_load: str | None = flag(
         None,
-        "the teacher in the trainer: a Hugging Face folder with the same vocabulary, or one of our "
-        "checkpoints of the same architecture",
+        "the teacher in the trainer: a Hugging Face folder or one of our checkpoints, of the same "
+        "architecture; with --train-backend fsdp a Hugging Face folder of another one with the same "
+        "vocabulary too",
     )
 
 
