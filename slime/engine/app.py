@@ -14,6 +14,7 @@ from slime.engine.control import CONTROL_ROUTES
 from slime.engine.engine import Engine
 from slime.engine.hub import ReplyHub
 from slime.engine.info import INFO_ROUTES
+from slime.engine.openai_routes import OpenAIRoutes
 from slime.engine.protocol import Generation, Limits, make_reply, parse_generate
 from slime.engine.request import Request
 from slime.engine.sampling_params import RequestError
@@ -39,6 +40,7 @@ class EngineApp:
     def make(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[self._guard])
         app.router.add_post("/generate", self._generate)
+        OpenAIRoutes(self._engine, self._hub, self._limits).add_to(app)
         for path in ("/health", "/health_generate"):
             app.router.add_get(path, self._health)
         app.router.add_get("/ready", self._ready)

@@ -29,6 +29,7 @@ from slime.engine.hub import ReplyHub  # noqa: E402
 from slime.utils.errors import UserError  # noqa: E402
 
 logger = logging.getLogger(__name__)
+_SWITCH_SECONDS = 0.0005  # the engine's thread waits at most this long for the one that serves HTTP
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,6 +57,7 @@ async def serve(args: EngineArgs) -> int:
 
     engine = await asyncio.to_thread(Engine.launch, args, hub.on_update, fail)
     hub.engine = engine
+    sys.setswitchinterval(_SWITCH_SECONDS)
     gc.collect()
     gc.freeze()  # or every full collection walks all the objects of torch and transformers
     runner = web.AppRunner(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -31,6 +32,12 @@ class TextCodec:
     def encode(self, text: str) -> list[int]:
         with self._lock:
             return self._require("`text`").encode(text)
+
+    def encode_made(self, make_text: Callable[[PreTrainedTokenizerBase], str]) -> list[int]:
+        """Ids of a text that the tokenizer's chat template makes, special tokens included."""
+        with self._lock:
+            tokenizer = self._require("a chat template")
+            return tokenizer.encode(make_text(tokenizer), add_special_tokens=False)
 
     def decode(self, request: Request) -> str:
         """The output as text, cut at the stop string that ended it."""

@@ -1,0 +1,107 @@
+"""Forwards of one token per row, recorded as CUDA graphs over a ladder of batch sizes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+logger = logging.getLogger(__name__)
+# ids (negative: the last token drawn in the row), rows, positions, rows to draw for
+NUM_INPUTS = 4
+
+
+@dataclass(kw_only=True, eq=False)
+class RowOutputs:
+    """What one forward leaves in memory that the next one uses again."""
+
+    logits: torch.Tensor  # [B, V]
+    tokens: torch.Tensor  # [B] int32
+    log_probs: torch.Tensor  # [B] float32
+
+
+RowForward = Callable[[torch.Tensor], RowOutputs]  # takes [NUM_INPUTS, B] int32
+
+
+class DecodeGraphs:
+    """Recorded at the start, and again when next used after `forget`: a graph knows only addresses."""
+
+    def __init__(
+        self, forward: RowForward, sizes: list[int], scrap_row: int, device: torch.device
+    ) -> None:
+        self._forward = forward
+        self._scrap_row = scrap_row
+        self._sizes = sizes
+        self._inputs = torch.zeros(NUM_INPUTS * sizes[-1], dtype=torch.int32, device=device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, RowOutputs]] = {}
+        self._failed = False
+
+    def padded(self, count: int) -> int:
+        """The size that a batch of this many rows is filled up to."""
+        return next(size for size in self._sizes if size >= count)
+
+    def run(self, inputs: torch.Tensor) -> RowOutputs:
+        """`inputs` [NUM_INPUTS, B] int32 in pinned memory, B one of the sizes."""
+        size = inputs.shape[1]
+        if not self._graphs and not self._failed:
+            self.record()
+        static = self._static(size)
+        static.copy_(inputs, non_blocking=True)
+        if self._failed:
+            return self._forward(static)
+        graph, outputs = self._graphs[size]
+        graph.replay()
+        return outputs
+
+    def forget(self) -> None:
+        self._graphs.clear()
+
+    def _static(self, size: int) -> torch.Tensor:
+        return self._inputs[: NUM_INPUTS * size].view(NUM_INPUTS, size)
+
+    def record(self) -> None:
+        """All sizes, the largest first so that the others fit into its memory."""
+        start = time.perf_counter()
+        pool = None
+        try:
+            for size in reversed(self._sizes):
+                graph, outputs = self._record_one(self._static(size), pool)
+                pool = graph.pool()
+                self._graphs[size] = (graph, outputs)
+        except RuntimeError as error:
+            logger.warning("decoding runs without CUDA graphs: %s", str(error).splitlines()[0])
+            self._graphs.clear()
+            self._failed = True
+            torch.cuda.synchronize()
+            return
+        seconds = time.perf_counter() - start
+        logger.info("recorded %d CUDA graphs in %.1f s", len(self._graphs), seconds)
+
+    def _record_one(
+        self, static: torch.Tensor, pool: tuple[int, int] | None
+    ) -> tuple[torch.cuda.CUDAGraph, RowOutputs]:
+        static.zero_()
+        static[1].fill_(self._scrap_row)
+        static[3].fill_(self._scrap_row)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._forward(static)  # compiles kernels, allocates workspaces
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            outputs = self._forward(static)
+        return graph, outputs
+
+
+def ladder(most: int) -> list[int]:
+    """1, 2, 4, 8, 16, 24, ..., 256, 272, ..., and `most`."""
+    sizes = [size for size in (1, 2, 4) if size < most]
+    size = 8
+    while size < most:
+        sizes.append(size)
+        size += 8 if size < 256 else 16
+    return [*sizes, most]

@@ -1,0 +1,250 @@
+"""The Triton kernels against naive versions over random shapes.
+
+On a GPU, or in Triton's interpreter with TRITON_INTERPRET=1, as tests/unit/test_engine_triton.py does.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+from slime.engine.fast import cuda_kernels  # noqa: E402
+from slime.engine.fast.cuda_kernels import CudaKernels  # noqa: E402
+from slime.engine.fast.kernels import (  # noqa: E402
+    DrawSettings,
+    Heads,
+    Pages,
+    QueryKeyNorm,
+    Rotary,
+    Tokens,
+)
+from slime.engine.sampling import uniforms  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
+SEEDS = range(3 if INTERPRETED else 12)
+# Results are rounded once to the dtype: half a unit of its last place, doubled for the sums before.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+KERNELS = CudaKernels()
+
+
+class Case:
+    """Random heads, pages and lengths; every row of the page table has its own pages."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, longest: int) -> None:
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        key_heads = rng.choice([1, 2, 3, 8])
+        group = rng.choice([1, 2, 4, 7])
+        dim = rng.choice([16, 24, 64, 128])
+        self.heads = Heads(num_query=key_heads * group, num_key=key_heads, dim=dim)
+        self.window = rng.choice([None, rng.randint(1, longest)])
+        self.scale = dim**-0.5
+        self.dtype = dtype
+        page_size = rng.choice([1, 4, 16, 64])
+        num_rows, width = rng.randint(2, 6), -(-longest // page_size)
+        table = torch.randperm(num_rows * width).view(num_rows, width) + 1
+        shape = (num_rows * width + 1, page_size, key_heads, dim)
+        self.pages = Pages(
+            keys=torch.randn(shape, device=DEVICE).to(dtype),
+            values=torch.randn(shape, device=DEVICE).to(dtype),
+            table=table.to(DEVICE, torch.int32),
+        )
+        self.lens = [rng.randint(1, longest) for _ in range(num_rows)]
+
+    def qkv(self, num_tokens: int) -> torch.Tensor:
+        return torch.randn(num_tokens, self.heads.width, device=DEVICE).to(self.dtype)
+
+    def slot(self, row: int, position: int) -> tuple[int, int]:
+        size = self.pages.page_size
+        return int(self.pages.table[row, position // size]), position % size
+
+    def naive(self, qkv: torch.Tensor, row: int, position: int) -> torch.Tensor:
+        """Attention of one token in fp32, position by position."""
+        heads, dim = self.heads, self.heads.dim
+        query = qkv[: heads.num_query * dim].float().view(heads.num_key, -1, dim)
+        first = 0 if self.window is None else max(0, position - self.window + 1)
+        slots = [self.slot(row, p) for p in range(first, position + 1)]
+        keys = torch.stack([self.pages.keys[s].float() for s in slots], 1)  # [H, L, D]
+        values = torch.stack([self.pages.values[s].float() for s in slots], 1)
+        weights = (query @ keys.transpose(1, 2) * self.scale).softmax(-1)
+        return (weights @ values).reshape(-1)
+
+
+def tokens(positions: list[int], rows: list[int], tiles: list[tuple[int, int]] | None) -> Tokens:
+    def ints(values: list) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    return Tokens(
+        ids=ints([0] * len(rows)),
+        positions=ints(positions),
+        rows=ints(rows),
+        tiles=None if tiles is None else ints(tiles),
+    )
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("programs", [1, 100000], ids=["whole", "split"])
+def test_decode_attention(seed: int, dtype: torch.dtype, programs: int, monkeypatch):
+    monkeypatch.setattr(cuda_kernels, "_PROGRAMS", programs)  # how finely requests are split
+    case = Case(seed, dtype, longest=100 if INTERPRETED else 700)
+    rows = list(range(len(case.lens)))[::-1]
+    positions = [case.lens[row] - 1 for row in rows]
+    qkv = case.qkv(len(rows))
+    found = KERNELS.attend(
+        qkv, tokens(positions, rows, None), case.heads, case.pages, case.scale, case.window
+    )
+    for i, (row, position) in enumerate(zip(rows, positions, strict=True)):
+        assert_close(found[i], case.naive(qkv[i], row, position), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_prompt_attention_after_a_cached_prefix(seed: int, dtype: torch.dtype):
+    case = Case(seed, dtype, longest=100 if INTERPRETED else 300)
+    positions: list[int] = []
+    rows: list[int] = []
+    tiles: list[tuple[int, int]] = []
+    for row, length in enumerate(case.lens):
+        start = random.Random(seed + row).randrange(length)
+        piece = list(range(start, length))
+        tiles += [
+            (len(rows) + i, min(cuda_kernels.TILE, len(piece) - i))
+            for i in range(0, len(piece), cuda_kernels.TILE)
+        ]
+        positions += piece
+        rows += [row] * len(piece)
+    qkv = case.qkv(len(rows))
+    found = KERNELS.attend(
+        qkv, tokens(positions, rows, tiles), case.heads, case.pages, case.scale, case.window
+    )
+    for i in random.Random(seed).sample(range(len(rows)), min(20, len(rows))):
+        assert_close(found[i], case.naive(qkv[i], rows[i], positions[i]), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_rotation_and_cache_write(seed: int, dtype: torch.dtype, with_norm: bool):
+    case = Case(seed, dtype, longest=90)
+    heads, dim = case.heads, case.heads.dim
+    rotary = Rotary(
+        cosines=torch.randn(90, dim, device=DEVICE).to(dtype),
+        sines=torch.randn(90, dim, device=DEVICE).to(dtype),
+    )
+    weights = torch.randn(2, dim, device=DEVICE).to(dtype)
+    norm = QueryKeyNorm(query=weights[0], key=weights[1], eps=1e-6) if with_norm else None
+    rows = list(range(len(case.lens)))
+    positions = [length - 1 for length in case.lens]
+    qkv = case.qkv(len(rows))
+    before = qkv.float().clone().view(len(rows), -1, dim)
+    KERNELS.rope_store(qkv, tokens(positions, rows, None), heads, case.pages, rotary, norm)
+    after = qkv.view(len(rows), -1, dim)
+    for i, (row, position) in enumerate(zip(rows, positions, strict=True)):
+        slot = case.slot(row, position)
+        for head in range(heads.num_query + heads.num_key):
+            x = before[i, head]
+            is_query = head < heads.num_query
+            if with_norm:
+                x = x / (x.square().mean() + 1e-6).sqrt() * weights[0 if is_query else 1].float()
+            rolled = torch.cat([-x[dim // 2 :], x[: dim // 2]])
+            expected = x * rotary.cosines[position].float() + rolled * rotary.sines[position]
+            found = after[i, head] if is_query else case.pages.keys[slot][head - heads.num_query]
+            assert (found.float() - expected).norm() <= TOLERANCE[dtype] * expected.norm() + 1e-6
+        values = before[i, heads.num_query + heads.num_key :]
+        assert torch.equal(case.pages.values[slot].float(), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [60, 256, 1024])
+def test_norm_and_activation(dtype: torch.dtype, size: int):
+    hidden, delta = torch.randn(2, 5, size, device=DEVICE).to(dtype)
+    weight = torch.randn(size, device=DEVICE).to(dtype)
+    total = hidden + delta
+    expected = total.float() / (total.float().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    found = KERNELS.add_rms_norm(hidden, delta, weight, 1e-6)
+    assert torch.equal(hidden, total)
+    assert_close(found, expected * weight.float(), dtype)
+    gate_up = torch.randn(5, 2 * size, device=DEVICE).to(dtype)
+    gate, up = gate_up.float().chunk(2, -1)
+    assert_close(KERNELS.silu_mul(gate_up), torch.nn.functional.silu(gate) * up, dtype)
+
+
+def settings(count: int, temperature: float, seed: int = 0) -> DrawSettings:
+    return DrawSettings(
+        temperatures=torch.full((count,), temperature, device=DEVICE),
+        seeds=torch.arange(seed, seed + count, device=DEVICE),
+        last_tokens=torch.zeros(count, dtype=torch.int32, device=DEVICE),
+    )
+
+
+def draw(logits: torch.Tensor, given: DrawSettings, position: int = 5):
+    rows = torch.arange(len(logits), dtype=torch.int32, device=DEVICE)
+    return KERNELS.draw(logits, rows, torch.full_like(rows, position), given)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_draws_follow_the_distribution(temperature: float):
+    count, vocab = (200, 5) if INTERPRETED else (20000, 12)
+    logits = (torch.randn(1, vocab, device=DEVICE) * 2).expand(count, -1).contiguous()
+    given = settings(count, temperature)
+    found, log_probs = draw(logits, given)
+    expected = (logits[0] / temperature).softmax(-1)
+    shares = torch.bincount(found.long(), minlength=vocab) / count
+    bound = 5 * (expected * (1 - expected) / count).sqrt() + 1e-9  # five standard deviations
+    assert ((shares - expected).abs() < bound).all()
+    torch.testing.assert_close(log_probs, expected.log()[found.long()], atol=1e-5, rtol=1e-5)
+    assert torch.equal(given.last_tokens, found)
+
+
+def test_draws_are_those_of_the_cumulative_distribution():
+    """The same uniform number as on a CPU, looked up in fp64."""
+    count, vocab = (20, 3000) if INTERPRETED else (500, 151936)
+    logits = torch.randn(count, vocab, device=DEVICE) * 3
+    found, _ = draw(logits, settings(count, 0.8, seed=2**40))
+    draws = uniforms(np.arange(2**40, 2**40 + count), np.full(count, 6))
+    total = (logits.double() / 0.8).softmax(-1).cumsum(-1)
+    expected = torch.searchsorted(total, torch.from_numpy(draws).to(DEVICE)[:, None])[:, 0]
+    # A draw may fall within rounding of the border between two tokens.
+    assert (found.long() != expected).sum() <= count // 100
+
+
+def test_rare_tokens_are_drawn_as_often_as_they_should():
+    """A token of probability 1e-3 among many, which a coarse uniform number would distort."""
+    if INTERPRETED:
+        pytest.skip("too many draws for the interpreter")
+    count, vocab = 200000, 2000
+    logits = torch.zeros(1, vocab, device=DEVICE).expand(count, -1).contiguous()
+    found, _ = draw(logits.to(torch.bfloat16), settings(count, 1.0))
+    counts = torch.bincount(found.long(), minlength=vocab).float()
+    mean = count / vocab
+    assert (counts.var() / mean - 1).abs() < 0.2  # Poisson: the variance is the mean
+
+
+def test_greedy_draws_and_independence_of_company():
+    vocab = 3000
+    logits = torch.randn(6, vocab, device=DEVICE)
+    found, log_probs = draw(logits, settings(6, -1.0))
+    expected = logits.log_softmax(-1).max(-1)
+    assert torch.equal(found.long(), expected.indices)
+    torch.testing.assert_close(log_probs, expected.values, atol=1e-5, rtol=1e-5)
+    together, _ = draw(logits, settings(6, 0.8))
+    alone, _ = draw(logits[3:4], settings(1, 0.8, seed=3))
+    assert together[3] == alone[0]
+    other, _ = draw(logits.expand(6, -1), settings(6, 5.0), position=6)
+    assert not torch.equal(other, draw(logits, settings(6, 5.0), position=7)[0])

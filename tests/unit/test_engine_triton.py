@@ -1,0 +1,22 @@
+"""The tests of the Triton kernels in Triton's interpreter, which needs its environment at import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime.utils.env import child_env
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def test_kernels_in_the_interpreter():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/gpu/test_engine_kernels.py"]
+    env = child_env(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert "passed" in result.stdout
