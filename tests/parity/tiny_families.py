@@ -65,7 +65,10 @@ _MLA = {
 def tiny_config(family: str, **changes: object) -> PretrainedConfig:
     """Of the model that stands for the family; MiMo is a Qwen2 with more tensors."""
     config = _CONFIGS[family]()
-    return type(config)(**{**config.to_dict(), **changes})
+    fields = config.to_dict()
+    if "num_hidden_layers" in changes:
+        fields.pop("layer_types", None)
+    return type(config)(**{**fields, **changes})
 
 
 _CONFIGS = {
@@ -119,6 +122,8 @@ UNTRAINED = {
 def make_family(folder: Path, family: str, *, seed: int = 0, **changes: object) -> Path:
     """Write a checkpoint whose every tensor is random, norms, biases and sinks included."""
     model = make_model(family, seed=seed, **changes)
+    for param in model.parameters():  # buffers, such as a router's bias, stay in float32
+        param.data = param.data.to(model.config.dtype)
     model.save_pretrained(folder)
     extra = UNTRAINED.get(family, [])
     if extra:

@@ -66,8 +66,12 @@ class Checkpointer:
         *,
         num_steps: int = 0,
         in_background: bool = False,
+        consume: bool = False,
     ) -> None:
-        """Into the folder `path`, which exists; without `optimizer` only the model."""
+        """Into the folder `path`, which exists; without `optimizer` only the model.
+
+        With `consume` the model is of no use afterwards, and saving takes hardly any memory.
+        """
         self.wait()
         folder = Path(path)
         facts = CheckpointFacts(
@@ -77,8 +81,9 @@ class Checkpointer:
             model_type=self._model_type,
             layout=_layout(),
         )
+        state = _state(chunks, optimizer, is_loading=False)
         request = dist_checkpointing.save(
-            _state(chunks, optimizer, is_loading=False),
+            _taken_apart(state) if consume else state,
             str(folder),
             async_sharded_save=in_background,
             content_metadata=dict(_METADATA),
@@ -157,6 +162,24 @@ def _state(chunks: Chunks, optimizer: MegatronAdamW | None, *, is_loading: bool)
             optimizer.inner, dict(state), _METADATA, is_loading=is_loading
         )
     return state
+
+
+def _taken_apart(state: dict[str, Any]) -> dict[str, Any]:
+    """Tensors that are saved in parts, such as gate and up, as those parts with memory of their own.
+
+    The writer would copy all parts that are views; here one tensor at a time is copied and given up.
+    """
+    apart: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            value = _taken_apart(value)
+        elif isinstance(value, ShardedTensorFactory):
+            value, whole = value.build(), value.data
+            for part in value:
+                part.data = part.data.clone()
+            whole.untyped_storage().resize_(0)
+        apart[key] = value
+    return apart
 
 
 def _drop_foreign_head(state: dict[str, Any], chunks: Chunks, path: str | Path) -> bool:

@@ -49,16 +49,17 @@ def main(argv: list[str]) -> int:
     config = read_config(args.hf_checkpoint)
     reader = HfReader(args.hf_checkpoint)
     with process_group():
-        args = _spread(args, config, reader)
-        chunks = _build(args, config)
-        _load(chunks, args, config, reader)
-        folder = _save(chunks, args, config)
+        args = spread(args, config, reader)
+        chunks = build(args, config)
+        load(chunks, args, config, reader)
+        folder = save(chunks, args, config)
         if dist.get_rank() == 0:
             print(f"{folder}: {config.model_type} of {args.hf_checkpoint} on {_ranks()}")
     return 0
 
 
-def _spread(args: Args, config: PretrainedConfig, reader: HfReader) -> Args:
+def spread(args: Args, config: PretrainedConfig, reader: HfReader) -> Args:
+    """With the user's parallel sizes, or a pipeline over all ranks, and the checkpoint's precision."""
     layout = None
     if not has_layout(args):
         sizes = model_sizes(padded_weight_map(config, config.vocab_size), reader)
@@ -67,14 +68,15 @@ def _spread(args: Args, config: PretrainedConfig, reader: HfReader) -> Args:
     return with_layout(args, "bf16" if half else "fp32", layout, dist.get_world_size())
 
 
-def _build(args: Args, config: PretrainedConfig) -> list[torch.nn.Module]:
+def build(args: Args, config: PretrainedConfig) -> list[torch.nn.Module]:
+    """This rank's part of the model, its weights undefined."""
     init_parallel(args, virtual_stages(args, config.num_hidden_layers))
     megatron = model_config(config, args)
     megatron.perform_initialization = False  # every weight comes from the files
     return list(build_chunks(args, megatron, gpt_options(config, args)))
 
 
-def _load(
+def load(
     chunks: list[torch.nn.Module], args: Args, config: PretrainedConfig, reader: HfReader
 ) -> None:
     total = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
@@ -87,14 +89,15 @@ def _load(
         )
 
 
-def _save(chunks: list[torch.nn.Module], args: Args, config: PretrainedConfig) -> Path:
+def save(chunks: list[torch.nn.Module], args: Args, config: PretrainedConfig) -> Path:
+    """All ranks together; the checkpoint's folder."""
     folder = CheckpointFolder(args.save)
     first = dist.get_rank() == 0
     if first:
         print(f"writing {folder.path(0)}", flush=True)
     aside = [str(folder.begin(0)) if first else ""]
     dist.broadcast_object_list(aside)
-    Checkpointer(config.model_type).save(aside[0], 0, chunks)
+    Checkpointer(config.model_type).save(aside[0], 0, chunks, consume=True)
     dist.barrier()
     if first:
         folder.commit(CheckpointMeta(rollout_id=0, weight_version=0, train_backend="megatron"))

@@ -1,0 +1,134 @@
+"""The conversion tools as users start them: one process, torchrun, there and back, and what they hold."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.utils.checkpoint import TRACKER, find_checkpoint, read_meta
+from slime.utils.env import child_env
+from tests.parity.tiny_families import UNTRAINED, make_family
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *command],
+        cwd=ROOT,
+        env=child_env(OMP_NUM_THREADS="1", **env),
+        capture_output=True,
+        text=True,
+    )
+
+
+def torchrun(count: int, *command: str) -> subprocess.CompletedProcess:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    return run(*launcher, *command)
+
+
+def to_hf(checkpoint: Path, output: Path, origin: Path) -> subprocess.CompletedProcess:
+    return run(
+        "tools/convert_torch_dist_to_hf.py",
+        f"--input-dir={checkpoint}",
+        f"--output-dir={output}",
+        f"--origin-hf-dir={origin}",
+    )
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
+
+
+def assert_same(folder: Path, other: Path) -> None:
+    ours, theirs = tensors_in(folder), tensors_in(other)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
+
+
+def test_one_process_there_and_back(tmp_path: Path) -> None:
+    """A MoE model in bfloat16 with an untrained layer; MODEL_ARGS that agree with it."""
+    origin = make_family(tmp_path / "hf", "glm4_moe", dtype="bfloat16")
+    flags = [
+        "--num-layers",
+        "4",
+        "--hidden-size",
+        "32",
+        "--num-experts",
+        "8",
+        "--moe-layer-freq",
+        "[0]*1+[1]*3",
+    ]
+    done = run(
+        "tools/convert_hf_to_torch_dist.py",
+        *flags,
+        f"--hf-checkpoint={origin}",
+        f"--save={tmp_path / 'saved'}",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "reading: 100%" in done.stdout
+    assert (tmp_path / "saved" / TRACKER).read_text().strip() == "0"
+    checkpoint = find_checkpoint(str(tmp_path / "saved"))
+    assert checkpoint is not None and read_meta(checkpoint).train_backend == "megatron"
+    done = to_hf(tmp_path / "saved", tmp_path / "back", origin)
+    assert done.returncode == 0, done.stderr
+    assert_same(origin, tmp_path / "back")
+    assert set(UNTRAINED["glm4_moe"]) <= tensors_in(tmp_path / "back").keys()
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_torchrun_spreads_uneven_stages_and_holds_no_more_than_its_share(tmp_path: Path) -> None:
+    """Seven layers over four ranks. Peak memory of each rank beside what its stage takes."""
+    origin = make_family(
+        tmp_path / "hf",
+        "qwen3",
+        hidden_size=512,
+        intermediate_size=6144,
+        num_hidden_layers=7,
+        vocab_size=9000,
+        tie_word_embeddings=False,
+    )
+    total = sum(t.nbytes for t in tensors_in(origin).values())
+    done = torchrun(
+        4,
+        "tests/parity/watch_memory.py",
+        f"--hf-checkpoint={origin}",
+        f"--save={tmp_path / 'saved'}",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [json.loads(line) for line in re.findall(r"MEMORY (\{.*?\})", done.stdout)]
+    assert len(ranks) == 4
+    for rank in ranks:
+        assert rank["share"] < total / 2
+        assert rank["peak"] < rank["share"] + rank["largest"] + SLACK, rank
+    assert sum(rank["share"] for rank in ranks) == pytest.approx(total, rel=0.01)  # padding
+    done = to_hf(tmp_path / "saved", tmp_path / "back", origin)
+    assert done.returncode == 0, done.stderr
+    assert_same(origin, tmp_path / "back")
+
+
+SLACK = 4e6  # the checkpoint's index, rounding by the allocator; shares are 75e6 to 95e6
+
+
+def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
+    origin = make_family(tmp_path / "hf", "qwen3")
+    save = f"--save={tmp_path / 'saved'}"
+    for flags, sentence in [
+        ([f"--hf-checkpoint={origin}"], "--save is missing"),
+        ([f"--hf-checkpoint={tmp_path}", save], "config.json is not there"),
+        ([f"--hf-checkpoint={origin}", save, "--num-layers=5"], "--num-layers 5 disagrees"),
+        ([f"--hf-checkpoint={origin}", save, "--lr=1e-6"], "--lr means nothing in a conversion"),
+        ([f"--hf-checkpoint={origin}", save, "--tensor-model-parallel-size=2"], "does not divide"),
+    ]:
+        done = run("-m", "slime.cli", "convert", "hf-to-torch-dist", *flags)
+        assert done.returncode == 2, done.stderr
+        assert sentence in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "saved").exists()
