@@ -1,0 +1,93 @@
+"""sglang-router in front of engines. The embedded engine stands behind it: it is up in a second."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from slime.backends.sglang_utils.router import Router, make_router
+from slime.rollout.engine_pool import EnginePool
+from slime.utils import http
+from tests.args import make_args
+from tests.engines import TOKEN, EngineServer, engine_server
+
+PARAMS = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engines(model):
+    with engine_server(model) as first, engine_server(model) as second:
+        yield first, second
+
+
+@pytest.fixture(params=["cache_aware", "manual"])
+def router(request, engines, tmp_path):
+    (tmp_path / "logs").mkdir()
+    args = make_args(
+        rollout_engine="sglang",
+        rollout_num_gpus=2,
+        run_dir=str(tmp_path),
+        router_policy=request.param,
+    )
+    router = make_router(args, 2, "127.0.0.1")
+    assert isinstance(router, Router)
+    router.start()
+    router.set_workers([engine.url for engine in engines])
+    yield router
+    router.stop()
+    assert not router.alive()
+
+
+def steps(engine: EngineServer) -> int:
+    return engine.get("/server_info")["internal_states"][0]["num_steps"]
+
+
+def flush(engines) -> None:
+    for engine in engines:
+        engine.post("/flush_cache")
+
+
+def test_a_session_stays_on_one_engine_and_all_engines_are_used(router, engines):
+    """Eight sessions of four turns each; every turn continues the one before."""
+    flush(engines)
+    pool = EnginePool([])
+    pool.set_urls([engine.url for engine in engines], router.url)
+
+    async def session(number: int) -> list[int]:
+        prompt, cached = [number] * 40, []
+        for _ in range(4):
+            payload = {"input_ids": prompt, "sampling_params": PARAMS}
+            reply = await pool.generate(payload, session_id=f"s{number}")
+            cached.append(reply["meta_info"]["cached_tokens"])
+            prompt = prompt + reply["output_ids"] + [number] * 20
+        return cached
+
+    async def all_sessions() -> list[list[int]]:
+        return list(await asyncio.gather(*(session(number) for number in range(8))))
+
+    before = [steps(engine) for engine in engines]
+    for cached in http.run(all_sessions()):
+        assert cached[0] == 0 and all(value >= 32 for value in cached[1:]), cached
+    used = [steps(engine) - old for engine, old in zip(engines, before, strict=True)]
+    assert sum(used) > 0
+    assert all(used), used
+
+
+def test_an_engine_that_is_taken_out_gets_nothing(router, engines):
+    router.set_workers([engines[1].url])
+    pool = EnginePool([], token=TOKEN)
+    pool.set_urls([engines[1].url], router.url)
+    before = steps(engines[0])
+    for number in range(6):
+        payload = {"input_ids": [number, 7], "sampling_params": PARAMS}
+        http.run(pool.generate(payload, session_id=f"t{number}"))
+    assert steps(engines[0]) == before
+    router.set_workers([engine.url for engine in engines])
+    http.run(pool.abort_all())  # reaches the engine itself, with the key
+
+
+def test_one_engine_needs_no_router(tmp_path: Path):
+    args = make_args(rollout_engine="sglang", run_dir=str(tmp_path))
+    assert make_router(args, 1, "127.0.0.1") is None
