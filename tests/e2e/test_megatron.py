@@ -1,0 +1,77 @@
+"""Whole runs of the Megatron trainer: apart or colocated they learn the same, a killed one continues."""
+
+import os
+import signal
+
+import pytest
+
+from tests.e2e import runs
+
+pytest.importorskip("megatron.core")
+
+TP2 = {
+    "train_backend": "megatron",
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "actor_num_gpus_per_node": 2,
+    "sglang_enable_deterministic_inference": True,
+    "num_rollout": 4,
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.01,
+    "save_interval": 1,
+    "save_total_limit": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def apart(tiny_model, tiny_data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("apart")
+    words = runs.command(tiny_model, tiny_data, folder / "run", save=folder / "saved", **TP2)
+    status, output = runs.run(words)
+    assert status == 0, output
+    return folder
+
+
+def test_the_engine_serves_what_was_trained(apart):
+    trained = runs.metrics(apart / "run", "train")
+    assert len(trained) == 4
+    assert all(record["train/log_prob_gap_max"] < 1e-4 for record in trained)
+    assert all(record["train/grad_norm"] > 0 for record in trained)
+    assert (apart / "saved" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+
+
+def test_colocated_and_killed_it_is_the_same_run(apart, tiny_model, tiny_data, tmp_path):
+    saved = tmp_path / "saved"
+    words = runs.command(
+        tiny_model,
+        tiny_data,
+        tmp_path / "run",
+        **{**TP2, "colocate": True, "rollout_num_gpus": None, "save": saved, "load": saved},
+    )
+    process = runs.start(words)
+    tracker = saved / "latest_checkpointed_iteration.txt"
+    runs.wait_for(lambda: tracker.exists() and tracker.read_text().strip() >= "1", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    status, output = runs.run(words)
+    assert status == 0, output
+    assert runs.learning(tmp_path / "run") == runs.learning(apart / "run")
+
+
+def test_a_checkpoint_of_another_layout_is_continued(apart, tiny_model, tiny_data, tmp_path):
+    """From TP2 to PP2, through the same folder of checkpoints."""
+    other = {
+        **TP2,
+        "tensor_model_parallel_size": 1,
+        "sequence_parallel": False,
+        "pipeline_model_parallel_size": 2,
+        "load": apart / "saved",
+        "save": tmp_path / "saved",
+        "num_rollout": 5,
+    }
+    words = runs.command(tiny_model, tiny_data, tmp_path / "run", **other)
+    status, output = runs.run(words)
+    assert status == 0, output
+    (trained,) = runs.metrics(tmp_path / "run", "train")
+    assert trained["rollout_id"] == 4
+    assert trained["train/log_prob_gap_max"] < 1e-4
