@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ TINY = {
 
 @pytest.mark.parametrize("name", ["tool_agent", "search_agent", "multi_agent"])
 def test_example_runs_from_its_script(tiny_model, tmp_path, name):
+    python = Path(sys.executable)  # the script's python3 is the first on the path
     flags = {
         **TINY,
         "run_dir": tmp_path / "run",
@@ -34,7 +36,7 @@ def test_example_runs_from_its_script(tiny_model, tmp_path, name):
     words = [str(part) for k, v in flags.items() for part in ("--" + k.replace("_", "-"), v)]
     done = subprocess.run(
         ["bash", str(EXAMPLES / name / "run.sh"), str(tiny_model), *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{python.parent}:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     train = runs.metrics(tmp_path / "run", "train")

@@ -1,0 +1,159 @@
+"""Bodies of /v1/chat/completions and /v1/completions, checked once and turned into records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]  # role, content, tool_calls, tool_call_id, name: the client's JSON
+
+# name here -> name of the engines' sampling parameter
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "seed": "sampling_seed",
+    "n": "n",
+    "min_tokens": "min_new_tokens",
+    "ignore_eos": "ignore_eos",
+    "skip_special_tokens": "skip_special_tokens",
+    "logit_bias": "logit_bias",
+}
+# Asking for one of these, to anything but nothing, is refused rather than ignored.
+_REFUSED = (
+    "functions", "function_call", "audio", "modalities", "prediction", "web_search_options",
+    "suffix", "best_of", "echo", "regex", "ebnf", "top_logprobs",
+)  # fmt: skip
+
+
+class ApiError(Exception):
+    """Becomes an error body with this status."""
+
+    def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {"message": str(self), "type": kind, "param": None, "code": self.code},
+            "object": "error",
+            "message": str(self),
+        }
+
+
+@dataclass(kw_only=True)
+class ApiRequest:
+    """What both routes have in common; `sampling` has the engines' names and only what was given."""
+
+    model: str
+    sampling: dict[str, Any]
+    max_tokens: int | None
+    stream: bool
+    include_usage: bool
+    log_probs: bool
+
+
+@dataclass(kw_only=True)
+class ChatRequest(ApiRequest):
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class CompletionRequest(ApiRequest):
+    """A prompt as text or token ids; several of either are answered by several choices."""
+
+    prompts: list[str] | list[list[int]]
+
+
+def parse_chat(body: Any) -> ChatRequest:
+    common = _parse_common(body, log_probs=bool)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ApiError("`messages` must be a non-empty list")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ApiError(f"messages[{number}] must be an object with a role")
+    choice = body.get("tool_choice", "auto")
+    if choice not in ("auto", "none", None):
+        raise ApiError(f"`tool_choice` {choice!r} is not supported: use auto or none")
+    tools = body.get("tools") if choice != "none" else None
+    kwargs = body.get("chat_template_kwargs") or {}
+    wanted = body.get("response_format")
+    if wanted not in (None, {"type": "text"}):
+        raise ApiError("`response_format` is not supported: use text")
+    return ChatRequest(
+        messages=[plain_message(message) for message in messages],
+        tools=tools or [],
+        template_kwargs=kwargs,
+        **common,
+    )
+
+
+def parse_completion(body: Any) -> CompletionRequest:
+    common = _parse_common(body, log_probs=lambda value: value is not None and value is not False)
+    prompt = body.get("prompt")
+    if isinstance(prompt, str) or (_is_ids(prompt)):
+        prompts = [prompt]
+    elif (
+        isinstance(prompt, list)
+        and prompt
+        and all(isinstance(p, str) or _is_ids(p) for p in prompt)
+    ):
+        prompts = prompt
+    else:
+        raise ApiError("`prompt` must be a text, a list of token ids, or a list of either")
+    log_probs = body.get("logprobs")
+    if isinstance(log_probs, int) and not isinstance(log_probs, bool) and log_probs > 1:
+        raise ApiError("`logprobs` above 1 is not supported: only sampled tokens have them")
+    return CompletionRequest(prompts=prompts, **common)
+
+
+def plain_message(message: Message) -> Message:
+    """The message with its text parts joined and without empty fields."""
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            raise ApiError("only text content is supported")
+        content = "".join(text or "" for text in texts)
+    kept = {name: message[name] for name in _KEPT if message.get(name)}
+    return {"role": message["role"], "content": content or "", **kept}
+
+
+_KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+
+
+def _parse_common(body: Any, *, log_probs: Callable[[Any], bool]) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise ApiError("the body must be a JSON object")
+    for name in _REFUSED:
+        if body.get(name) not in (None, False, 0, "", [], {}, 1 if name == "best_of" else None):
+            raise ApiError(f"`{name}` is not supported")
+    max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise ApiError("`max_tokens` must be an integer above 0")
+    options = body.get("stream_options") or {}
+    return {
+        "model": str(body.get("model") or ""),
+        "sampling": {
+            ours: body[name] for name, ours in _SAMPLING.items() if body.get(name) is not None
+        },
+        "max_tokens": max_tokens,
+        "stream": bool(body.get("stream")),
+        "include_usage": bool(options.get("include_usage")),
+        "log_probs": log_probs(body.get("logprobs")),
+    }
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)

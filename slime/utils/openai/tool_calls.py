@@ -1,0 +1,82 @@
+"""Calls of tools in the text of a response, as Qwen's and Hermes' chat templates write them.
+
+<tool_call>
+{"name": "add", "arguments": {"a": 1, "b": 2}}
+</tool_call>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+_CALL = re.compile(r"\n?<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+@dataclass(kw_only=True, frozen=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str  # JSON
+
+    def to_json(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def parse_tool_calls(text: str, id_prefix: str) -> tuple[str, list[ToolCall]]:
+    """The text without its calls, and the calls; one that is not JSON stays in the text."""
+    calls: list[ToolCall] = []
+
+    def take(match: re.Match[str]) -> str:
+        call = _parse(match[1], f"call_{id_prefix}_{len(calls)}")
+        if call is None:
+            return match[0]
+        calls.append(call)
+        return ""
+
+    rest = _CALL.sub(take, text)
+    return (rest.strip() if calls else text), calls
+
+
+def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as chat templates take it: the arguments of its calls as objects, not as JSON."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        calls.append({**call, "function": {**function, "arguments": _loads(function["arguments"])}})
+    return {**message, "tool_calls": calls}
+
+
+def same_calls(one: list[dict[str, Any]] | None, other: list[dict[str, Any]] | None) -> bool:
+    """Equal up to the spelling of the JSON."""
+    return [_key(call) for call in one or []] == [_key(call) for call in other or []]
+
+
+def _key(call: dict[str, Any]) -> tuple[Any, ...]:
+    function = call.get("function") or {}
+    return call.get("id"), function.get("name"), _loads(function.get("arguments"))
+
+
+def _parse(text: str, call_id: str) -> ToolCall | None:
+    made = _loads(text)
+    if not isinstance(made, dict) or not isinstance(made.get("name"), str):
+        return None
+    arguments = made.get("arguments", made.get("parameters", {}))
+    arguments = (
+        arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    )
+    return ToolCall(id=call_id, name=made["name"], arguments=arguments)
+
+
+def _loads(text: Any) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
