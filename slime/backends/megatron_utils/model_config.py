@@ -190,6 +190,9 @@ def _flag_fields(args: Args, model: Architecture) -> dict[str, Any]:
         value = getattr(args, flag.name)
         if args.origin(flag.name) != "default" and value is not None:
             fields[targets[0]] = value
+    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+        if len(fields.get(name, ())) == 1:
+            (fields[name],) = fields[name]
     if "attention_backend" in fields:
         fields["attention_backend"] = AttnBackend[fields["attention_backend"]]
     return fields
@@ -245,6 +248,7 @@ _DEFAULTS: dict[str, Any] = {
     "moe_router_load_balancing_type": "none",
     "moe_aux_loss_coeff": 0.0,
     "moe_router_dtype": "fp32",
+    "moe_router_bias_update_rate": 0.0,  # routing changes by the gradient only
     "deallocate_pipeline_outputs": False,
 }
 

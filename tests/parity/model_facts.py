@@ -1,0 +1,165 @@
+"""config.json of the models that scripts/models describes, as far as it matters, from published facts."""
+
+from __future__ import annotations
+
+from transformers import (
+    DeepseekV3Config,
+    Glm4Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from slime.backends.megatron_utils.model_config import MimoConfig
+
+
+def _fields(layers, hidden, ffn, heads, groups, head_dim, vocab, theta, eps, tied, **more):
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "rms_norm_eps": eps,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 131072,
+        **more,
+    }
+
+
+def _llama3(factor: float) -> dict:
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def _glm_rope(theta: float) -> dict:
+    return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+
+
+def _experts(count: int, topk: int, ffn: int) -> dict:
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": topk,
+        "moe_intermediate_size": ffn,
+        "norm_topk_prob": True,
+    }
+
+
+def _glm_experts(count: int, ffn: int, dense: int, scale: float) -> dict:
+    return {
+        "n_routed_experts": count,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": ffn,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": dense,
+        "routed_scaling_factor": scale,
+        "attention_bias": True,
+        "rope_parameters": _glm_rope(1e6),
+    }
+
+
+def _gpt_oss(layers: int, experts: int) -> PretrainedConfig:
+    return GptOssConfig(
+        num_hidden_layers=layers,
+        num_local_experts=experts,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1.5e5,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    )
+
+
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+_L8 = (32, 4096, 14336, 32, 8, 128, 128256, 5e5, 1e-5, False)
+
+MODELS = {
+    "qwen2.5-0.5B": lambda: Qwen2Config(
+        **_fields(24, 896, 4864, 14, 2, 64, 151936, 1e6, 1e-6, True)
+    ),
+    "qwen2.5-7B": lambda: Qwen2Config(
+        **_fields(28, 3584, 18944, 28, 4, 128, 152064, 1e6, 1e-6, False)
+    ),
+    "qwen3-0.6B": lambda: Qwen3Config(
+        **_fields(28, 1024, 3072, 16, 8, 128, 151936, 1e6, 1e-6, True)
+    ),
+    "qwen3-4B": lambda: Qwen3Config(**_fields(36, 2560, 9728, 32, 8, 128, 151936, 1e6, 1e-6, True)),
+    "qwen3-8B": lambda: Qwen3Config(
+        **_fields(36, 4096, 12288, 32, 8, 128, 151936, 1e6, 1e-6, False)
+    ),
+    "llama2-7B": lambda: LlamaConfig(
+        **_fields(32, 4096, 11008, 32, 32, 128, 32000, 1e4, 1e-5, False)
+    ),
+    "llama3-8B": lambda: LlamaConfig(**_fields(*_L8)),
+    "llama3.1-8B": lambda: LlamaConfig(**{**_fields(*_L8), "rope_parameters": _llama3(8.0)}),
+    "llama3.2-3B": lambda: LlamaConfig(
+        **{
+            **_fields(28, 3072, 8192, 24, 8, 128, 128256, 5e5, 1e-5, True),
+            "rope_parameters": _llama3(32.0),
+        }
+    ),
+    "glm4-9B": lambda: Glm4Config(
+        **{
+            **_fields(40, 4096, 13696, 32, 2, 128, 151552, 1e4, 1e-5, False, attention_bias=True),
+            "rope_parameters": _glm_rope(1e4),
+        }
+    ),
+    "glm4-32B": lambda: Glm4Config(
+        **{
+            **_fields(64, 6144, 23040, 48, 8, 128, 151552, 1e4, 1e-5, False, attention_bias=False),
+            "rope_parameters": _glm_rope(1e4),
+        }
+    ),
+    "mimo-7B": lambda: MimoConfig(
+        **_fields(36, 4096, 11008, 32, 8, 128, 151680, 6.4e5, 1e-5, False, attention_bias=True)
+    ),
+    "qwen3-30B-A3B": lambda: Qwen3MoeConfig(
+        **_fields(48, 2048, 6144, 32, 4, 128, 151936, 1e6, 1e-6, False, **_experts(128, 8, 768))
+    ),
+    "qwen3-235B-A22B": lambda: Qwen3MoeConfig(
+        **_fields(94, 4096, 12288, 64, 4, 128, 151936, 1e6, 1e-6, False, **_experts(128, 8, 1536))
+    ),
+    "glm4.5-355B-A32B": lambda: Glm4MoeConfig(
+        **{
+            **_fields(92, 5120, 12288, 96, 8, 128, 151552, 1e6, 1e-5, False, use_qk_norm=True),
+            **_glm_experts(160, 1536, 3, 2.5),
+        }
+    ),
+    "glm4.5-106B-A12B": lambda: Glm4MoeConfig(
+        **{
+            **_fields(46, 4096, 10944, 96, 8, 128, 151552, 1e6, 1e-5, False, use_qk_norm=False),
+            **_glm_experts(128, 1408, 1, 1.0),
+        }
+    ),
+    "deepseek-v3": lambda: DeepseekV3Config(
+        max_position_embeddings=163840, rope_parameters=_DEEPSEEK_YARN
+    ),
+    "gpt-oss-20B": lambda: _gpt_oss(24, 32),
+    "gpt-oss-120B": lambda: _gpt_oss(36, 128),
+}

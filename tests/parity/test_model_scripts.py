@@ -1,0 +1,80 @@
+"""scripts/models: MODEL_ARGS say what the model's config says, and all of it."""
+
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slime.backends.megatron_utils.architecture import architecture
+from slime.backends.megatron_utils.layer_pattern import layer_pattern
+from slime.backends.megatron_utils.model_config import check_flags, model_flags
+from slime.utils.arguments import Args
+from slime.utils.errors import ConfigError
+from slime.utils.flags.parser import read_command_line
+from slime.utils.flags.registry import all_flags
+from tests.parity.model_facts import MODELS
+
+FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "models"
+# Follow from config.json alone: Megatron has no flag for them, or another one implies them.
+IMPLIED = {"use_rotary_position_embeddings", "gated_linear_unit"}
+
+
+def model_args(name):
+    script = f'source "{FOLDER / name}.sh"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
+    return subprocess.check_output(["bash", "-c", script], text=True).split()
+
+
+def parsed(argv):
+    given = read_command_line(argv)
+    return Args(given, dict.fromkeys(given, "command line"))
+
+
+def value(args, name, num_layers):
+    given = getattr(args, name)
+    if name == "moe_layer_freq":
+        return layer_pattern(given or 1, num_layers)
+    if given is None and name == "num_query_groups":
+        return args.num_attention_heads  # as Megatron does
+    return all_flags()[name].default if given is None else given
+
+
+def same(one, other):
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return list(one) == list(other)
+    return one == other or (not one and not other)
+
+
+def test_every_script_is_checked():
+    assert {path.stem for path in FOLDER.glob("*.sh")} == set(MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_script_agrees_with_the_config(name):
+    check_flags(architecture(MODELS[name]()), parsed(model_args(name)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_script_leaves_nothing_out(name):
+    model = architecture(MODELS[name]())
+    args = parsed(model_args(name))
+    wanted = {k: v for k, v in model_flags(model).items() if k not in IMPLIED}
+    found = {k: value(args, k, model.fields["num_layers"]) for k in wanted}
+    assert {k: (v, found[k]) for k, v in wanted.items() if not same(v, found[k])} == {}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_changed_number_is_noticed(name):
+    argv = model_args(name)
+    where = argv.index("--hidden-size") + 1
+    changed = [*argv[:where], "64", *argv[where + 1 :]]
+    with pytest.raises(ConfigError, match="--hidden-size 64 disagrees"):
+        check_flags(architecture(MODELS[name]()), parsed(changed))
+
+
+def test_scripts_define_nothing_else():
+    for path in FOLDER.glob("*.sh"):
+        lines = path.read_text().splitlines()
+        assert lines[0].startswith("# ") and lines[1] == "MODEL_ARGS=(" and lines[-1] == ")"
