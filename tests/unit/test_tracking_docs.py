@@ -12,7 +12,9 @@ _LITERAL = re.compile(r'"((?:perf|rollout|train)/[a-z][a-z0-9_]*)"')
 def test_every_metric_in_the_code_is_documented():
     documented = (ROOT / "docs" / "metrics.md").read_text()
     # A phase of the timer becomes perf/<phase>_time.
-    phases = {"train/ref_log_probs", "train/old_log_probs", "train/steps"}
+    phases = {
+        f"train/{part}" for part in ("ref_log_probs", "teacher_log_probs", "old_log_probs", "steps")
+    }
     found: dict[str, str] = {}
     for path in (ROOT / "slime").rglob("*.py"):
         for name in _LITERAL.findall(path.read_text()):
