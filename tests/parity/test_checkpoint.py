@@ -58,6 +58,7 @@ def save_and_load(rank: int, folder: str) -> dict[str, Any]:
             "different": different_tensors(other.exported(), root / family, family),
         }
     results["refused"] = refused(root, rank)
+    results["other precision"] = other_precision(root / "qwen3", rank)
     for family in TRAINED:
         results[f"{family} trained"] = continue_elsewhere(root / family, family, rank)
     return results
@@ -89,6 +90,24 @@ def refused(root: Path, rank: int) -> list[str]:
         assert all(torch.equal(t, before[name]) for name, t in model.exported().items())
         texts.append(str(error.value))
     return texts
+
+
+def other_precision(checkpoint: Path, rank: int) -> bool:
+    """Whether a bfloat16 checkpoint fills a float32 model with its numbers."""
+    from slime.backends.megatron_utils.checkpoint import Checkpointer
+    from tests.parity.megatron_model import MegatronModel
+
+    half = MegatronModel(args_for(checkpoint, {"bf16": True}))
+    half.load(checkpoint)
+    folder = new_folder(checkpoint / "half", rank)
+    Checkpointer("qwen3").save(folder, 0, half.chunks)
+    model = MegatronModel(args_for(checkpoint, SAVED_AS))
+    Checkpointer("qwen3").load_model(folder, model.chunks)
+    stored = load_file(checkpoint / "model.safetensors")
+    return all(
+        tensor.dtype == torch.float32 and torch.equal(tensor, stored[name].bfloat16().float())
+        for name, tensor in model.exported().items()
+    )
 
 
 def continue_elsewhere(checkpoint: Path, family: str, rank: int) -> dict[str, float]:
@@ -161,3 +180,7 @@ def test_foreign_checkpoints_are_refused(results: list[dict]) -> None:
     assert "another architecture (glm4_moe)" in other_family and "absent" in other_family
     assert "another architecture" in other_size and "48" in other_size and "32" in other_size
     assert "is not a checkpoint of the Megatron trainer" in none
+
+
+def test_checkpoint_of_another_precision(results: list[dict]) -> None:
+    assert all(rank["other precision"] for rank in results)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime.utils.errors import UserError
 from tests.args import make_args
 from tests.parity.tiny_families import FAMILIES, MOE, UNTRAINED, VOCAB_SIZE, make_family, make_model
 from tests.ranks import run_ranks
@@ -88,7 +89,34 @@ def check_everything(rank: int, folder: str) -> dict[tuple[str, str], dict[str, 
                 "logits": relative_gap(model.logits(tokens()), reference),
                 "exported": different_tensors(model.exported(), checkpoint, family),
             }
+    results["qwen3", "refused"] = refusals(Path(folder) / "qwen3")
     return results
+
+
+def refusals(checkpoint: Path) -> dict[str, Any]:
+    """What is said of a folder without a tensor, or with one of another shape; nothing is changed."""
+    from slime.backends.megatron_utils.hf_weights.load import load_hf
+    from slime.backends.megatron_utils.hf_weights.reader import DictReader
+    from tests.parity.megatron_model import MegatronModel
+
+    args = make_args(
+        train_backend="megatron", hf_checkpoint=str(checkpoint), actor_num_gpus_per_node=4
+    )
+    model = MegatronModel(args)
+    before = model.exported()
+    stored = load_file(checkpoint / "model.safetensors")
+    name = "model.layers.3.mlp.up_proj.weight"
+    texts: dict[str, Any] = {}
+    for kind, changed in (("missing", None), ("other shape", torch.zeros(47, 32))):
+        tensors = {k: v for k, v in stored.items() if k != name}
+        if changed is not None:
+            tensors[name] = changed
+        with pytest.raises(UserError) as error:
+            load_hf(model.chunks, model.weights, DictReader(tensors))
+        texts[kind] = str(error.value)
+    after = model.exported()
+    texts["unchanged"] = all(torch.equal(after[key], before[key]) for key in before)
+    return texts
 
 
 def relative_gap(logits: torch.Tensor | None, reference: torch.Tensor) -> float:
@@ -133,3 +161,11 @@ def test_logits_equal_hugging_face(results: list[dict], family: str, layout: str
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_exported_tensors_are_identical(results: list[dict], family: str, layout: str) -> None:
     assert [rank[family, layout]["exported"] for rank in results] == [0, 0, 0, 0]
+
+
+def test_a_missing_or_misshapen_tensor_is_named(results: list[dict]) -> None:
+    for rank in results:
+        said = rank["qwen3", "refused"]
+        assert said["missing"] == "there is no tensor model.layers.3.mlp.up_proj.weight"
+        assert "model.layers.3.mlp.up_proj.weight [47, 32]" in said["other shape"]
+        assert said["unchanged"]

@@ -219,3 +219,40 @@ def test_layer_patterns(text, pattern):
 def test_bad_layer_patterns_are_refused(text):
     with pytest.raises(ConfigError, match="--moe-layer-freq"):
         layer_pattern(text, 4)
+
+
+def test_four_bit_experts_are_read_as_numbers(tmp_path):
+    """Against a loop over the bytes: two numbers each, the lower half first."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 4, 2, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(120, 130, (3, 4, 2), generator=generator, dtype=torch.uint8)
+    save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
+    half = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    values = [*half, *(-v for v in half)]
+    expected = torch.zeros(3, 64, 4)
+    for e, row, group, at in torch.cartesian_prod(*map(torch.arange, blocks.shape)).tolist():
+        scale = 2.0 ** (int(scales[e, row, group]) - 127)
+        byte = int(blocks[e, row, group, at])
+        column = group * 32 + at * 2
+        expected[e, column, row] = values[byte % 16] * scale
+        expected[e, column + 1, row] = values[byte // 16] * scale
+    reader = HfReader(tmp_path)
+    assert reader.names() == ["w"] and reader.shape("w") == (3, 64, 4)
+    assert torch.equal(reader.read("w").float(), expected)
+    part = reader.read("w", slice(1, 2), slice(10, 40), slice(0, 2))
+    assert torch.equal(part.float(), expected[1:2, 10:40, 0:2])
+
+
+def test_eight_bit_weights_are_read_as_numbers(tmp_path):
+    weight = torch.tensor([[1.0, -2.0, 4.0, 8.0], [0.5, 1.0, 2.0, 3.0]]).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[2.0, 0.5]])  # one per 2 x 2 block
+    tensors = {"a.weight": weight, "a.weight_scale_inv": scales, "norm.weight": torch.ones(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = '{"quantization_config": {"quant_method": "fp8", "weight_block_size": [2, 2]}}'
+    (tmp_path / "config.json").write_text(config)
+    reader = HfReader(tmp_path)
+    assert sorted(reader.names()) == ["a.weight", "norm.weight"]
+    expected = torch.tensor([[2.0, -4.0, 2.0, 4.0], [1.0, 2.0, 1.0, 1.5]])
+    assert torch.equal(reader.read("a.weight").float(), expected)
+    assert torch.equal(reader.read("a.weight", slice(1, 2)).float(), expected[1:])
+    assert reader.read("norm.weight").dtype == torch.float32

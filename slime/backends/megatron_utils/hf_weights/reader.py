@@ -10,7 +10,9 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
+from slime.backends.megatron_utils.hf_weights.quantized import stored_formats
 from slime.utils.errors import UserError
+from slime.utils.fp8 import Fp8Format, format_of
 
 _OPEN_FILES = 4
 
@@ -30,38 +32,52 @@ class TensorReader(Protocol):
 
 
 class HfReader:
-    """The safetensors files of a folder, in one file or several with an index."""
+    """The weights of a folder as the numbers they stand for, however they are stored."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._files = _file_of_each_tensor(self.folder)
+        self._files = _SafetensorFiles(self.folder)
+        self._formats = stored_formats(self._files.names(), _fp8_format(self.folder))
+        hidden = {part for name, kind in self._formats.items() for part in kind.parts(name)}
+        self._names = [name for name in self._files.names() if name not in hidden]
+        self._names += self._formats
+
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        kind = self._formats.get(name)
+        return self._files.shape(name) if kind is None else kind.shape(self._files, name)
+
+    def read(self, name: str, *cuts: slice) -> torch.Tensor:
+        kind = self._formats.get(name)
+        return self._files.read(name, *cuts) if kind is None else kind.read(self._files, name, cuts)
+
+
+class _SafetensorFiles:
+    """In one file or in several with an index; only a few are open at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file_of = _file_of_each_tensor(folder)
         self._handles: OrderedDict[str, Any] = OrderedDict()
 
     def names(self) -> list[str]:
-        return list(self._files)
+        return list(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return tuple(self._file(name).get_slice(name).get_shape())
 
     def read(self, name: str, *cuts: slice) -> torch.Tensor:
-        part = self._slice(name)
-        return (
-            part[cuts]
-            if cuts
-            else part[:]
-            if part.get_shape()
-            else self._file(name).get_tensor(name)
-        )
-
-    def _slice(self, name: str) -> Any:
-        return self._file(name).get_slice(name)
+        file = self._file(name)
+        return file.get_slice(name)[cuts] if cuts else file.get_tensor(name)
 
     def _file(self, name: str) -> Any:
-        if name not in self._files:
-            raise UserError(f"{self.folder} has no tensor {name}")
-        file = self._files[name]
+        if name not in self._file_of:
+            raise UserError(f"{self._folder} has no tensor {name}")
+        file = self._file_of[name]
         if file not in self._handles:
-            self._handles[file] = safe_open(self.folder / file, framework="pt")
+            self._handles[file] = safe_open(self._folder / file, framework="pt")
         self._handles.move_to_end(file)
         if len(self._handles) > _OPEN_FILES:
             self._handles.popitem(last=False)
@@ -87,6 +103,11 @@ class DictReader:
         if name not in self._tensors:
             raise UserError(f"there is no tensor {name}")
         return self._tensors[name]
+
+
+def _fp8_format(folder: Path) -> Fp8Format | None:
+    config = folder / "config.json"
+    return format_of(json.loads(config.read_text())) if config.is_file() else None
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:
