@@ -116,6 +116,9 @@ def write_model(folder: Path, shape: str) -> Path:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / shape)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the workers need all of the card
     return folder / shape
 
 

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from slime.utils.compiled import compiled_on_gpu
+
 _NO_LOGIT = -1e30  # of a padded vocabulary entry: finite, so that 0 * it is 0
 
 
@@ -69,6 +71,11 @@ class _Vocab:
         self.group = group
         self.temperature = temperature
 
+    def is_whole(self, hidden: torch.Tensor) -> bool:
+        """Whether one kernel can do it: all of the vocabulary is here, in half precision on a GPU."""
+        half = hidden.dtype in (torch.bfloat16, torch.float16)
+        return hidden.is_cuda and half and self.group is None and self.valid == self.num_rows
+
     def logits(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
@@ -108,10 +115,13 @@ class _LogProbs(torch.autograd.Function):
         log_probs, lse, entropy = hidden.new_zeros((3, *shape), dtype=_accumulate_dtype(hidden))
         for start in range(0, len(hidden), chunk_size):
             rows = slice(start, start + chunk_size)
-            logits = vocab.logits(hidden[rows], weight, bias)
-            log_probs[rows], lse[rows], entropy[rows] = _statistics(
-                logits, labels[rows], vocab, with_entropy
-            )
+            if vocab.is_whole(hidden):
+                raw = F.linear(hidden[rows], weight, bias)
+                chunk = _fused_statistics(raw, labels[rows].unsqueeze(1), vocab.temperature)
+            else:
+                logits = vocab.logits(hidden[rows], weight, bias)
+                chunk = _statistics(logits, labels[rows], vocab, with_entropy)
+            log_probs[rows], lse[rows], entropy[rows] = chunk
         ctx.save_for_backward(hidden, weight, bias, labels, lse, entropy)
         ctx.vocab, ctx.chunk_size = vocab, chunk_size
         ctx.set_materialize_grads(False)
@@ -130,15 +140,27 @@ class _LogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=total) if needs_bias else None
         for start in range(0, len(hidden), ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
-            grad_logits = _grad_logits(
-                ctx.vocab.logits(hidden[rows], weight, bias),
-                labels[rows],
-                lse[rows],
-                entropy[rows],
-                grad_log_probs[rows],
-                None if grad_entropy is None else grad_entropy[rows],
-                ctx.vocab,
-            )
+            upstream = None if grad_entropy is None else grad_entropy[rows]
+            if ctx.vocab.is_whole(hidden):
+                grad_logits = _fused_grad_logits(
+                    F.linear(hidden[rows], weight, bias),
+                    labels[rows].unsqueeze(1),
+                    lse[rows],
+                    entropy[rows],
+                    grad_log_probs[rows],
+                    upstream if upstream is not None else torch.zeros_like(lse[rows]),
+                    ctx.vocab.temperature,
+                )
+            else:
+                grad_logits = _grad_logits(
+                    ctx.vocab.logits(hidden[rows], weight, bias),
+                    labels[rows],
+                    lse[rows],
+                    entropy[rows],
+                    grad_log_probs[rows],
+                    upstream,
+                    ctx.vocab,
+                )
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(hidden.dtype)
@@ -155,6 +177,41 @@ class _LogProbs(torch.autograd.Function):
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+@compiled_on_gpu
+def _fused_statistics(
+    raw: torch.Tensor, labels: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same as `_statistics` from logits [chunk, V] in half precision, labels [chunk, 1]."""
+    logits = raw.float() / temperature
+    peak = logits.amax(dim=1, keepdim=True)
+    shifted = logits - peak
+    exp = shifted.exp()
+    total = exp.sum(dim=1)
+    log_sum = total.log()
+    entropy = log_sum - (exp * shifted).sum(dim=1) / total
+    target = raw.gather(1, labels).squeeze(1).float() / temperature
+    lse = peak.squeeze(1) + log_sum
+    return target - lse, lse, entropy
+
+
+@compiled_on_gpu
+def _fused_grad_logits(
+    raw: torch.Tensor,
+    labels: torch.Tensor,
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_log_probs: torch.Tensor,
+    grad_entropy: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """The same as `_grad_logits`, in half precision."""
+    log_p = raw.float() / temperature - lse.unsqueeze(1)
+    slope = grad_log_probs.unsqueeze(1) + grad_entropy.unsqueeze(1) * (log_p + entropy.unsqueeze(1))
+    is_label = torch.arange(raw.shape[1], device=raw.device).unsqueeze(0) == labels
+    grad = torch.where(is_label, grad_log_probs.unsqueeze(1), 0.0) - log_p.exp() * slope
+    return (grad / temperature).to(raw.dtype)
 
 
 def _statistics(

@@ -17,7 +17,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.algorithms.log_probs import log_probs_from_hidden
 from slime.backends.megatron_utils.flag_fields import flag_fields
 from slime.backends.megatron_utils.layer_spec import block_spec
-from slime.backends.megatron_utils.layers.packed_rotary import PackedRotary, has_packed_rotary
+from slime.backends.megatron_utils.layers.gated_mlp import use_gated_mlps
+from slime.backends.megatron_utils.layers.packed_rotary import (
+    PackedRotary,
+    has_packed_rotary,
+    install_fused_rotation,
+)
 from slime.backends.megatron_utils.layers.value_head import ValueHead
 from slime.backends.megatron_utils.model_config import GptOptions
 from slime.utils import hook_types
@@ -90,7 +95,10 @@ def _build(
     if critic and last:
         model.output_layer = ValueHead(config)
     if has_packed_rotary(config):
+        install_fused_rotation()
         model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
+    if config.transformer_impl == "local":
+        use_gated_mlps(model)
     # Log-probs are made from hidden states in chunks, so the last stage gives those, not logits.
     model._postprocess = _hidden_states
     return model

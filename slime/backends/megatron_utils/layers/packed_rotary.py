@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.backends.fused_ops import rotate
 from slime.backends.megatron_utils.layout import PackedRows
+from slime.utils.device import device_type
 
 
 def has_packed_rotary(config: TransformerConfig) -> bool:
@@ -41,3 +43,23 @@ class PackedRotary(torch.nn.Module):
         if isinstance(angles, tuple):  # with the factor of scaled positions
             return angles[0][:, 0].index_select(0, positions), *angles[1:]
         return angles[:, 0].index_select(0, positions)  # [T, 1, D]
+
+
+def install_fused_rotation() -> None:
+    """Let megatron's attention rotate by angles per token in one kernel, on a GPU."""
+    from megatron.core.transformer import attention
+
+    original = attention.apply_rotary_pos_emb
+    if device_type() == "cpu" or hasattr(original, "fused"):
+        return
+
+    def apply(
+        t: torch.Tensor, freqs: torch.Tensor, config: TransformerConfig, **options: Any
+    ) -> torch.Tensor:
+        whole = freqs.ndim == 3 and freqs.shape[-1] == t.shape[-1]
+        if whole and not config.rotary_interleaved and options.get("mscale", 1.0) == 1.0:
+            return rotate(t, freqs)
+        return original(t, freqs, config, **options)
+
+    apply.fused = True  # type: ignore[attr-defined]
+    attention.apply_rotary_pos_emb = apply

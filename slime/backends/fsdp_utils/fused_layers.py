@@ -1,0 +1,56 @@
+"""Activation and rotation of Hugging Face's layers as single kernels; on a GPU only."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+
+from slime.backends.fused_ops import swiglu_down
+from slime.utils.compiled import compiled_on_gpu
+
+_ROTATION = "apply_rotary_pos_emb"
+_PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def fuse_mlps(hf: nn.Module) -> int:
+    """Replace the forward of every module that computes down(silu(gate(x)) * up(x)); how many."""
+    count = 0
+    for module in hf.modules():
+        parts = [getattr(module, name, None) for name in _PARTS]
+        if all(type(part) is nn.Linear for part in parts) and _is_plain(module, parts[2]):
+            module.forward = _Fused(module)
+            count += 1
+    return count
+
+
+def fuse_rotation(hf: nn.Module) -> bool:
+    """Compile the function with which this model's module rotates queries and keys."""
+    modeling = sys.modules[type(hf).__module__]
+    function = getattr(modeling, _ROTATION, None)
+    if function is None:
+        return False
+    if not hasattr(function, "__wrapped__"):
+        setattr(modeling, _ROTATION, compiled_on_gpu(function))
+    return True
+
+
+def _is_plain(module: nn.Module, down: nn.Module) -> bool:
+    """One that has nothing but the three products and a SiLU."""
+    others = [name for name, _ in module.named_children() if name not in (*_PARTS, "act_fn")]
+    silu = getattr(module, "act_fn", None)
+    if others or not callable(silu) or down.bias is not None:
+        return False
+    probe = torch.linspace(-3, 3, 7)
+    return torch.allclose(silu(probe), nn.functional.silu(probe))
+
+
+class _Fused:
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        module = self._module
+        gate, up = module.gate_proj(hidden_states), module.up_proj(hidden_states)
+        return swiglu_down(gate, up, module.down_proj.weight)

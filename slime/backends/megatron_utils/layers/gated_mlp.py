@@ -1,0 +1,43 @@
+"""A dense MLP that keeps less for its backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.mlp import MLP
+
+from slime.backends.fused_ops import swiglu
+
+
+def use_gated_mlps(model: GPTModel) -> None:
+    """In every dense layer; a layer spec may not name it, as megatron then takes it for something else."""
+    config = model.config
+    plain = config.activation_func_clamp_value is None and not config.add_bias_linear
+    if config.gated_linear_unit and config.activation_func is F.silu and plain:
+        for layer in model.decoder.layers:
+            if type(layer.mlp) is MLP:
+                layer.mlp.__class__ = GatedMLP
+
+
+class GatedMLP(MLP):
+    """silu(gate) * up is computed again from its inputs, which are kept anyway."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if per_token_scale is not None or not torch.is_grad_enabled():
+            return super().forward(hidden_states, per_token_scale, **more)
+        both, _ = self.linear_fc1(hidden_states)
+        kept = CheckpointWithoutOutput(fp8=None)
+        product = kept.checkpoint(_swiglu, both)
+        output, bias = self.linear_fc2(product)
+        kept.discard_output_and_register_recompute(output)
+        return output, bias
+
+
+def _swiglu(both: torch.Tensor) -> torch.Tensor:
+    return swiglu(*both.chunk(2, dim=-1))

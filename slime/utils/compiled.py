@@ -1,0 +1,49 @@
+"""Functions that torch compiles where it pays: on a GPU, at their first call."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled_on_gpu(function: Function) -> Function:
+    """Called with tensors on a GPU it is compiled for any shape; on a CPU it runs as written.
+
+    Where the compiler does not work (it needs a C compiler beside Triton), it is said once.
+    """
+    made: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(first: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        if not first.is_cuda:
+            return function(first, *rest, **options)
+        if not made:
+            made.append(_compile(function))
+        try:
+            return made[0](first, *rest, **options)
+        except Exception as error:
+            if made[0] is function or not _is_compilers(error):
+                raise
+            logger.warning("%s runs uncompiled: %s", function.__name__, error)
+            made[0] = function
+            return function(first, *rest, **options)
+
+    return call  # type: ignore[return-value]
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    return torch.compile(function, dynamic=True)
+
+
+def _is_compilers(error: Exception) -> bool:
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
