@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,8 @@ from transformers import (
 from slime.engine.arguments import EngineArgs
 from slime.engine.attention import IMPLEMENTATION
 from slime.utils.errors import UserError
+from slime.utils.fp8 import format_of
+from slime.utils.fp8_checkpoint import read_unpacked
 
 _DTYPES = {
     "half": torch.float16,
@@ -45,7 +48,7 @@ def load_model(args: EngineArgs, device: torch.device) -> PreTrainedModel:
         with torch.device(device):
             model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, **options))
     else:
-        model = _load_weights(args, options)
+        model = _load_weights(args, config, options)
     torch.nn.Module.to(model, device)
     model.eval()
     for parameter in model.parameters():
@@ -100,12 +103,23 @@ def _load_config(args: EngineArgs) -> PreTrainedConfig:
     return config
 
 
-def _load_weights(args: EngineArgs, options: dict[str, Any]) -> PreTrainedModel:
-    """Transformers fills in what a checkpoint lacks at random and only warns; here it is an error."""
+def _load_weights(
+    args: EngineArgs, config: PreTrainedConfig, options: dict[str, Any]
+) -> PreTrainedModel:
+    """Transformers fills in what a checkpoint lacks at random and only warns; here it is an error.
+
+    FP8 weights are unpacked: the engine computes in the dtype it was asked for.
+    """
+    fp8 = format_of(config.to_dict())
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            args.model_path, output_loading_info=True, **options
-        )
+        if fp8 is None:
+            load = partial(AutoModelForCausalLM.from_pretrained, args.model_path)
+        else:
+            del config.quantization_config
+            state = read_unpacked(Path(args.model_path), fp8, options["dtype"])
+            kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+            load = partial(kind.from_pretrained, None, config=config, state_dict=state)
+        loaded: Any = load(output_loading_info=True, **options)
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(f"--model-path {args.model_path}: {_first_line(error)}") from error
     model, report = loaded

@@ -12,11 +12,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from slime.utils.errors import UserError
-from slime.utils.fp8 import Fp8Format, declaration, format_of, is_quantized, quantize_all
+from slime.utils.fp8 import (
+    FP8,
+    Fp8Format,
+    declaration,
+    dequantize,
+    format_of,
+    is_quantized,
+    quantize_all,
+)
 
 _INDEX = "model.safetensors.index.json"
 _SETTINGS = "fp8_conversion.json"
@@ -51,6 +60,22 @@ def convert_to_fp8(
     config["quantization_config"] = declaration(layout, kept)
     _replace(target / "config.json", json.dumps(config, indent=2) + "\n")
     (target / _SETTINGS).unlink()
+
+
+def read_unpacked(folder: Path, layout: Fp8Format, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors of an FP8 checkpoint without their scales, for a model that computes in `dtype`."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    unpacked = {}
+    for name, tensor in found.items():
+        if tensor.dtype == FP8:
+            scale = found[name.removesuffix("weight") + layout.scale_suffix]
+            unpacked[name] = dequantize(tensor, scale, layout).to(dtype)
+        elif not name.endswith(layout.scale_suffix):
+            unpacked[name] = tensor.to(dtype)
+    return unpacked
 
 
 def _read_config(source: Path) -> dict:

@@ -73,10 +73,10 @@ def _spell(name: str, value: Any, version: str) -> Argv:
     flag = all_flags()[f"sglang_{name}"]
     option = "--" + flag.option.removeprefix("--sglang-")
     replaced = name in _REPLACED and version != "0.5.16"
-    if replaced and value is not False:
+    if replaced and not (isinstance(value, bool) and not value):
         return _REPLACED[name](value)
-    if version not in flag.versions and not replaced:
-        if value is False or value == flag.default:
+    if version not in flag.versions:
+        if replaced or value is False or value == flag.default:
             return []
         raise ConfigError(
             f"{flag.option}: SGLang {version} has no {option}; leave it out, or install SGLang "
@@ -85,7 +85,7 @@ def _spell(name: str, value: Any, version: str) -> Argv:
     if flag.kind == "bool":
         return [option] if value else ["--no-" + option[2:]] if flag.default else []
     if flag.many:
-        return [option, *map(str, value)]
+        return [option, *(str(one) for one in list(value))]
     return [option, json.dumps(value) if flag.kind == "json" else str(value)]
 
 
@@ -104,7 +104,7 @@ def _instead(*argv: str) -> Callable[[Any], Argv]:
 
 def _cp_strategy(value: Any) -> Argv:
     names = {"in-seq-split": "zigzag", "round-robin-split": "interleave"}
-    return ["--cp-strategy", names.get(value, value)]
+    return ["--cp-strategy", names.get(value) or str(value)]
 
 
 # what newer versions have in place of an option of 0.5.16
