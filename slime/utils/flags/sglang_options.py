@@ -85,7 +85,8 @@ def _spell(name: str, value: Any, version: str) -> Argv:
     if flag.kind == "bool":
         return [option] if value else ["--no-" + option[2:]] if flag.default else []
     if flag.many:
-        return [option, *(str(one) for one in list(value))]
+        many: list[Any] = value  # pyright: ignore[reportAssignmentType]
+        return [option, *map(str, many)]
     return [option, json.dumps(value) if flag.kind == "json" else str(value)]
 
 
