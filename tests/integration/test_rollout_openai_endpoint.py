@@ -1,0 +1,165 @@
+"""Agents written with the real `openai` client, recorded to the token."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+openai = pytest.importorskip("openai")
+
+from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
+from slime.rollout.engine_pool import EnginePool, install_pool  # noqa: E402
+from slime.rollout.sglang_rollout import generate_rollout  # noqa: E402
+from slime.utils.types import Status  # noqa: E402
+from tests import openai_agents  # noqa: E402
+from tests.engines import engine_server  # noqa: E402
+from tests.fake_engine import Reply  # noqa: E402
+from tests.prompts import flat, make_tokenizer_folder, rollout_args  # noqa: E402
+from tests.tiny import EOS_ID, make_byte_tokenizer, make_tiny_checkpoint  # noqa: E402
+
+TOKENIZER = make_byte_tokenizer()
+EOS = TOKENIZER.eos_token
+# Thoughts are left out of past answers, as Qwen3's template does: rendering anew would change history.
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}" + EOS + "\n"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+AGENTS = "tests.openai_agents"
+
+
+@pytest.fixture
+def run(tmp_path, fake_engines):
+    make_tokenizer_folder(tmp_path / "model", TEMPLATE)
+    openai_agents.seen.clear()
+
+    def start(agent, script, **flags):
+        (engine,) = fake_engines(script)
+        values = {
+            "rollout_batch_size": 1, "n_samples_per_prompt": 1, "rollout_max_response_len": 400,
+            "custom_generate_function_path": f"{AGENTS}.{agent}", **flags,
+        }  # fmt: skip
+        args = rollout_args(tmp_path, [{"input": "2+3=", "label": "5"}], **values)
+        return engine, generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+
+    return start
+
+
+def parts_of(sample):
+    response = sample.tokens[-sample.response_length :]
+    parts: list[list] = []
+    for token, mask in zip(response, sample.loss_mask, strict=True):
+        if not parts or parts[-1][0] != mask:
+            parts.append([mask, []])
+        parts[-1][1].append(token)
+    return [(mask, TOKENIZER.decode(tokens)) for mask, tokens in parts]
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+
+def test_an_agent_with_tools_becomes_one_sample_of_exact_tokens(run):
+    def script(request):
+        if "[tool]" in request.prompt:
+            return Reply(text="It is 5.")
+        return Reply(text=f"<think>add</think>I add.{CALL}")
+
+    engine, output = run("with_tools", script)
+    (sample,) = flat(output)
+    assert TOKENIZER.decode(sample.tokens[: len(sample.tokens) - sample.response_length]) == (
+        f"[user]2+3={EOS}\n[assistant]"
+    )
+    assert parts_of(sample) == [
+        (1, f"<think>add</think>I add.{CALL}{EOS}"),  # the thought is still there
+        (0, f"\n[tool]5{EOS}\n[assistant]"),
+        (1, f"It is 5.{EOS}"),
+    ]
+    assert sample.tokens[-1] == EOS_ID and sample.status == Status.COMPLETED
+    first, second = engine.requests
+    assert second.input_ids[: len(first.input_ids)] == first.input_ids
+    assert sample.tokens[: len(second.input_ids)] == second.input_ids
+    # What the client saw.
+    call, content = openai_agents.seen[0]
+    assert call == ("add", {"a": 2, "b": 3}) and content == "<think>add</think>I add."
+    assert sample.metadata["agent_result"] == "It is 5."
+    sent = [lp for lp, m in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if m]
+    turns = [len(f"<think>add</think>I add.{CALL}") + 1, len("It is 5.") + 1]
+    assert sent == [-0.5 - i / 100 for n in turns for i in range(n)]
+
+
+def test_a_client_that_edits_history_forks_a_segment(run):
+    _, output = run(
+        "edits_history", lambda r: Reply(text="a" if "[user]more" not in r.prompt else "b")
+    )
+    samples = flat(output)
+    assert len(samples) == 2 and {s.rollout_id for s in samples} == {0}
+    assert parts_of(samples[0]) == [(1, f"a{EOS}")]
+    # The edited past is a prompt: nothing the model did not say is trained on.
+    assert parts_of(samples[1]) == [(1, f"b{EOS}")]
+    prompt = TOKENIZER.decode(samples[1].tokens[: -samples[1].response_length])
+    assert prompt == f"[user]2+3={EOS}\n[assistant]EDITED{EOS}\n[user]more{EOS}\n[assistant]"
+
+
+def test_going_back_shares_tokens_but_trains_on_them_once(run):
+    def script(request):
+        last = request.prompt.rsplit("[user]", 1)[1][0]
+        return Reply(text={"2": "one", "x": "left", "y": "right"}[last])
+
+    _, output = run("goes_back", script)
+    left, right = flat(output)
+    assert parts_of(left) == [
+        (1, f"one{EOS}"),
+        (0, f"\n[user]x{EOS}\n[assistant]"),
+        (1, f"left{EOS}"),
+    ]
+    assert parts_of(right) == [(0, f"one{EOS}\n[user]y{EOS}\n[assistant]"), (1, f"right{EOS}")]
+
+
+def test_streaming_async_agents_log_probs_and_stops(run):
+    _, output = run("streams", lambda r: Reply(text="hello END rest"))
+    (sample,) = flat(output)
+    assert openai_agents.seen == [("hello ", len("hello END rest") + 1)]
+    assert parts_of(sample) == [(1, f"hello END rest{EOS}")]
+
+
+def test_the_length_of_the_run_bounds_a_conversation(run):
+    _, output = run("talks_on", lambda r: Reply(text="abcdefgh"), rollout_max_response_len=60)
+    (sample,) = flat(output)
+    assert openai_agents.seen == ["context_length_exceeded"]
+    assert sample.response_length <= 60 and sample.reward is not None
+
+
+def test_an_agent_that_fails_marks_its_sample(run):
+    with pytest.raises(Exception, match="the agent broke"):
+        run("breaks", lambda r: Reply(text="a"))
+
+
+def test_the_endpoint_in_front_of_the_embedded_engine(tmp_path):
+    """Log-probs of the record equal those the engine gives the same tokens."""
+    folder = make_tiny_checkpoint(tmp_path / "model")
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    args = rollout_args(
+        tmp_path, [{"input": "2+3=", "label": "5"}], rollout_batch_size=1, n_samples_per_prompt=2,
+        custom_generate_function_path=f"{AGENTS}.two_questions", rollout_max_response_len=64,
+    )  # fmt: skip
+    with engine_server(folder) as server:
+        install_pool(EnginePool([server.url]))
+        samples = flat(generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)))
+        install_pool(None)
+        assert len(samples) == 2
+        for sample in samples:
+            body = {
+                "input_ids": sample.tokens, "return_logprob": True, "logprob_start_len": 0,
+                "sampling_params": {"max_new_tokens": 1},
+            }  # fmt: skip
+            scored = server.post("/generate", body)["meta_info"]["input_token_logprobs"]
+            again = [entry[0] for entry in scored][-sample.response_length :]
+            for mine, other, mask in zip(
+                sample.rollout_log_probs, again, sample.loss_mask, strict=True
+            ):
+                assert not mask or mine == pytest.approx(other, abs=1e-4)
+            assert {0, 1} == set(sample.loss_mask)
+    json.dumps(samples[0].metadata)  # goes into a checkpoint
