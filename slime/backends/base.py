@@ -45,8 +45,10 @@ from slime.algorithms.correction import mismatch_metrics
 from slime.backends.hooks import TrainHooks
 from slime.backends.losses import TrainLoss
 from slime.backends.probe import score_probe
+from slime.backends.profiling import Profiler
 from slime.backends.rendezvous import Rendezvous
 from slime.backends.weight_sync import SyncReport, WeightSync, make_weight_sync
+from slime.utils.debug_train_data import save_train_data
 from slime.utils.device import device_type
 from slime.utils.errors import UserError
 from slime.utils.logging import setup_logging
@@ -111,6 +113,7 @@ class TrainRayActor(ABC):
         )
         self.role = "actor"
         self.timer = Timer()
+        self.profiler = Profiler(args.profile_target, args.run_dir, rank, args.num_rollout)
         master = None if master_addr is None or master_port is None else (master_addr, master_port)
         self._rendezvous = Rendezvous(rank, world_size, master)
         self._weight_sync: WeightSync | None = None
@@ -165,13 +168,23 @@ class TrainRayActor(ABC):
         self, rollout_id: int, batch_ref: Any, columns: CriticColumns | None = None
     ) -> TrainReport:
         """Learn from this rank's rows; `columns` are the critic's values, or the actor's targets for it."""
-        batch = self.fetch(batch_ref)
+        with self.profiler.region(f"{self._phase}_overall", rollout_id):
+            return self._train(rollout_id, self.fetch(batch_ref), columns)
+
+    async_train = train
+
+    def _train(
+        self, rollout_id: int, batch: RolloutBatch, columns: CriticColumns | None
+    ) -> TrainReport:
         if columns is not None:
             batch.values, batch.returns = columns.values, columns.returns
         if self.role == "actor":
-            self.prepare(rollout_id, batch)
+            with self.profiler.region("train_log_probs", rollout_id):
+                self.prepare(rollout_id, batch)
+            save_train_data(self.args.save_debug_train_data, rollout_id, self.rank, batch)
         critic_alone = self.role == "actor" and rollout_id < self.args.num_critic_only_steps
-        with self.timer.phase(f"{self._phase}/steps"):
+        profiled = self.profiler.region(f"train_{self.role}", rollout_id)
+        with self.timer.phase(f"{self._phase}/steps"), profiled:
             results = [
                 self.train_step(rollout_id, step_id, micro_batches)
                 for step_id, micro_batches in enumerate(() if critic_alone else self.steps(batch))
@@ -180,8 +193,6 @@ class TrainRayActor(ABC):
         if self.needs_ref and interval and (rollout_id + 1) % interval == 0:
             self.update_ref()
         return self.report(batch, results)
-
-    async_train = train
 
     def prepare(self, rollout_id: int, batch: RolloutBatch) -> None:
         """Everything that must be known of the rows before the first step."""
@@ -192,17 +203,25 @@ class TrainRayActor(ABC):
         if self.needs_teacher:
             with phase("train/teacher_log_probs"):
                 batch.teacher_log_probs = self.log_probs(batch, model="teacher")
-        if self.args.use_opd and batch.teacher_log_probs is None:
-            raise UserError(
-                "--use-opd: the teacher did not say what it thinks of the samples: the reward function must "
-                "set sample.teacher_log_probs, or leave --custom-rm-path out"
-            )
         if self.needs_old(batch):
             with phase("train/old_log_probs"):
                 batch.old_log_probs = self.log_probs(batch, model="actor")
         self.advantages(rollout_id, batch)
+        self._require_columns(batch)
         if batch.values is not None:
             self._targets = CriticColumns(values=batch.values, returns=batch.returns)
+
+    def _require_columns(self, batch: RolloutBatch) -> None:
+        """What hooks of the user's had to fill in."""
+        if self.args.use_opd and batch.teacher_log_probs is None:
+            raise UserError(
+                "--use-opd: the teacher did not say what it thinks of the samples: the reward function "
+                "must set sample.teacher_log_probs, or leave --custom-rm-path out"
+            )
+        if batch.values is not None and batch.returns is None:
+            raise UserError(
+                "--custom-advantage-function-path must set returns too: the critic learns them"
+            )
 
     def values(self, batch_ref: Any) -> CriticColumns:
         """The critic's value of the state before each response token."""
