@@ -118,17 +118,31 @@ def test_torchrun_spreads_uneven_stages_and_holds_no_more_than_its_share(tmp_pat
 SLACK = 4e6  # the checkpoint's index, rounding by the allocator; shares are 75e6 to 95e6
 
 
+BAD_INPUT = [  # flags after --hf-checkpoint and --save, and the sentence
+    (["--num-layers=5"], "--num-layers 5 disagrees with config.json"),
+    (["--lr=1e-6"], "--lr means nothing in a conversion"),
+    (["--tensor-model-parallel-size=2"], "does not divide the 1 processes"),
+    (["--num-layer=4"], "there is no flag --num-layer; did you mean --num-layers?"),
+]
+
+
 def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
     origin = make_family(tmp_path / "hf", "qwen3")
-    save = f"--save={tmp_path / 'saved'}"
-    for flags, sentence in [
-        ([f"--hf-checkpoint={origin}"], "--save is missing"),
-        ([f"--hf-checkpoint={tmp_path}", save], "config.json is not there"),
-        ([f"--hf-checkpoint={origin}", save, "--num-layers=5"], "--num-layers 5 disagrees"),
-        ([f"--hf-checkpoint={origin}", save, "--lr=1e-6"], "--lr means nothing in a conversion"),
-        ([f"--hf-checkpoint={origin}", save, "--tensor-model-parallel-size=2"], "does not divide"),
-    ]:
-        done = run("-m", "slime.cli", "convert", "hf-to-torch-dist", *flags)
-        assert done.returncode == 2, done.stderr
-        assert sentence in done.stderr and "Traceback" not in done.stderr
+    folders = [f"--hf-checkpoint={origin}", f"--save={tmp_path / 'saved'}"]
+    lines = [
+        *([*folders, *flags] for flags, _ in BAD_INPUT),
+        folders[:1],
+        [f"--hf-checkpoint={tmp_path}", folders[1]],
+    ]
+    sentences = [*(said for _, said in BAD_INPUT), "--save is missing", "config.json is not there"]
+    script = (
+        "import sys, json; from slime.cli import main\n"
+        "for argv in json.loads(sys.argv[1]):\n"
+        "    assert main(['convert', 'hf-to-torch-dist', *argv]) == 2"
+    )
+    done = run("-c", script, json.dumps(lines))
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("slime: ")]
+    assert len(said) == len(lines)
+    assert all(sentence in line for sentence, line in zip(sentences, said, strict=True))
     assert not (tmp_path / "saved").exists()

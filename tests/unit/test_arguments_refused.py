@@ -207,6 +207,10 @@ def test_megatron_flags_that_fit(model, overrides):
             ["--num-layers-per-virtual-pipeline-stage 3", "6 does not divide the 8 layers"],
         ),
         ({"sequence_parallel": True}, ["--sequence-parallel", "--tensor-model-parallel-size is 1"]),
+        (
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            ["--expert-tensor-parallel-size 1", "--expert-model-parallel-size 2 or more"],
+        ),
         ({"moe_enable_deepep": True}, ["deep_ep", "alltoall"]),
         ({"moe_grouped_gemm": True}, ["TransformerEngine"]),
         (
@@ -229,6 +233,20 @@ def test_megatron_flags_that_fit(model, overrides):
 )
 def test_megatron_flags_that_do_not_fit(model, overrides, words):
     message = megatron(hf_checkpoint=model, **overrides)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("qwen3_next", ["qwen3_next", "gated delta net", "--train-backend fsdp"]),
+        ("qwen3_vl", ["qwen3_vl", "vision tower", "--train-backend fsdp"]),
+        ("mamba", ["mamba", "qwen3_moe", "--train-backend fsdp"]),
+    ],
+)
+def test_models_megatron_does_not_train(tmp_path, model_type, words):
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, "model_type": model_type}))
+    message = megatron(hf_checkpoint=tmp_path)
     assert all(word in message for word in words), message
 
 

@@ -11,6 +11,7 @@ from megatron.core.activations import quick_gelu
 from transformers import PretrainedConfig
 
 from slime.utils.errors import UserError
+from slime.utils.megatron_models import check_model_type
 
 
 @dataclass(kw_only=True)
@@ -39,14 +40,7 @@ class Rope:
 
 def architecture(config: PretrainedConfig) -> Architecture:
     """UserError where megatron-core, or this backend, cannot express what the config asks for."""
-    kind = config.model_type
-    if kind in _REFUSED:
-        raise UserError(f"{kind} is not trained by the Megatron backend: {_REFUSED[kind]}")
-    if kind not in _FAMILIES:
-        raise UserError(
-            f"the Megatron backend does not know model type {kind!r}; it knows "
-            f"{', '.join(sorted(_FAMILIES))}. Use --train-backend fsdp"
-        )
+    check_model_type(config.model_type)
     rope, yarn = _rope(config)
     model = Architecture(
         fields=_common(config),
@@ -56,12 +50,8 @@ def architecture(config: PretrainedConfig) -> Architecture:
         rope=rope,
         yarn=yarn,
     )
-    _FAMILIES[kind](config, model)
+    _FAMILIES[config.model_type](config, model)
     return model
-
-
-def known_model_types() -> list[str]:
-    return sorted(_FAMILIES)
 
 
 def _common(config: PretrainedConfig) -> dict[str, Any]:
@@ -279,10 +269,4 @@ _FAMILIES: dict[str, Callable[[PretrainedConfig, Architecture], None]] = {
     "qwen3_moe": _qwen3_moe,
     "glm4_moe": _glm4_moe,
     "deepseek_v3": _deepseek_v3,
-}
-
-_REFUSED = {
-    "qwen3_vl": "its vision tower and multimodal positions are missing. Use --train-backend fsdp",
-    "qwen3_vl_moe": "its vision tower and multimodal positions are missing",
-    "qwen3_next": "its gated delta net layers and gated attention are missing",
 }

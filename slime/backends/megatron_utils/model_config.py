@@ -83,12 +83,21 @@ def model_config(hf_config: PretrainedConfig, args: Args) -> TransformerConfig:
         **_precision(args),
         "transformer_impl": "transformer_engine" if has_te() else "local",
     }
+    kind = _config_class(model)
+    if kind is YarnTransformerConfig:
+        fields |= {f"yarn_{name}": value for name, value in model.yarn.items()}
+    try:
+        return kind(**fields)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"megatron-core refuses the model or its layout: {error}") from None
+
+
+def _config_class(model: Architecture) -> type[TransformerConfig]:
     if model.fields.get("multi_latent_attention"):
-        return MLATransformerConfig(**fields)
+        return MLATransformerConfig
     if model.yarn:
-        yarn = {f"yarn_{name}": value for name, value in model.yarn.items()}
-        return YarnTransformerConfig(**fields, **yarn)
-    return (PostNormConfig if model.post_norms else TransformerConfig)(**fields)
+        return YarnTransformerConfig
+    return PostNormConfig if model.post_norms else TransformerConfig
 
 
 def gpt_options(hf_config: PretrainedConfig, args: Args) -> GptOptions:

@@ -10,6 +10,7 @@ from slime.utils.flags.draft import Draft
 from slime.utils.flags.gpus import is_installed
 from slime.utils.flags.hf_config import read_hf_config
 from slime.utils.flags.spec import option_of
+from slime.utils.megatron_models import check_model_type
 
 # Megatron's flag -> its names in config.json, the first one that is there counts
 _SAME = {
@@ -33,6 +34,8 @@ def check_model(draft: Draft) -> None:
     if draft["train_backend"] != "megatron":
         return
     config = _flat(read_hf_config(draft))
+    if config.get("model_type") and not draft["custom_model_provider_path"]:
+        check_model_type(config["model_type"])
     check_against_config(draft, config)
     check_parallel(draft, config)
     check_precision_aware(draft)
@@ -76,7 +79,7 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
             f"--pipeline-model-parallel-size {pp} = {ep * etp * pp} does not divide the {gpus} training "
             "GPUs"
         )
-    if ep == 1 and etp != tp and _first(config, "num_experts") is not None:
+    if ep == 1 and etp != tp and _found(config, "num_experts") is not None:
         raise ConfigError(
             f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} needs "
             "--expert-model-parallel-size 2 or more, as megatron-core adds up the experts' gradients "
@@ -190,11 +193,6 @@ def _check_divides(draft: Draft, config: dict[str, Any], name: str, size: str) -
             f"{option_of(size)} {draft[size]} does not divide {option_of(name)} {count}: choose one "
             "that does"
         )
-
-
-def _first(config: dict[str, Any], name: str) -> Any:
-    """What the config says of a flag, under the first of its names that is there."""
-    return next((config[key] for key in _SAME[name] if config.get(key) is not None), None)
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

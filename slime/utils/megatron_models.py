@@ -1,0 +1,32 @@
+"""Which model types of Hugging Face the Megatron backend trains; known before megatron is imported."""
+
+from __future__ import annotations
+
+from slime.utils.errors import ConfigError
+
+TRAINED = (
+    "deepseek_v3",
+    "glm4",
+    "glm4_moe",
+    "gpt_oss",
+    "llama",
+    "mimo",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
+_MISSING = {
+    "qwen3_vl": "its vision tower and positions in images are missing",
+    "qwen3_vl_moe": "its vision tower and positions in images are missing",
+    "qwen3_next": "its gated delta net layers and gated attention are missing",
+}
+
+
+def check_model_type(model_type: str) -> None:
+    if model_type in TRAINED:
+        return
+    why = _MISSING.get(model_type, f"it trains {', '.join(TRAINED)}")
+    raise ConfigError(
+        f"--train-backend megatron does not train models of type {model_type}: {why}. Use "
+        "--train-backend fsdp"
+    )
