@@ -1,5 +1,11 @@
 """Rollout alone, training alone: a recorded rollout trains exactly as it did in the full run."""
 
+import gzip
+import json
+
+import pytest
+import torch
+
 from tests.e2e import runs
 
 
@@ -35,3 +41,39 @@ def test_rollout_only_generates_and_scores_without_a_trainer(tiny_model, tiny_da
     rollouts = runs.metrics(tmp_path / "run", "rollout")
     assert [record["rollout_id"] for record in rollouts] == [0, 1]
     assert not runs.metrics(tmp_path / "run", "train")
+
+
+def test_training_rows_and_traces_can_be_kept(tiny_model, tiny_data, tmp_path):
+    words = runs.command(
+        tiny_model,
+        tiny_data,
+        tmp_path / "run",
+        num_rollout=2,
+        num_steps_per_rollout=2,
+        global_batch_size=8,
+        save_debug_train_data=tmp_path / "rows" / "{rollout_id}_{rank}.pt",
+        profile_target=["train_log_probs", "train_actor"],
+    )
+    status, output = runs.run(words)
+    assert status == 0, output
+    for rollout_id in range(2):
+        rows = torch.load(tmp_path / "rows" / f"{rollout_id}_0.pt", weights_only=True)
+        assert rows["rollout_id"] == rollout_id and len(rows["tokens"]) == 16
+        groups, raw = rows["group_indices"], rows["raw_rewards"]
+        for row, advantages in enumerate(rows["advantages"]):
+            siblings = raw[groups == groups[row]]
+            expected = (raw[row] - siblings.mean()) / (siblings.std() + 1e-6)
+            assert advantages == pytest.approx([expected.item()] * len(advantages), abs=1e-3)
+        assert all(
+            len(o) == n for o, n in zip(rows["old_log_probs"], rows["response_lens"], strict=True)
+        )
+        assert sorted(i for step in rows["steps"] for part in step for i in part) == list(range(16))
+    traces = sorted((tmp_path / "run" / "profile").iterdir())
+    assert [t.name for t in traces] == [
+        "train_actor_rollout1_rank0.json.gz", "train_log_probs_rollout1_rank0.json.gz",
+    ]  # fmt: skip
+    for trace in traces:
+        with gzip.open(trace) as file:
+            events = json.load(file)["traceEvents"]
+        names = {event.get("name") for event in events}
+        assert trace.name.split("_rollout")[0] in names and any("aten::" in str(n) for n in names)

@@ -13,8 +13,6 @@ from slime.utils.flags.spec import option_of
 LATER: dict[str, str] = {
     "use_routing_replay": "leave it out",
     "use_rollout_routing_replay": "leave it out",
-    "save_debug_train_data": "use --save-debug-rollout-data",
-    "profile_target": "leave it out",
 }
 
 # These values of a flag are refused, also where the value is the flag's default.
