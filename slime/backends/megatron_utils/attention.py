@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
     is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
 )
@@ -90,6 +91,7 @@ class PackedAttention(MegatronModule):
             {"softmax_offset": 0},
             sharded_offsets,
             tp_group=self._groups.tp,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
         )
 
     def _attend(
