@@ -74,6 +74,26 @@ def test_a_changed_number_is_noticed(name):
         check_flags(architecture(MODELS[name]()), parsed(changed))
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            "--num-experts 8",
+            "--num-experts 8 disagrees with config.json of --hf-checkpoint, where it is absent",
+        ),
+        ("--multi-latent-attention", "--multi-latent-attention True disagrees"),
+        ("--add-qkv-bias", "--add-qkv-bias True disagrees"),
+        ("--rotary-percent 0.5", "--rotary-percent 0.5 disagrees"),
+        ("--use-rope-scaling", "--use-rope-scaling True disagrees"),
+        ("--norm-epsilon 1e-5", "--norm-epsilon 1e-05 disagrees"),
+    ],
+)
+def test_flags_of_another_model_are_noticed(flags, sentence):
+    with pytest.raises(ConfigError) as error:
+        check_flags(architecture(MODELS["qwen3-4B"]()), parsed(flags.split()))
+    assert sentence in str(error.value)
+
+
 def test_scripts_define_nothing_else():
     for path in FOLDER.glob("*.sh"):
         lines = path.read_text().splitlines()

@@ -73,7 +73,23 @@ def _common(config: PretrainedConfig) -> dict[str, Any]:
         "add_qkv_bias": False,
         "qk_layernorm": False,
         "rotary_interleaved": False,
+        **_ABSENT,
     }
+
+
+# What only some families have; stated, so that a flag that asks for it elsewhere is noticed.
+_ABSENT: dict[str, Any] = {
+    "multi_latent_attention": False,
+    "softmax_type": "vanilla",
+    "window_size": None,
+    "num_moe_experts": None,
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+}
 
 
 def _rope(config: PretrainedConfig) -> tuple[Rope, dict[str, Any]]:

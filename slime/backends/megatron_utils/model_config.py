@@ -133,9 +133,10 @@ def check_flags(model: Architecture, args: Args) -> None:
             given = layer_pattern(given, model.fields["num_layers"])
         if not _same(given, wanted):
             option = all_flags()[name].option
+            there = "absent" if wanted is None else wanted
             raise ConfigError(
                 f"{option} {given} disagrees with config.json of --hf-checkpoint, where it is "
-                f"{wanted}: leave {option} out or correct it"
+                f"{there}: leave {option} out or correct it"
             )
 
 
