@@ -240,7 +240,9 @@ def test_partial_rollout_continues_where_it_was_cut(tmp_path, fake_engines):
 
 def test_partial_rollout_can_mask_older_tokens(tmp_path, fake_engines):
     stalled = {"2"}
-    (engine,) = fake_engines(lambda r: Reply(text="abcdef", latency_s=0.9 if r.prompt[0] in stalled else 0.3))
+    (engine,) = fake_engines(
+        lambda r: Reply(text="abcdef", latency_s=0.9 if r.prompt[0] in stalled else 0.3)
+    )
     args = rollout_args(
         tmp_path, rollout_batch_size=2, over_sampling_batch_size=3, n_samples_per_prompt=1
     ).replace(partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
