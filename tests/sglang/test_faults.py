@@ -9,6 +9,8 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
+
 from slime.backends.sglang_utils.command import Node, server_command
 from slime.backends.sglang_utils.ports import find_ports, says_port_taken
 from slime.backends.sglang_utils.process import ServerProcess
@@ -16,6 +18,7 @@ from slime.utils.sglang_install import find_sglang
 from tests.args import make_args
 from tests.e2e import runs
 
+pytestmark = pytest.mark.timeout(1800)  # several starts of a server, on cores that may be busy
 SLOW = {"rollout_max_response_len": 160, "max_tokens_per_gpu": 2048}  # seconds of generation
 
 

@@ -7,6 +7,8 @@ import pytest
 from tests.e2e import runs
 from tests.engines import TOKEN
 
+pytestmark = pytest.mark.timeout(1800)  # a start of a server takes minutes on busy cores
+
 
 def check(run_dir, rollouts: int) -> None:
     trained = runs.metrics(run_dir, "train")
@@ -18,12 +20,30 @@ def check(run_dir, rollouts: int) -> None:
     assert versions == [number + 2 for number in range(rollouts)]
 
 
+FSDP = {"train_backend": "fsdp"}
+MEGATRON_TP2 = {
+    "train_backend": "megatron",
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "actor_num_gpus_per_node": 2,
+}
+
+
 @pytest.mark.parametrize(
-    ("transport", "temperature"), [("disk", 0.7), ("distributed", 0.7), ("distributed", 1.0)]
+    ("trainer", "transport", "temperature"),
+    [
+        (FSDP, "disk", 0.7),
+        (FSDP, "distributed", 1.0),
+        (MEGATRON_TP2, "disk", 1.0),
+        (MEGATRON_TP2, "distributed", 0.7),
+    ],
+    ids=["fsdp-disk", "fsdp-distributed", "megatron-disk", "megatron-distributed"],
 )
 def test_with_a_server_somebody_else_runs(
-    model, data, server, tmp_path, monkeypatch, transport, temperature
+    model, data, server, tmp_path, monkeypatch, trainer, transport, temperature
 ):
+    if trainer is MEGATRON_TP2:
+        pytest.importorskip("megatron.core")
     monkeypatch.setenv("SLIME_ENGINE_TOKEN", TOKEN)
     words = runs.command(
         model,
@@ -34,6 +54,7 @@ def test_with_a_server_somebody_else_runs(
         rollout_external_engine_addrs=[server.url],
         update_weight_transport=transport,
         rollout_temperature=temperature,
+        **trainer,
     )
     status, output = runs.run(words, timeout=600)
     assert status == 0, output
