@@ -1,6 +1,6 @@
 """The kernels in Triton: shapes turned into grids and block sizes. Needs triton to be imported."""
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportIndexIssue=false
 from __future__ import annotations
 
 import math
@@ -13,7 +13,7 @@ from slime.engine.fast.kernels import DrawSettings, Heads, Pages, QueryKeyNorm, 
 
 _LOG2E = math.log2(math.e)
 _PROGRAMS = 1024  # of an attention launch: enough for every multiprocessor to have several
-_DECODE = {"BLOCK": 64, "num_warps": 4, "num_stages": 3}  # of 16-bit keys
+_DECODE = {"BLOCK": 128, "num_warps": 4, "num_stages": 3}  # of 16-bit keys, see docs/LOG.md
 _DECODE_FP32 = {"BLOCK": 32, "num_warps": 4, "num_stages": 3}
 _MOST_SPLITS = 32
 _PIECE = 1024  # of the vocabulary

@@ -28,7 +28,6 @@ from slime.engine.scores import score
 from slime.engine.step_output import StepOutput
 
 _FIXED_ROWS = 32  # rows of every forward in deterministic mode
-_MOST_BRANCHES = 4
 _LAST = -1  # as an id: the token last drawn in the row
 
 
@@ -50,7 +49,6 @@ class CudaRunner:
         table = scheduler.page_table
         self._table = torch.from_numpy(table).to(device)
         self._settings = make_settings(len(table), device)
-        self._streams = [torch.cuda.Stream() for _ in range(_MOST_BRANCHES - 1)]
         sizes = [_FIXED_ROWS] if deterministic else ladder(len(table) - 1)
         with torch.inference_mode():
             self._graphs = DecodeGraphs(self._forward_rows, sizes, scheduler.scrap_row, device)
@@ -157,29 +155,10 @@ class CudaRunner:
     def _forward_rows(self, inputs: torch.Tensor) -> RowOutputs:
         ids, rows, positions, draw_rows = inputs
         ids = torch.where(ids < 0, self._settings.last_tokens.index_select(0, rows), ids)
-        logits = self._model.head(self._run_branches(ids, rows, positions))
+        tokens = Tokens(ids=ids, positions=positions, rows=rows)
+        logits = self._model(tokens, self._cache, self._table)
         drawn, log_probs = self._kernels.draw(logits, draw_rows, positions, self._settings)
         return RowOutputs(logits=logits, tokens=drawn, log_probs=log_probs)
-
-    def _run_branches(
-        self, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """The rows in parts side by side: while one reads its keys and values, which takes all of the
-        memory's rate, the matrix products of another, which take little of it, find their time."""
-        count = 1 if self._deterministic else choose_branches(len(ids))
-        main = torch.cuda.current_stream()
-        sides = self._streams[: count - 1]
-        for side in sides:
-            side.wait_stream(main)
-        parts: list[torch.Tensor] = []
-        chunks = zip(*(x.chunk(count) for x in (ids, rows, positions)), strict=True)
-        for stream, part in zip([main, *sides], chunks, strict=False):
-            tokens = Tokens(ids=part[0], rows=part[1], positions=part[2])
-            with torch.cuda.stream(stream):
-                parts.append(self._model.body(tokens, self._cache, self._table))
-        for side in sides:
-            main.wait_stream(side)
-        return torch.cat(parts) if count > 1 else parts[0]
 
     def _rows_input(self, size: int) -> np.ndarray:
         """Nothing but padding: token 0 at position 0 of the scrap row."""
@@ -243,10 +222,6 @@ class _Part:
     requests: list[Request]
     tokens: torch.Tensor
     log_probs: torch.Tensor
-
-
-def choose_branches(num_rows: int) -> int:
-    return 1
 
 
 def _tiles(counts: list[int]) -> np.ndarray:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -65,7 +66,7 @@ class DecodeGraphs:
     def record(self) -> None:
         """All sizes, the largest first so that the others fit into its memory."""
         start = time.perf_counter()
-        pool = None
+        pool: Any = None
         try:
             for size in reversed(self._sizes):
                 graph, outputs = self._record_one(self._static(size), pool)
@@ -81,7 +82,7 @@ class DecodeGraphs:
         logger.info("recorded %d CUDA graphs in %.1f s", len(self._graphs), seconds)
 
     def _record_one(
-        self, static: torch.Tensor, pool: tuple[int, int] | None
+        self, static: torch.Tensor, pool: Any
     ) -> tuple[torch.cuda.CUDAGraph, RowOutputs]:
         static.zero_()
         static[1].fill_(self._scrap_row)

@@ -51,19 +51,6 @@ class FastModel:
         outputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits [R, V] of the tokens named by `outputs` [R], or of all."""
-        return self.head(self.body(tokens, cache, table, outputs))
-
-    def head(self, normed: torch.Tensor) -> torch.Tensor:
-        return F.linear(normed, self._head.weight, self._head.bias)
-
-    def body(
-        self,
-        tokens: Tokens,
-        cache: KVCache,
-        table: torch.Tensor,
-        outputs: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """What the output layer takes, [R, H]."""
         hidden = F.embedding(tokens.ids, self._embedding)  # [T, H]
         delta: torch.Tensor | None = None
         for layer in self._layers:
@@ -74,7 +61,8 @@ class FastModel:
         if outputs is not None:
             hidden = hidden.index_select(0, outputs)
             delta = None if delta is None else delta.index_select(0, outputs)
-        return self._kernels.add_rms_norm(hidden, delta, self._norm, self._eps)
+        normed = self._kernels.add_rms_norm(hidden, delta, self._norm, self._eps)
+        return F.linear(normed, self._head.weight, self._head.bias)
 
 
 class _Layer:

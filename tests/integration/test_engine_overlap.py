@@ -1,0 +1,120 @@
+"""Steps whose tokens are read one step late, as on a GPU: the output is that of steps read at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.engine.model_runner import ModelRunner
+from slime.engine.request import Request
+from slime.engine.sampling_params import SamplingParams
+from slime.engine.scheduler import Step
+from slime.engine.step_output import Flight, StepOutput
+from tests.engines import LocalEngine, local_engine
+from tests.tiny import make_tiny_checkpoint
+
+LOADS: list[dict[str, Any]] = [
+    {"temperature": 0, "max_new_tokens": 40},
+    {"temperature": 0.9, "max_new_tokens": 30},
+    {"temperature": 0.9, "top_p": 0.8, "max_new_tokens": 10},  # needs the tokens before
+    {"temperature": 0, "max_new_tokens": 0},
+    {"temperature": 0, "max_new_tokens": 1},
+    {"temperature": 0, "max_new_tokens": 12, "min_new_tokens": 5},
+]
+
+
+@dataclass
+class LateFlight:
+    flight: Flight
+    immediate: bool
+
+    def collect(self) -> StepOutput:
+        return self.flight.collect()
+
+
+class LateRunner:
+    """Hands on every call; what it launches need not be read before the next step."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def launch(self, step: Step) -> LateFlight:
+        requests = step.decoding + [piece.request for piece in step.pieces]
+        special = any(request.params.special for request in requests)
+        return LateFlight(self._runner.launch(step), immediate=special)
+
+
+@contextmanager
+def late_engine(path: Path, **options: Any) -> Iterator[LocalEngine]:
+    with local_engine(path, **options) as local:
+        local.engine.runner = LateRunner(local.engine.runner)  # type: ignore[assignment]
+        yield local
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("m"))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(256) for _ in range(rng.randint(1, 100))] for _ in range(16)]
+
+
+def outcome(local: LocalEngine, prompts: list[list[int]]) -> list[tuple]:
+    results: list[tuple] = []
+    for load in LOADS:
+        for request in local.generate(prompts, **load):
+            assert request.finish is not None
+            results.append((request.output_ids, request.finish.kind, request.finish.matched))
+    # every page is back, those of tokens drawn after the end as well
+    assert local.engine.scheduler.pool.num_available == local.engine.sizes.num_pages
+    return results
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_total_tokens": 256, "page_size": 8, "chunked_prefill_size": 24},
+        {"max_running_requests": 3},
+    ],
+    ids=["plain", "full cache", "few at a time"],
+)
+def test_late_reading_changes_nothing(checkpoint: Path, prompts: list[list[int]], options: dict):
+    with local_engine(checkpoint, **options) as local:
+        expected = outcome(local, prompts)
+    with late_engine(checkpoint, **options) as local:
+        assert outcome(local, prompts) == expected
+        if "max_total_tokens" in options:
+            assert local.engine.scheduler.num_retracted > 0
+
+
+def test_commands_find_all_tokens_read(checkpoint: Path):
+    params = SamplingParams(max_new_tokens=400, ignore_eos=True)
+    request = Request(
+        rid="a", token_ids=[1, 2, 3], prompt_len=3, params=params, seed=0, return_logprob=True
+    )
+    with late_engine(checkpoint) as local:
+        engine = local.engine
+        engine.submit([request])
+        while not request.num_output:
+            pass
+        engine.call(lambda: engine.pause("in_place")).result()
+        assert request.num_pending == 0 and request.num_computed == len(request.token_ids) - 1
+        engine.weight_version = "next"
+        engine.call(engine.resume).result()
+        local.wait([request])
+    first, second = request.version_spans
+    assert (first.version, second.version) == ("default", "next")
+    assert 0 < first.end == second.start < second.end == 400

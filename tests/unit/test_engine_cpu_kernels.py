@@ -1,0 +1,138 @@
+"""The compiled CPU kernels against naive versions over random shapes."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from slime.engine.fast.cpu_build import load_library
+from slime.engine.fast.cpu_kernels import CpuKernels
+from slime.engine.fast.kernels import DrawSettings, Heads, Pages, QueryKeyNorm, Rotary, Tokens
+from slime.engine.sampling import uniforms
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CpuKernels:
+    library = load_library()
+    if library is None:
+        pytest.skip("no gcc here")
+    return CpuKernels(library)
+
+
+class Case:
+    """Tokens of several requests whose pages lie in any order."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        key_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 5])
+        self.heads = Heads(
+            num_query=key_heads * group, num_key=key_heads, dim=rng.choice([6, 16, 32])
+        )
+        self.window = rng.choice([None, rng.randint(1, 60)])
+        page_size = rng.choice([1, 4, 16])
+        num_rows, width = 4, -(-90 // page_size)
+        table = torch.randperm(num_rows * width).view(num_rows, width) + 1
+        shape = (num_rows * width + 1, page_size, key_heads, self.heads.dim)
+        self.pages = Pages(
+            keys=torch.randn(shape), values=torch.randn(shape), table=table.to(torch.int32)
+        )
+        count = rng.choice([3, 40])  # few tokens are shared out by heads
+        self.places = [(rng.randrange(num_rows), rng.randrange(90)) for _ in range(count)]
+        self.tokens = Tokens(
+            ids=torch.zeros(count, dtype=torch.int32),
+            rows=torch.tensor([row for row, _ in self.places], dtype=torch.int32),
+            positions=torch.tensor([position for _, position in self.places], dtype=torch.int32),
+        )
+        self.qkv = torch.randn(count, self.heads.width)
+
+    def slot(self, row: int, position: int) -> tuple[int, int]:
+        size = self.pages.page_size
+        return int(self.pages.table[row, position // size]), position % size
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_attention(kernels: CpuKernels, seed: int):
+    case = Case(seed)
+    heads, pages = case.heads, case.pages
+    found = kernels.attend(case.qkv, case.tokens, heads, pages, 0.3, case.window)
+    for i, (row, position) in enumerate(case.places):
+        first = 0 if case.window is None else max(0, position - case.window + 1)
+        slots = [case.slot(row, p) for p in range(first, position + 1)]
+        keys = torch.stack([pages.keys[s] for s in slots], 1)  # [H, L, D]
+        values = torch.stack([pages.values[s] for s in slots], 1)
+        query = case.qkv[i, : heads.num_query * heads.dim].view(heads.num_key, -1, heads.dim)
+        expected = (query @ keys.transpose(1, 2) * 0.3).softmax(-1) @ values
+        torch.testing.assert_close(found[i], expected.reshape(-1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_rotation_and_cache_write(kernels: CpuKernels, seed: int, with_norm: bool):
+    case = Case(seed)
+    heads, dim = case.heads, case.heads.dim
+    case.places = list(dict.fromkeys(case.places))  # one token per place
+    count = len(case.places)
+    case.tokens.rows = torch.tensor([r for r, _ in case.places], dtype=torch.int32)
+    case.tokens.positions = torch.tensor([p for _, p in case.places], dtype=torch.int32)
+    qkv = case.qkv[:count].clone()
+    rotary = Rotary(cosines=torch.randn(90, dim), sines=torch.randn(90, dim))
+    weights = torch.randn(2, dim)
+    norm = QueryKeyNorm(query=weights[0], key=weights[1], eps=1e-6) if with_norm else None
+    before = qkv.clone().view(count, -1, dim)
+    kernels.rope_store(qkv, case.tokens, heads, case.pages, rotary, norm)
+    after = qkv.view(count, -1, dim)
+    for i, (row, position) in enumerate(case.places):
+        x = before[i, : heads.num_query + heads.num_key]
+        if with_norm:
+            per_head = weights[[0] * heads.num_query + [1] * heads.num_key]
+            x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * per_head
+        rolled = torch.cat([-x[:, dim // 2 :], x[:, : dim // 2]], -1)
+        expected = x * rotary.cosines[position] + rolled * rotary.sines[position]
+        slot = case.slot(row, position)
+        torch.testing.assert_close(after[i, : heads.num_query], expected[: heads.num_query])
+        torch.testing.assert_close(case.pages.keys[slot], expected[heads.num_query :])
+        assert torch.equal(case.pages.values[slot], before[i, heads.num_query + heads.num_key :])
+
+
+@pytest.mark.parametrize("size", [7, 64, 300])
+def test_norm_and_activation(kernels: CpuKernels, size: int):
+    hidden, delta, weight = torch.randn(60, size), torch.randn(60, size), torch.randn(size)
+    total = hidden + delta
+    expected = torch.nn.functional.rms_norm(total, (size,), weight, 1e-6)
+    torch.testing.assert_close(kernels.add_rms_norm(hidden, delta, weight, 1e-6), expected)
+    assert torch.equal(hidden, total)
+    torch.testing.assert_close(kernels.add_rms_norm(hidden, None, weight, 1e-6), expected)
+    gate_up = torch.randn(60, 2 * size) * 20
+    gate, up = gate_up.chunk(2, -1)
+    torch.testing.assert_close(
+        kernels.silu_mul(gate_up), torch.nn.functional.silu(gate) * up, atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("vocab", [5, 256, 1000])
+def test_draws(kernels: CpuKernels, vocab: int):
+    count = 400
+    logits = torch.randn(count, vocab) * 3
+    temperatures = torch.full((count,), 0.8)
+    temperatures[::3] = -1.0  # the most probable
+    settings = DrawSettings(
+        temperatures=temperatures,
+        seeds=torch.arange(count),
+        last_tokens=torch.zeros(count, dtype=torch.int32),
+    )
+    rows = torch.arange(count, dtype=torch.int32)
+    positions = torch.full((count,), 9, dtype=torch.int32)
+    tokens, log_probs = kernels.draw(logits, rows, positions, settings)
+    scaled = logits / temperatures.abs()[:, None]
+    draws = torch.from_numpy(uniforms(np.arange(count), np.full(count, 10)))
+    expected = torch.searchsorted(scaled.double().softmax(-1).cumsum(-1), draws[:, None])[:, 0]
+    expected[::3] = logits[::3].argmax(-1)
+    # A draw may fall within rounding of the border between two tokens.
+    assert (tokens.long() != expected).sum() <= 1
+    assert torch.equal(settings.last_tokens, tokens)
+    chosen = scaled.log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
+    torch.testing.assert_close(log_probs, chosen, atol=1e-5, rtol=1e-5)
