@@ -56,6 +56,7 @@ from slime.utils.metrics import add_up, prefixed, reduce_metrics
 from slime.utils.packing import pack, unpack
 from slime.utils.reports import TrainReport
 from slime.utils.timer import Timer
+from slime.utils.tokenizer import refuse_other_vocabulary
 from slime.utils.types import (
     CriticColumns,
     EngineInfo,
@@ -158,6 +159,9 @@ class TrainRayActor(ABC):
         self._rendezvous.join(timedelta(minutes=self.args.distributed_timeout_minutes))
         torch.manual_seed(self.args.seed + self.rank)
         self.needs_ref, self.needs_teacher = with_ref, with_opd_teacher
+        if with_opd_teacher:
+            teacher = self.args.opd_teacher_load
+            refuse_other_vocabulary(self.args.hf_checkpoint, teacher, "--opd-teacher-load")
         self.hooks = TrainHooks(self.args)
         self._loss = TrainLoss(self.args, role, self.hooks)
         return 0

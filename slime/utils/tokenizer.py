@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.utils.errors import ConfigError
@@ -21,6 +22,19 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ConfigError(
             f"--hf-checkpoint {path}: no tokenizer could be loaded from it: {error}"
         ) from error
+
+
+def refuse_other_vocabulary(path: str, other: str, flag: str) -> None:
+    """Two models that talk in token ids must mean the same by them; a folder without a tokenizer may."""
+    if not (Path(other) / "tokenizer_config.json").exists():
+        return
+    ours, theirs = load_tokenizer(path).get_vocab(), load_tokenizer(other).get_vocab()
+    differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+    if differing:
+        raise ConfigError(
+            f"{flag} {other} has another vocabulary than --hf-checkpoint: {differing[0]!r} is token "
+            f"{theirs.get(differing[0])} there and {ours.get(differing[0])} here"
+        )
 
 
 def eos_token_id(path: str) -> int:

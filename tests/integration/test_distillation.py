@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
 from slime.ray.train_data import samples_to_batch, split_batch
 from slime.rollout.on_policy_distillation import reward_func
-from slime.utils.errors import UserError
+from slime.utils.errors import ConfigError, UserError
 from slime.utils.http import run
 from slime.utils.types import Sample
 from tests import naive_rl
@@ -20,7 +20,7 @@ from tests.args import make_args
 from tests.engines import engine_server
 from tests.fsdp import whole_weights
 from tests.ranks import run_ranks
-from tests.tiny import make_tiny_checkpoint
+from tests.tiny import make_byte_tokenizer, make_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,25 @@ def _train(rank: int, world_size: int, args: Any, rollouts: list[list[Sample]]) 
     except UserError as error:
         result["without_teacher"] = str(error)
     return result
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(student, tmp_path):
+    other = make_tiny_checkpoint(tmp_path / "other", vocab_size=328)
+    tokenizer = make_byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    tokenizer.save_pretrained(other)
+    message = run_ranks(_start_with, 1, args_of(student, str(other)))[0]
+    assert (
+        "another vocabulary" in message and "'<|new|>' is token 320 there and None here" in message
+    )
+
+
+def _start_with(rank: int, args: Any) -> str:
+    try:
+        FSDPTrainRayActor(args, rank, 1).init(args, "actor", with_opd_teacher=True)
+    except ConfigError as error:
+        return str(error)
+    return "started"
 
 
 def test_a_served_teacher_says_what_hugging_face_says(student, teacher, rollouts):
