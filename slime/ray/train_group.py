@@ -69,14 +69,16 @@ class TrainGroup:
         # Wrapped, so that Ray hands each rank the reference, not everybody's rows.
         rows = [[ref] for ref in batch_refs]
         with self.recorder.phase("train"):
-            reports = self._train_pair(rollout_id, rows) if self._critic else []
-            if not self._critic:
-                self.wake_up()
-                reports = [self._actor.all("train", rollout_id, rows)[0]]
+            train = self._train_pair if self._critic else self._train_actor
+            reports = train(rollout_id, rows)
         self.last_trained, self.trained_version = rollout_id, self.weight_version
         for report in reports:
             self.recorder.add(report.metrics)
         self.recorder.log_learning(rollout_id)
+
+    def _train_actor(self, rollout_id: int, rows: list[Any]) -> list[Any]:
+        self.wake_up()
+        return self._actor.all("train", rollout_id, rows)[:1]
 
     def _train_pair(self, rollout_id: int, rows: list[Any]) -> list[Any]:
         """Values by the critic, steps of the actor, steps of the critic."""
