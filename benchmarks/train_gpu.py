@@ -177,6 +177,9 @@ def make_arguments(options: argparse.Namespace, backend: str, model: str) -> Any
     }
     if options.recompute and backend == "fsdp":
         flags["gradient_checkpointing"] = True
+    elif backend == "megatron" and not options.recompute:
+        # Norms are cheap to compute again, and 4B would not fit beside fp32 gradients otherwise.
+        flags |= {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     elif options.recompute:
         flags |= {
             "recompute_granularity": "full",

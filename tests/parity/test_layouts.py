@@ -41,7 +41,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "untied": {"tie_word_embeddings": False},
     "moe": {"family": "qwen3_moe"},
 }
-SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective"}
+SELECTIVE_RECOMPUTE = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ["core_attn", "layernorm"],
+}
 TWO_STEPS = {"steps": 2}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl", "entropy_coef": 0.01}
 PER_TOKEN = {"calculate_per_token_loss": True}

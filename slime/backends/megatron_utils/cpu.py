@@ -1,8 +1,7 @@
 """Lets megatron-core run on a machine without a GPU: what it asks of CUDA, the CPU answers.
 
 megatron-core names its device "cuda" throughout. Here that name means the CPU, streams and events do
-nothing, and CUDA's random state is the CPU's. Three places of version 0.16.1 that fail without
-TransformerEngine are mended. Nothing is touched where there is a GPU.
+nothing, and CUDA's random state is the CPU's. Nothing is touched where there is a GPU.
 """
 
 from __future__ import annotations
@@ -108,19 +107,13 @@ def _mend_megatron() -> None:
     set_default_env(TORCHDYNAMO_DISABLE="1")
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
-    import megatron.core.utils as utils
     from megatron.core.transformer.moe import moe_utils
-    from packaging.version import Version
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
-    if not hasattr(moe_utils, "te_general_gemm"):  # unbound without TransformerEngine
-        moe_utils.te_general_gemm = None
     # It turns split sizes into lists only if they lie on a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu = _to_host
-    if utils.get_te_version() is None:  # is_te_min_version compares it with a version
-        utils.get_te_version = lambda: Version("0.0.0")
 
 
 def _mend_uneven_collectives() -> None:

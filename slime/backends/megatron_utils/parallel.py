@@ -9,6 +9,7 @@ import megatron.core
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from slime.backends.megatron_utils.mend import mend_megatron
 from slime.utils.device import device_type
 from slime.utils.errors import UserError
 from slime.utils.types import ParallelInfo
@@ -24,6 +25,7 @@ def init_parallel(args: Args, virtual_stages: int | None) -> ParallelInfo:
     """Make all groups; the default process group exists. Those of another layout are dropped."""
     global _sizes
     check_version()
+    mend_megatron()
     sizes = {
         "tensor_model_parallel_size": args.tensor_model_parallel_size,
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
