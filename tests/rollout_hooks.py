@@ -144,3 +144,11 @@ async def reward_by_the_engine(args, sample):
     judge = Sample(prompt=f"grade {sample.response}=", index=sample.index)
     judge = await generate(args, judge, {"max_new_tokens": 8})
     return float(judge.response)
+
+
+async def generate_uneven(args, sample, sampling_params):
+    """Two segments for the first sample of all, one for every other."""
+    first = await generate(args, clone_sample(sample), sampling_params)
+    if sample.index != 0:
+        return first
+    return [first, await generate(args, clone_sample(sample), sampling_params)]
