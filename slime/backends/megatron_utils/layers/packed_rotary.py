@@ -17,8 +17,10 @@ from slime.utils.device import device_type
 
 
 def has_packed_rotary(config: TransformerConfig) -> bool:
-    """Not latent attention, which rotates by itself, nor TransformerEngine's, which wants offsets."""
-    return not config.multi_latent_attention and config.transformer_impl == "local"
+    """Not latent attention, which rotates by itself, nor TransformerEngine's, which wants offsets, nor
+    interleaved angles, which megatron-core applies to whole batches only."""
+    own = config.multi_latent_attention or config.rotary_interleaved
+    return not own and config.transformer_impl == "local"
 
 
 class PackedRotary(torch.nn.Module):
