@@ -21,7 +21,11 @@ SAVED_AS: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
 }
 _BIASED_EXPERTS = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-TRAINED = ["qwen3", "qwen3_moe"]
+TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3", {}),
+    "experts": ("qwen3_moe", {}),
+    "without the distributed optimizer": ("qwen3", {"use_distributed_optimizer": False}),
+}
 
 
 def saved_as(family: str) -> dict[str, Any]:
@@ -59,8 +63,8 @@ def save_and_load(rank: int, folder: str) -> dict[str, Any]:
         }
     results["refused"] = refused(root, rank)
     results["other precision"] = other_precision(root / "qwen3", rank)
-    for family in TRAINED:
-        results[f"{family} trained"] = continue_elsewhere(root / family, family, rank)
+    for case, (family, flags) in TRAINED.items():
+        results[case] = continue_elsewhere(root / family, family, flags, rank)
     return results
 
 
@@ -110,18 +114,21 @@ def other_precision(checkpoint: Path, rank: int) -> bool:
     )
 
 
-def continue_elsewhere(checkpoint: Path, family: str, rank: int) -> dict[str, float]:
+def continue_elsewhere(
+    checkpoint: Path, family: str, flags: dict[str, Any], rank: int
+) -> dict[str, float]:
     """A step, a save in the background, a second step; and that step after loading elsewhere."""
     from slime.backends.megatron_utils.checkpoint import Checkpointer
     from tests.parity.megatron_model import MegatronTrainer
 
-    trainer = MegatronTrainer(args_for(checkpoint, saved_as(family)))
+    trainer = MegatronTrainer(args_for(checkpoint, saved_as(family) | flags))
     trainer.load(checkpoint)
     before = trainer.exported()
     trainer.train(tokens())
     checkpointer = Checkpointer(family)
+    folder = new_folder(checkpoint / f"trained{len(flags)}", rank)
     checkpointer.save(
-        new_folder(checkpoint / "trained", rank),
+        folder,
         7,
         trainer.chunks,
         trainer.optimizer,
@@ -132,8 +139,8 @@ def continue_elsewhere(checkpoint: Path, family: str, rank: int) -> dict[str, fl
     trainer.train(tokens())
     unbroken = trainer.exported()
     checkpointer.wait()
-    other = MegatronTrainer(args_for(checkpoint, loaded_as(family)))
-    Checkpointer(family).load(checkpoint / "trained", other.chunks, other.optimizer)
+    other = MegatronTrainer(args_for(checkpoint, loaded_as(family) | flags))
+    Checkpointer(family).load(folder, other.chunks, other.optimizer)
     loaded = other.exported()
     other.train(tokens())
     return {
@@ -165,10 +172,10 @@ def test_weights_survive_another_layout(results: list[dict], family: str) -> Non
     assert [rank[family] for rank in results] == [{"rollout_id": 3, "different": 0}] * 4
 
 
-@pytest.mark.parametrize("family", TRAINED)
-def test_training_goes_on_under_another_layout(results: list[dict], family: str) -> None:
+@pytest.mark.parametrize("case", TRAINED)
+def test_training_goes_on_under_another_layout(results: list[dict], case: str) -> None:
     for rank in results:
-        gaps = rank[f"{family} trained"]
+        gaps = rank[case]
         assert gaps["moved"] > 5e-3 and gaps["moved again"] > 5e-3
         assert gaps["loaded"] == 0
         assert gaps["continued"] < 2e-4
