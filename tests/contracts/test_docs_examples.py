@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import types
 from pathlib import Path
 
 import pytest
+import torch
 
+from slime.ray.train_data import samples_to_batch
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine_pool import EnginePool, install_pool
 from slime.rollout.hooks import HOOKS, check_hooks
@@ -17,6 +20,7 @@ from slime.utils.types import Status
 from tests.args import make_args
 from tests.fake_engine import FakeEngine, Reply
 from tests.prompts import flat, rollout_args
+from tests.ranks import run_ranks
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "customization.md"
 MODULE = "docs_customization_examples"
@@ -41,6 +45,11 @@ EXAMPLES = {
     "sum_over_a_fixed_length": "custom_pg_loss_reducer_function_path",
     "log_longest": "custom_rollout_log_function_path",
     "print_rewards": "custom_eval_rollout_log_function_path",
+    "recorded_agent": "custom_generate_function_path",
+    "allow_tf32": "custom_megatron_init_path",
+    "count_parameters": "custom_megatron_before_log_prob_hook_path",
+    "rest_after_rollout_100": "custom_megatron_before_train_step_hook_path",
+    "plain_gpt": "custom_model_provider_path",
 }
 
 
@@ -59,7 +68,8 @@ def test_every_flag_is_in_the_table_and_every_example_is_known(module):
     for name in HOOKS:
         assert f"`--{name.replace('_', '-')}`" in text
     defined = set(re.findall(r"^(?:async )?(?:def|class) (\w+)", text, re.MULTILINE))
-    assert defined - {"fill"} == set(EXAMPLES)
+    assert defined - {"fill", "agent"} == set(EXAMPLES)
+    assert set(EXAMPLES.values()) == set(HOOKS) - {"eval_function_path"}  # the rollout's does both
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -142,3 +152,109 @@ def test_rollout_function_of_the_example(tmp_path, module):
         install_pool(None)
     assert {(s.response, s.status) for s in flat(output)} == {("ok", Status.COMPLETED)}
     assert all(s.reward in (0.0, 1.0) for s in flat(output))
+
+
+def test_recorded_agent(tmp_path):
+    pytest.importorskip("openai")
+    output = rollout(
+        tmp_path,
+        lambda request: Reply(text="hello"),
+        custom_generate_function_path="recorded_agent",
+    )
+    for sample in flat(output):
+        assert sample.metadata["agent_result"] == "hello"
+        assert sample.loss_mask == [1] * len("hello$")
+
+
+def test_evaluation_of_the_rollout_function(tmp_path, module, capsys):
+    args = rollout_args(tmp_path)
+    output = module.one_after_the_other(args, 0, None, evaluation=True)
+    module.print_rewards(3, args, output.data, {})
+    assert capsys.readouterr().out == "3 none 0.0\n"
+
+
+def test_rewards_rows_and_log(tmp_path, module):
+    samples = flat(rollout(tmp_path, lambda request: Reply(text="a" * (1 + request.number))))
+    for sample in samples:
+        sample.reward = float(sample.index)
+    args = rollout_args(tmp_path)
+    raw, rewards = module.centred(args, samples)
+    assert raw == [0, 1, 2, 3] and rewards == [-1.5, -0.5, 0.5, 1.5]
+    metrics = {}
+    module.log_longest(0, args, samples, metrics, 1.0)
+    assert metrics == {"rollout/longest": max(s.response_length for s in samples)}
+    batch = samples_to_batch(
+        args.replace(custom_convert_samples_to_train_data_path=f"{MODULE}.rows"), samples
+    )
+    assert batch.rewards.tolist() == [0, 1, 2, 3]
+    assert [row.tolist() for row in batch.tokens] == [s.tokens for s in samples]
+    module.reward_on_the_last_token(args, batch)
+    expected = [[0.0] * (s.response_length - 1) + [s.reward] for s in samples]
+    assert [row.tolist() for row in batch.advantages] == expected
+    batch.advantages = [row * 4 for row in batch.advantages]
+    module.clip_advantages(args, 0, batch)
+    assert max(row.max() for row in batch.advantages) == 5
+
+
+def test_losses(module):
+    torch.manual_seed(0)
+    logits, labels = torch.randn(4, 9), torch.tensor([1, 2, 3, 4])
+    batch = types.SimpleNamespace(labels=labels, loss_mask=torch.tensor([1.0, 0.0, 1.0, 1.0]))
+    loss, log = module.cross_entropy(None, batch, logits, torch.sum)
+    picked = logits.softmax(-1)[torch.arange(4), labels].log()
+    assert loss.item() == pytest.approx(-(picked * batch.loss_mask).sum().item(), rel=1e-5)
+    assert log["cross_entropy"] == loss
+
+    args = make_args(use_tis=True, tis_clip=2.0)
+    ours, masks, metrics = module.truncated_ratio(
+        args=args, pg_loss=torch.ones(3),
+        train_log_probs=[torch.tensor([0.0, 0.0]), torch.tensor([0.0])],
+        rollout_log_probs=[torch.tensor([-1.0, 1.0]), torch.tensor([0.0])],
+        loss_masks=[torch.ones(2), torch.ones(1)], total_lengths=[3, 2], response_lengths=[2, 1],
+    )  # fmt: skip
+    assert ours.tolist() == pytest.approx([2.0, math.exp(-1), 1.0])
+    assert len(masks) == 2 and metrics["tis_weight"].tolist() == ours.tolist()
+
+    reduce = module.sum_over_a_fixed_length(
+        [3, 2], [2, 1], [torch.tensor([1, 0]), torch.ones(1)], True
+    )
+    assert reduce(torch.tensor([512.0, 7.0, 512.0])).item() == 1.0
+
+
+def test_megatron_hooks(module, capsys):
+    chunks = [torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)]
+    module.count_parameters(None, chunks, "ref_")
+    assert capsys.readouterr().out == "ref_log_probs: 14 parameters on this rank\n"
+    optimizer = torch.optim.AdamW(chunks[0].parameters(), weight_decay=0.1)
+    module.rest_after_rollout_100(None, 99, 0, chunks, optimizer, None)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    module.rest_after_rollout_100(None, 100, 0, chunks, optimizer, None)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.0
+    before = torch.backends.cuda.matmul.allow_tf32
+    module.allow_tf32(None)
+    assert torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_model_provider():
+    pytest.importorskip("megatron.core")
+    text = DOCUMENT.read_text()
+    block = next(b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "plain_gpt" in b)
+    assert run_ranks(build_plain_gpt, 1, block) == [(1, 5, 320)]
+
+
+def build_plain_gpt(rank, block):
+    """In a process of its own: what the provider builds runs."""
+    from slime.backends.megatron_utils.cpu import install_cpu_adapter
+
+    install_cpu_adapter()
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    space: dict = {}
+    exec(block, space)
+    model = space["plain_gpt"](pre_process=True, post_process=True)
+    ids = torch.arange(5)[None]
+    mask = torch.ones(1, 1, 5, 5).triu(1).bool()
+    return tuple(model(ids, ids, mask).shape)
