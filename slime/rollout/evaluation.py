@@ -49,8 +49,7 @@ async def evaluate(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
 
 
 async def _evaluate_one(args: Args, dataset: EvalDataset, progress: Progress) -> list[Sample]:
-    if dataset.rm_type is not None:  # the dataset's own reward comes before the run's
-        args = args.replace(rm_type=dataset.rm_type, custom_rm_path=None)
+    args = dataset_args(args, dataset)
     seed_parts = (args.rollout_seed, "eval", dataset.name) if args.deterministic else ()
     current_run.set(Run(seed_parts=seed_parts))
     params = eval_sampling_params(
@@ -72,7 +71,31 @@ async def _evaluate_one(args: Args, dataset: EvalDataset, progress: Progress) ->
     )
     samples = [sample for group in done for sample in group]
     _stop_if_all_failed(samples, dataset.name)
+    if dataset.reward_key is not None:  # others know the run's key only
+        for sample in samples:
+            sample.reward = sample.get_reward_value(dataset.reward_key)
     return samples
+
+
+def dataset_args(args: Args, dataset: EvalDataset) -> Args:
+    """The run's arguments with the dataset's own settings, whose reward comes before the run's."""
+    own = {flag: getattr(dataset, name) for name, flag in _OWN.items()}
+    values = {flag: value for flag, value in own.items() if value is not None}
+    if dataset.rm_type is not None:
+        values.setdefault("custom_rm_path", None)
+    return args.replace(**values) if values else args
+
+
+_OWN = {
+    "rm_type": "rm_type",
+    "custom_rm_path": "custom_rm_path",
+    "reward_key": "eval_reward_key",
+    "custom_generate_function_path": "custom_generate_function_path",
+    "metadata_key": "metadata_key",
+    "tool_key": "tool_key",
+    "stop": "rollout_stop",
+    "stop_token_ids": "rollout_stop_token_ids",
+}
 
 
 def _make_groups(args: Args, dataset: EvalDataset) -> list[Group]:
@@ -88,7 +111,8 @@ def _make_groups(args: Args, dataset: EvalDataset) -> list[Group]:
 
 
 def _load(args: Args, dataset: EvalDataset) -> PromptDataset:
-    key = (dataset.path, dataset.input_key, dataset.label_key, args.rm_type, args.hf_checkpoint)
+    keys = (dataset.input_key, dataset.label_key, args.metadata_key, args.tool_key)
+    key = (dataset.path, *keys, args.rm_type, args.hf_checkpoint)
     if key not in _datasets:
         tokenizer = load_tokenizer(args.hf_checkpoint)
         _datasets[key] = load_prompts(dataset.path, eval_format(args, dataset), tokenizer)
@@ -97,6 +121,7 @@ def _load(args: Args, dataset: EvalDataset) -> PromptDataset:
 
 def eval_format(args: Args, dataset: EvalDataset) -> DataFormat:
     """How an evaluation dataset is read, from the flags and its own settings."""
+    args = dataset_args(args, dataset)
     return DataFormat(
         input_key=dataset.input_key,
         label_key=dataset.label_key,

@@ -48,6 +48,11 @@ def check_hooks(args: Args) -> None:
         path = getattr(args, name)
         if path is not None:
             _check(name, path, "--" + name.replace("_", "-"), protocol, args.group_rm)
+    for dataset in args.eval_datasets:
+        for name in ("custom_rm_path", "custom_generate_function_path"):
+            if (path := getattr(dataset, name)) is not None:
+                where = f"{name} of the evaluation dataset {dataset.name}"
+                _check(name, path, where, HOOKS[name], args.group_rm)
     _check_placement(args)
     _check_rewards(args)
 
@@ -74,8 +79,8 @@ def _check(name: str, path: str, flag: str, protocol: type, group_rm: bool) -> N
 def _check_rewards(args: Args) -> None:
     used = [("--rm-type", args.rm_type, args.custom_rm_path, "--reward-key", args.reward_key)]
     for one in args.eval_datasets:
-        where = f"rm_type of {one.name}"
-        used.append((where, one.rm_type, None, "--eval-reward-key", args.eval_reward_key))
+        where, key = f"rm_type of {one.name}", one.reward_key or args.eval_reward_key
+        used.append((where, one.rm_type, one.custom_rm_path, "--eval-reward-key", key))
     for where, rm_type, custom_path, key_flag, key in used:
         if rm_type is None or custom_path is not None:
             continue

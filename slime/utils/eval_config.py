@@ -10,6 +10,7 @@ The file of --eval-config gives settings for all datasets and for each of them:
         path: aime-2024.jsonl
         n_samples_per_prompt: 16
       - {name: gsm8k, path: gsm8k.jsonl, rm_type: math}
+      - {name: tools, path: tools.jsonl, custom_generate_function_path: my.agent, stop: ["</call>"]}
 """
 
 from __future__ import annotations
@@ -39,7 +40,15 @@ class EvalDataset:
     max_response_len: int
     input_key: str
     label_key: str | None
-    rm_type: str | None = None  # None: --rm-type
+    # None: what the run's own flag of that name says
+    rm_type: str | None = None
+    custom_rm_path: str | None = None
+    reward_key: str | None = None
+    custom_generate_function_path: str | None = None
+    metadata_key: str | None = None
+    tool_key: str | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
 
 
 def pair_datasets(values: list[str], defaults: dict[str, Any]) -> list[EvalDataset]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.hooks import check_hooks
 from slime.rollout.sampling import hash32
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.errors import ConfigError, UserError
@@ -99,6 +100,42 @@ datasets:
     assert len(cities) == 2 and len(others) == 12
     assert {(p["temperature"], p["top_p"]) for p in cities} == {(0.0, 0.5)}
     assert {(p["temperature"], p["max_new_tokens"]) for p in others} == {(0.6, 20)}
+
+
+def test_hooks_keys_and_stops_per_dataset(tmp_path, fake_engines):
+    rollout_hooks.seen.clear()
+    (engine,) = fake_engines(lambda r: Reply(text="Paris"))
+    write_rows(
+        tmp_path / "noted.jsonl",
+        [{"input": "France?", "note": {"rm_type": "f1"}, "label": "Paris"}],
+    )
+    config = tmp_path / "eval.yaml"
+    config.write_text(
+        f"""
+datasets:
+  - {{name: plain, path: {tmp_path}/held.jsonl}}
+  - {{name: scored, path: {tmp_path}/held.jsonl, custom_rm_path: {HOOKS}.reward_dictionary,
+      reward_key: score, stop: ["a", "b"], stop_token_ids: [7],
+      custom_generate_function_path: {HOOKS}.generate_two_turns}}
+  - {{name: noted, path: {tmp_path}/noted.jsonl, metadata_key: note}}
+"""
+    )
+    args = eval_args(tmp_path, eval_prompt_data=None, eval_config=str(config))
+    check_hooks(args)
+    output = evaluate(args)
+    assert output.metrics["eval/plain/reward"] == 0.0  # --rm-type math: no box
+    assert output.metrics["eval/scored/reward"] == 0.5
+    assert output.metrics["eval/noted/reward"] == 1.0
+    assert {s.reward for s in output.data["scored"].samples} == {0.5}
+    stops = [
+        (r.sampling_params.get("stop"), r.sampling_params.get("stop_token_ids"))
+        for r in engine.requests
+    ]
+    assert stops.count((["a", "b"], [7])) == 6 * 4 * 2 and stops.count((None, None)) == 6 * 4 + 4
+    assert ("evaluation", True) in rollout_hooks.seen
+    config.write_text(config.read_text().replace("reward_dictionary", "no_such_reward"))
+    with pytest.raises(ConfigError, match=r"custom_rm_path of the evaluation dataset scored"):
+        check_hooks(eval_args(tmp_path, eval_prompt_data=None, eval_config=str(config)))
 
 
 def test_eval_reward_key_and_evaluation_flag_of_hooks(tmp_path, fake_engines):
