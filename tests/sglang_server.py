@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang_utils.command import Node, server_command
-from slime.backends.sglang_utils.ports import find_ports
-from slime.backends.sglang_utils.readiness import wait_until_ready
+from slime.backends.sglang_utils.command import Node, cpu_env, server_command
+from slime.backends.sglang_utils.ports import Ports, find_ports
 from slime.backends.sglang_utils.process import ServerProcess
+from slime.backends.sglang_utils.readiness import wait_until_ready
+from slime.utils.arguments import Args
 from slime.utils.sglang_install import find_sglang
 from tests.args import make_args
 from tests.engines import TOKEN, EngineServer
@@ -22,34 +23,55 @@ HOST = "127.0.0.1"
 
 
 @contextlib.contextmanager
-def sglang_server(model_path: str | Path, label: str, **flags: Any) -> Iterator[EngineServer]:
+def sglang_server(
+    model_path: str | Path, label: str, *, ranks: int = 1, nodes: int = 1, **flags: Any
+) -> Iterator[EngineServer]:
     """`flags` are those of a run: sglang_max_total_tokens=4096."""
-    install = find_sglang()
-    assert install is not None
-    args = make_args(rollout_engine="sglang", hf_checkpoint=str(model_path), **flags)
-    with tempfile.TemporaryDirectory() as folder:
-        ports, config = find_ports(HOST), Path(folder) / "key.yaml"
-        config.write_text(f"admin-api-key: {TOKEN}\n")
-        command = server_command(
-            args,
-            index=0,
-            node=Node(host=HOST),
-            ports=ports,
-            meeting_host=HOST,
-            install=install,
-            on_gpu=False,
-            label=label,
-            config_file=str(config),
-        )
-        log = Path(folder) / "log"
-        env = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        process = ServerProcess(command, log, env)
+    args = make_args(
+        rollout_engine="sglang",
+        hf_checkpoint=str(model_path),
+        rollout_num_gpus=ranks,
+        rollout_num_gpus_per_engine=ranks,
+        num_gpus_per_node=ranks // nodes,
+        **flags,
+    )
+    ports = find_ports(HOST)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        processes = [
+            _start(args, Path(folder), ports, Node(host=HOST, rank=rank, count=nodes), label)
+            for rank in range(nodes)
+        ]
+        for process in processes:
+            stack.callback(process.stop)
         url = f"http://{HOST}:{ports.server}"
         try:
-            wait_until_ready(url, label=label, log_path=log, ended=process.status)
-            yield EngineServer(url=url, pid=process.pid)
+            wait_until_ready(
+                url, label=label, log_path=processes[0].log_path, ended=processes[0].status
+            )
+            yield EngineServer(url=url, pid=processes[0].pid)
         except Exception:
-            print(process.last_lines(40))
+            print(*(process.last_lines(40) for process in processes), sep="\n\n")
             raise
-        finally:
-            process.stop()
+
+
+def _start(args: Args, folder: Path, ports: Ports, node: Node, label: str) -> ServerProcess:
+    install, config = find_sglang(), folder / "key.yaml"
+    assert install is not None
+    config.write_text(f"admin-api-key: {TOKEN}\n")
+    command = server_command(
+        args,
+        index=0,
+        node=node,
+        ports=ports,
+        meeting_host=HOST,
+        install=install,
+        on_gpu=False,
+        label=label,
+        config_file=str(config),
+    )
+    env = {
+        **cpu_env(args.rollout_num_gpus_per_engine),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return ServerProcess(command, folder / f"log_{node.rank}", env)

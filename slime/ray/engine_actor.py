@@ -12,7 +12,7 @@ from pathlib import Path
 
 import ray
 
-from slime.backends.sglang_utils.command import Node, server_command
+from slime.backends.sglang_utils.command import Node, cpu_env, server_command
 from slime.backends.sglang_utils.ports import Ports, find_ports, says_port_taken
 from slime.backends.sglang_utils.process import ServerProcess
 from slime.backends.sglang_utils.readiness import StartError, wait_until_ready
@@ -83,7 +83,7 @@ class EngineActor:
             label=label,
             config_file=config,
         )
-        env = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {"SGLANG_USE_CPU_ENGINE": "1"}
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else cpu_env(len(devices))
         self.process = ServerProcess(command, self.log_path, env)
         url = f"http://{self.node.host}:{ports.server}"
         if self.node.rank == 0:

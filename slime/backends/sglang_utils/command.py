@@ -6,6 +6,7 @@ which meet at the first one's --dist-init-addr; only that one speaks HTTP.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from slime.backends.sglang_utils.ports import Ports
@@ -36,6 +37,13 @@ class Node:
     host: str  # the address it listens at
     rank: int = 0
     count: int = 1
+
+
+def cpu_env(num_ranks: int) -> dict[str, str]:
+    """Variables of a server without a GPU. SGLang wants cores for each rank: all of them share all."""
+    cores = f"0-{(os.cpu_count() or 1) - 1}"
+    bound = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * num_ranks)} if num_ranks > 1 else {}
+    return {"SGLANG_USE_CPU_ENGINE": "1", **bound}
 
 
 def nodes_of_engine(num_gpus: int, num_gpus_per_node: int) -> list[list[int]]:
