@@ -26,6 +26,7 @@ from slime.backends.megatron_utils.layers.packed_rotary import (
 from slime.backends.megatron_utils.layers.value_head import ValueHead
 from slime.backends.megatron_utils.model_config import GptOptions
 from slime.utils import hook_types
+from slime.utils.device import current_device
 from slime.utils.load_function import load_function
 from slime.utils.types import TrainBatch
 
@@ -99,6 +100,7 @@ def _build(
         model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
     if config.transformer_impl == "local":
         use_gated_mlps(model)
+    model.to(current_device())  # a router starts on the CPU
     # Log-probs are made from hidden states in chunks, so the last stage gives those, not logits.
     model._postprocess = _hidden_states
     return model
