@@ -1,4 +1,4 @@
-"""Every family: Hugging Face -> Megatron, equal logits; -> Hugging Face again, identical tensors.
+"""Every family: Hugging Face -> Megatron, equal logits and gradients; -> Hugging Face again, identical.
 
 One group of four processes goes through all families and layouts: importing takes longest.
 """
@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from slime.utils.errors import UserError
+from slime.utils.hf_views import hf_views
 from tests.args import make_args
 from tests.parity.tiny_families import FAMILIES, MOE, UNTRAINED, VOCAB_SIZE, make_family, make_model
 from tests.ranks import run_ranks
 
 LENS = [7, 12, 3]
-TOLERANCE = 1e-4  # of the largest logit
+TOLERANCE = 1e-4  # of the largest logit, and of the largest gradient of a tensor
 
 ONE = {"tensor_model_parallel_size": 1}
 DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
@@ -61,33 +63,39 @@ def tokens() -> list[np.ndarray]:
     return [rng.integers(0, VOCAB_SIZE, length) for length in LENS]
 
 
-def reference_logits(family: str) -> torch.Tensor:
+def reference(family: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits, and the gradients of the negative log-probs of the next tokens by checkpoint name."""
     model = make_model(family)
     rows = [torch.from_numpy(row)[None] for row in tokens()]
-    with torch.no_grad():
-        return torch.cat([model(row).logits[0] for row in rows])
+    logits = [model(row).logits[0] for row in rows]
+    pairs = zip(logits, rows, strict=True)
+    sum(F.cross_entropy(x[:-1], row[0, 1:], reduction="sum") for x, row in pairs).backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    views = dict(hf_views(grads.items(), model_type=model.config.model_type))
+    return torch.cat(logits).detach(), {name: grad.clone() for name, grad in views.items()}
 
 
 def check_everything(rank: int, folder: str) -> dict[tuple[str, str], dict[str, float]]:
-    from tests.parity.megatron_model import MegatronModel
+    from tests.parity.megatron_model import MegatronTrainer
 
     results: dict[tuple[str, str], dict[str, float]] = {}
     for family in FAMILIES:
         checkpoint = Path(folder) / family
-        reference = torch.load(checkpoint / "logits.pt")
+        logits, gradients = torch.load(checkpoint / "reference.pt")
         for layout, flags in layouts_of(family).items():
-            model = MegatronModel(
-                make_args(
-                    train_backend="megatron",
-                    hf_checkpoint=str(checkpoint),
-                    actor_num_gpus_per_node=4,
-                    **flags,
-                )
+            args = make_args(
+                train_backend="megatron",
+                hf_checkpoint=str(checkpoint),
+                actor_num_gpus_per_node=4,
+                use_distributed_optimizer=False,  # whose ranks hold parts of the gradient
+                **flags,
             )
+            model = MegatronTrainer(args)
             model.load(checkpoint)
             results[family, layout] = {
-                "logits": relative_gap(model.logits(tokens()), reference),
+                "logits": relative_gap(model.logits(tokens()), logits),
                 "exported": different_tensors(model.exported(), checkpoint, family),
+                "gradients": largest_gap(model.gradients(tokens()), gradients),
             }
     results["qwen3", "refused"] = refusals(Path(folder) / "qwen3")
     return results
@@ -127,6 +135,14 @@ def relative_gap(logits: torch.Tensor | None, reference: torch.Tensor) -> float:
     return float((logits - reference).abs().max() / reference.abs().max())
 
 
+def largest_gap(gradients: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Relative to the largest gradient of each tensor."""
+    return max(
+        float((gradients[name] - grad).abs().max() / grad.abs().max())
+        for name, grad in wanted.items()
+    )
+
+
 def different_tensors(exported: dict[str, torch.Tensor], checkpoint: Path, family: str) -> float:
     """How many tensors are missing, too many, or not the same to the bit."""
     stored = load_file(checkpoint / "model.safetensors")
@@ -146,7 +162,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
         make_family(folder / family, family)
-        torch.save(reference_logits(family), folder / family / "logits.pt")
+        torch.save(reference(family), folder / family / "reference.pt")
     return run_ranks(check_everything, 4, str(folder))
 
 
@@ -156,6 +172,11 @@ CASES = [(family, layout) for family in FAMILIES for layout in layouts_of(family
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_logits_equal_hugging_face(results: list[dict], family: str, layout: str) -> None:
     assert max(rank[family, layout]["logits"] for rank in results) < TOLERANCE
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_gradients_equal_hugging_face(results: list[dict], family: str, layout: str) -> None:
+    assert max(rank[family, layout]["gradients"] for rank in results) < TOLERANCE
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)

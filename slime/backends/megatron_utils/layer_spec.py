@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.attention import PackedAttention
+from slime.backends.megatron_utils.layers.biased_experts import ExpertOutput
 from slime.backends.megatron_utils.layers.latent_attention import mend_latent_attention
 from slime.backends.megatron_utils.layers.post_norm import PostNormConfig, PostNormLayer
 from slime.backends.rms_norm import rms_norm
@@ -38,34 +40,37 @@ class RMSNorm(torch.nn.Module):
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of one model chunk of this pipeline rank."""
-    if config.transformer_impl == "transformer_engine":
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    te = config.transformer_impl == "transformer_engine"
     mend_latent_attention()
     spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+        config,
+        use_transformer_engine=te,
+        normalization=None if te else "RMSNorm",
+        vp_stage=vp_stage,
     )
     own: dict[int, ModuleSpec] = {}
     for layer in spec.layer_specs:
         if id(layer) not in own:
-            own[id(layer)] = _with_own_modules(layer)
-            if isinstance(config, PostNormConfig):
-                _add_post_norms(own[id(layer)])
+            own[id(layer)] = _with_own_modules(copy.deepcopy(layer), config, te=te)
     layers = [own[id(layer)] for layer in spec.layer_specs]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=layers, layer_norm=spec.layer_norm if te else RMSNorm
+    )
 
 
-def _with_own_modules(layer: ModuleSpec) -> ModuleSpec:
-    layer = copy.deepcopy(layer)
+def _with_own_modules(layer: ModuleSpec, config: TransformerConfig, *, te: bool) -> ModuleSpec:
     parts: Any = layer.submodules
+    if isinstance(config, PostNormConfig):
+        layer.module = PostNormLayer
+        layer.params = {**layer.params, "post_norm": RMSNorm}
+    if te:
+        return layer
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if getattr(attention, name, None) not in (None, IdentityOp):
             setattr(attention, name, RMSNorm)
+    if config.add_bias_linear and parts.mlp.module is MoELayer:
+        parts.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
     return layer
-
-
-def _add_post_norms(layer: ModuleSpec) -> None:
-    layer.module = PostNormLayer
-    layer.params = {**layer.params, "post_norm": RMSNorm}
