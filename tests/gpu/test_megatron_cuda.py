@@ -73,7 +73,7 @@ def test_bf16_log_probs_are_near_those_of_fp32(case: Case):
 def test_one_bf16_step_moves_weights_as_the_naive_loop_does(case: Case):
     """Adam's first steps are of the size of the learning rate wherever the gradient is clear."""
     found = train_megatron(megatron_args(case, 1, DIST_OPT, bf16=True), 0, 1).weights
-    start = {n: p for n, p in _checkpoint(case.model).items()}
+    start = _checkpoint(case.model)
     expected = train_naively(case).weights
     for name, weight in expected.items():
         if weight.ndim == 1:
