@@ -253,3 +253,36 @@ def test_ports_are_free_and_apart():
 )  # fmt: skip
 def test_a_taken_port_is_recognised(text, taken):
     assert says_port_taken(text) is taken
+
+
+def external(**overrides) -> dict:
+    return {
+        "rollout_engine": None,
+        "rollout_external": True,
+        "rollout_external_engine_addrs": ["a:1", "b:2"],
+        **overrides,
+    }
+
+
+def test_external_engines_are_sglang_and_fed_by_disk_unless_told_otherwise():
+    args = make_args(**external())
+    assert args.rollout_engine == "sglang" and args.update_weight_transport == "disk"
+    assert not args.colocate and args.rollout_num_gpus == 2
+    make_args(**external(update_weight_transport="distributed", sglang_dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (external(rollout_external_engine_addrs=None), ["belong together"]),
+        (external(rollout_external=None), ["belong together"]),
+        (external(colocate=True), ["--colocate"]),
+        (external(update_weight_transport="tensor"), ["tensor", "disk"]),
+        (external(sglang_mem_fraction_static=0.7), ["--sglang-mem-fraction-static", "themselves"]),
+        (external(router_policy="random"), ["--router-policy", "themselves"]),
+    ],
+)
+def test_what_external_engines_do_not_go_with(overrides, words):
+    with pytest.raises(ConfigError) as error:
+        make_args(**overrides)
+    assert all(word in str(error.value) for word in words), error.value
