@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,8 +17,7 @@ from transformers import (
 from slime.engine.arguments import EngineArgs
 from slime.engine.attention import IMPLEMENTATION
 from slime.utils.errors import UserError
-from slime.utils.fp8 import format_of
-from slime.utils.fp8_checkpoint import read_unpacked
+from slime.utils.fp8_checkpoint import load_causal_lm
 
 _DTYPES = {
     "half": torch.float16,
@@ -110,16 +108,8 @@ def _load_weights(
 
     FP8 weights are unpacked: the engine computes in the dtype it was asked for.
     """
-    fp8 = format_of(config.to_dict())
     try:
-        if fp8 is None:
-            load = partial(AutoModelForCausalLM.from_pretrained, args.model_path)
-        else:
-            del config.quantization_config
-            state = read_unpacked(Path(args.model_path), fp8, options["dtype"])
-            kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
-            load = partial(kind.from_pretrained, None, config=config, state_dict=state)
-        loaded: Any = load(output_loading_info=True, **options)
+        loaded: Any = load_causal_lm(args.model_path, config, output_loading_info=True, **options)
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(f"--model-path {args.model_path}: {_first_line(error)}") from error
     model, report = loaded

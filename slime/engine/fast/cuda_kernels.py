@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -13,8 +14,6 @@ from slime.engine.fast.kernels import DrawSettings, Heads, Pages, QueryKeyNorm, 
 
 _LOG2E = math.log2(math.e)
 _PROGRAMS = 1024  # of an attention launch: enough for every multiprocessor to have several
-_DECODE = {"BLOCK": 128, "num_warps": 4, "num_stages": 3}  # of 16-bit keys, see docs/LOG.md
-_DECODE_FP32 = {"BLOCK": 32, "num_warps": 4, "num_stages": 3}
 _MOST_SPLITS = 32
 _PIECE = 1024  # of the vocabulary
 _PIECES_PER_PROGRAM = 4
@@ -159,7 +158,7 @@ def _attend_rows(
         *(qkv, pages.keys, pages.values, pages.table, tokens.rows, tokens.positions),
         *(target, stats, scale * _LOG2E, heads.width, pages.table.shape[1], window or 0),
         **shape,
-        **(_DECODE if qkv.element_size() == 2 else _DECODE_FP32),
+        **_blocks(shape["DIM_BLOCK"], qkv.element_size(), 3),
         PAGE=pages.page_size,
         WINDOWED=window is not None,
         PRECISION=_precision(qkv),
@@ -178,21 +177,19 @@ def _attend_tiles(
     out: torch.Tensor,
 ) -> None:
     assert tokens.tiles is not None
-    wide = qkv.element_size() == 2
+    dim_block = max(16, triton.next_power_of_2(heads.dim))
     triton_attention.prefill_kernel[(heads.num_query, tokens.tiles.shape[0])](
         *(qkv, pages.keys, pages.values, pages.table, tokens.rows, tokens.positions),
         *(tokens.tiles, out, scale * _LOG2E, heads.width, pages.table.shape[1], window or 0),
         KEY_HEADS=heads.num_key,
         GROUP=heads.num_query // heads.num_key,
         DIM=heads.dim,
-        DIM_BLOCK=max(16, triton.next_power_of_2(heads.dim)),
+        DIM_BLOCK=dim_block,
         TILE=TILE,
-        BLOCK=64 if wide else 32,
+        **_blocks(dim_block, qkv.element_size(), 3 if qkv.element_size() == 2 else 1),
         PAGE=pages.page_size,
         WINDOWED=window is not None,
         PRECISION=_precision(qkv),
-        num_warps=4,
-        num_stages=3 if wide else 1,
     )
 
 
@@ -200,6 +197,20 @@ def choose_splits(programs: int) -> int:
     """Parts of a request's positions that are read side by side: more of them the fewer requests."""
     wanted = -(-_PROGRAMS // max(programs, 1))
     return min(triton.next_power_of_2(wanted), _MOST_SPLITS)
+
+
+@functools.cache
+def _blocks(dim: int, element_size: int, stages: int) -> dict[str, int]:
+    """How many positions are looked at together, and how many such loads are under way: fewer where
+    their keys and values do not fit into a multiprocessor's shared memory."""
+    room = 227 << 10
+    if torch.cuda.is_available():
+        room = torch.cuda.get_device_properties().shared_memory_per_block_optin
+    room -= TILE * dim * element_size + (8 << 10)  # queries and weights
+    block = 64 if element_size == 2 else 32
+    while 2 * block * dim * element_size * stages > room and block > 16:
+        block, stages = (block, stages - 1) if stages > 1 else (block // 2, 1)
+    return {"BLOCK": block, "num_warps": 4, "num_stages": stages}
 
 
 def _precision(tensor: torch.Tensor) -> str:
