@@ -22,6 +22,7 @@ from slime.rollout.base_types import DataSource, RolloutFnEvalOutput, RolloutFnT
 from slime.rollout.data_source import TracksRollouts
 from slime.rollout.ending import end_all
 from slime.rollout.evaluation import evaluate
+from slime.rollout.garbage import calm_garbage_collector
 from slime.rollout.group_task import run_group
 from slime.rollout.samples import clone_group, restart
 from slime.rollout.sampling import rollout_sampling_params
@@ -43,6 +44,7 @@ def generate_rollout(
     args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """The next full batch; an evaluation runs beside the generation."""
+    calm_garbage_collector()
     if evaluation:
         return http.run(evaluate(args, rollout_id))
     return http.run(_stream_of(args, data_source).collect(rollout_id))

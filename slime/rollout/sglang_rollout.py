@@ -14,14 +14,13 @@ Whatever happens, each group taken from the data source is kept, rejected, or go
 from __future__ import annotations
 
 import asyncio
-import gc
-from functools import cache
 from typing import TYPE_CHECKING
 
 from slime.rollout.base_types import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.data_source import TracksRollouts
 from slime.rollout.ending import end_all
 from slime.rollout.evaluation import evaluate
+from slime.rollout.garbage import calm_garbage_collector
 from slime.rollout.group_task import run_group
 from slime.rollout.samples import clone_group
 from slime.rollout.sampling import rollout_sampling_params
@@ -41,18 +40,10 @@ def generate_rollout(
     args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """One rollout, or one evaluation on every dataset of the arguments."""
-    _freeze_loaded_objects()
+    calm_garbage_collector()
     if evaluation:
         return http.run(evaluate(args, rollout_id))
     return http.run(_Collector(args, rollout_id, data_source).collect())
-
-
-@cache
-def _freeze_loaded_objects() -> None:
-    """Replies are made of very many small lists; without this, Python's garbage collector walks through
-    every module and tokenizer loaded so far again and again, which costs more than all the rest."""
-    gc.collect()
-    gc.freeze()
 
 
 class _Collector:
