@@ -6,11 +6,13 @@ where it stopped; config.json comes last, so an unfinished folder cannot be load
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -60,6 +62,22 @@ def convert_to_fp8(
     config["quantization_config"] = declaration(layout, kept)
     _replace(target / "config.json", json.dumps(config, indent=2) + "\n")
     (target / _SETTINGS).unlink()
+
+
+def load_causal_lm(path: str, config: Any = None, *, dtype: Any = "auto", **options: Any) -> Any:
+    """AutoModelForCausalLM.from_pretrained, which unpacks FP8 weights to the dtype of the rest."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = config or AutoConfig.from_pretrained(path)
+    fp8 = format_of(config.to_dict())
+    if fp8 is None:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    dtype = (config.dtype or torch.bfloat16) if dtype == "auto" else dtype
+    state = read_unpacked(Path(path), fp8, dtype)
+    model: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    return model.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
 
 
 def read_unpacked(folder: Path, layout: Fp8Format, dtype: torch.dtype) -> dict[str, torch.Tensor]:

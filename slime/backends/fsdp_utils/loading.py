@@ -38,6 +38,7 @@ from slime.backends.fsdp_utils.model import (
 )
 from slime.utils.device import current_device, device_type
 from slime.utils.errors import UserError
+from slime.utils.fp8_checkpoint import load_causal_lm
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
@@ -111,7 +112,7 @@ def load_hf_weights(model: ShardedModel, path: str) -> None:
     zero_value_head(model)
     if dist.get_rank() == 0:
         transformers_logging.disable_progress_bar()
-        hf = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        hf = load_causal_lm(path)
         source = {**dict(hf.named_parameters()), **persistent_buffers(hf)}
     described = [{name: (tensor.dtype, tensor.shape) for name, tensor in source.items()}]
     dist.broadcast_object_list(described)
@@ -147,6 +148,7 @@ def shard_of(param: DTensor, local: torch.Tensor) -> DTensor:
 def _skeleton(args: Args, dtype: torch.dtype) -> nn.Module:
     """The Hugging Face model with its parameters on the meta device and real buffers."""
     config = AutoConfig.from_pretrained(args.hf_checkpoint)
+    vars(config).pop("quantization_config", None)  # of FP8 weights, which are trained unpacked
     attention = choose_attention(args.attn_implementation, padded=args.qkv_format == "bshd")
     with _parameters_on_meta():
         try:
