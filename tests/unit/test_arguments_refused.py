@@ -166,7 +166,11 @@ def megatron(**overrides: object) -> str:
     "overrides",
     [
         {},
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "pipeline_model_parallel_size": 2,
+        },
         {"expert_model_parallel_size": 8, "context_parallel_size": 8},
         {"norm_epsilon": 1e-5, "rotary_base": 10000, "vocab_size": 99, "num_query_groups": 2},
         {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True},
@@ -207,6 +211,7 @@ def test_megatron_flags_that_fit(model, overrides):
             ["--num-layers-per-virtual-pipeline-stage 3", "6 does not divide the 8 layers"],
         ),
         ({"sequence_parallel": True}, ["--sequence-parallel", "--tensor-model-parallel-size is 1"]),
+        ({"tensor_model_parallel_size": 2}, ["with experts needs --sequence-parallel"]),
         (
             {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
             ["--expert-tensor-parallel-size 1", "--expert-model-parallel-size 2 or more"],

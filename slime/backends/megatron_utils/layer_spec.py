@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.attention import PackedAttention
 from slime.backends.megatron_utils.layers.biased_experts import ExpertOutput
-from slime.backends.megatron_utils.layers.latent_attention import mend_latent_attention
+from slime.backends.megatron_utils.layers.latent_attention import use_latent_projections
 from slime.backends.megatron_utils.layers.post_norm import PostNormConfig, PostNormLayer
 from slime.backends.rms_norm import rms_norm
 
@@ -41,7 +41,6 @@ class RMSNorm(torch.nn.Module):
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of one model chunk of this pipeline rank."""
     te = config.transformer_impl == "transformer_engine"
-    mend_latent_attention()
     spec = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=te,
@@ -68,6 +67,8 @@ def _with_own_modules(layer: ModuleSpec, config: TransformerConfig, *, te: bool)
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
+    if config.multi_latent_attention:
+        use_latent_projections(attention)
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if getattr(attention, name, None) not in (None, IdentityOp):
             setattr(attention, name, RMSNorm)

@@ -95,6 +95,10 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
             "leave one out or raise the other"
         )
     experts = draft["num_experts"] or _found(config, "num_experts")
+    if tp > 1 and experts is not None and not draft["sequence_parallel"]:
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp} with experts needs --sequence-parallel: add it"
+        )
     if ep > 1 and experts is None and _found(config, "num_layers") is not None:
         raise ConfigError(
             f"--expert-model-parallel-size {ep}: the model of --hf-checkpoint has no experts"

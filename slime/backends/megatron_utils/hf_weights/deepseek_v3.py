@@ -10,9 +10,7 @@ from slime.backends.megatron_utils.hf_weights.blocks import (
     plain,
     shared_experts,
 )
-from slime.backends.megatron_utils.hf_weights.mappings import Cut
 from slime.backends.megatron_utils.hf_weights.rules import Rule
-from slime.backends.megatron_utils.model_config import has_te
 
 
 def layer_rules(config: PretrainedConfig) -> list[Rule]:
@@ -30,21 +28,19 @@ def untrained(config: PretrainedConfig) -> tuple[str, ...]:
 
 
 def _latent_attention(config: PretrainedConfig) -> list[Rule]:
-    # megatron-core cuts the projections to the latents, its layers of TransformerEngine hold them whole.
-    down: Cut = None if has_te() else "column"
     ours, theirs = "self_attention.", "self_attn."
     if config.q_lora_rank is None:
         query = [plain(f"{ours}linear_q_proj.weight", f"{theirs}q_proj.weight", "column")]
     else:
         query = [
-            plain(f"{ours}linear_q_down_proj.weight", f"{theirs}q_a_proj.weight", down),
+            plain(f"{ours}linear_q_down_proj.weight", f"{theirs}q_a_proj.weight"),
             plain(f"{ours}q_layernorm.weight", f"{theirs}q_a_layernorm.weight"),
             plain(f"{ours}linear_q_up_proj.weight", f"{theirs}q_b_proj.weight", "column"),
         ]
     return [
         plain("input_layernorm.weight", "input_layernorm.weight"),
         *query,
-        plain(f"{ours}linear_kv_down_proj.weight", f"{theirs}kv_a_proj_with_mqa.weight", down),
+        plain(f"{ours}linear_kv_down_proj.weight", f"{theirs}kv_a_proj_with_mqa.weight"),
         plain(f"{ours}kv_layernorm.weight", f"{theirs}kv_a_layernorm.weight"),
         plain(f"{ours}linear_kv_up_proj.weight", f"{theirs}kv_b_proj.weight", "column"),
         plain(f"{ours}linear_proj.weight", f"{theirs}o_proj.weight", "row"),
