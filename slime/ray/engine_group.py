@@ -89,7 +89,9 @@ class EngineGroup:
             self.all[index] = self._handles[index].start()
         except UserError as error:
             self._down.add(index)
-            return f"engine {index} failed and could not be started again so far: {error}"
+            reason = str(getattr(error, "cause", error)).splitlines()[0]  # not Ray's traceback
+            waits = "" if self.infos else "; no engine is left, so generation waits"
+            return f"engine {index} failed and could not be started again so far: {reason}{waits}"
         self._down.discard(index)
         self.unsynced.append(self.all[index])
         return f"engine {index} failed and was started again"
