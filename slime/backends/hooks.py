@@ -11,8 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from slime.algorithms.correction import Corrected, Correction, importance_correction
+from slime.backends.whole_rows import WholeRows
 from slime.utils import hook_types
 from slime.utils.load_function import load_function
 from slime.utils.types import TrainBatch
@@ -59,17 +61,19 @@ class TrainHooks:
             high=args.tis_clip,
         )
 
-    def pg_reducer(self, batch: TrainBatch) -> Reducer | None:
+    def pg_reducer(
+        self, batch: TrainBatch, cp_group: dist.ProcessGroup | None = None
+    ) -> Reducer | None:
         """The user's sum over samples, brought to this micro-batch's share of the step's loss."""
         if self._reducer is None:
             return None
         per_token = self.args.calculate_per_token_loss
-        total_lens = [p + r for p, r in zip(batch.prompt_lens, batch.response_lens, strict=True)]
-        masks = _by_sample(batch.loss_mask, batch)
-        reduce = self._reducer(total_lens, batch.response_lens, masks, per_token)
+        rows = WholeRows(batch, cp_group)
+        masks = rows.cut(batch.loss_mask)
+        reduce = self._reducer(_total_lens(batch), batch.response_lens, masks, per_token)
         # The user's sum is over samples (or tokens); what it is divided by spans the whole step.
-        scale = batch.loss_weights.max() if per_token else 1 / self.args.global_batch_size
-        return lambda token_losses: reduce(torch.cat(_by_sample(token_losses, batch))) * scale
+        scale = rows.largest(batch.loss_weights) if per_token else 1 / self.args.global_batch_size
+        return lambda losses: rows.share(reduce(torch.cat(rows.cut(losses))) * scale)
 
 
 def _custom_correction(
@@ -80,35 +84,25 @@ def _custom_correction(
     old_log_probs: torch.Tensor,
     rollout_log_probs: torch.Tensor,
     loss_mask: torch.Tensor,
+    cp_group: dist.ProcessGroup | None,
     **_: object,
 ) -> Corrected:
+    rows = WholeRows(batch, cp_group)
     flat_loss, masks, metrics = fn(
-        pg_loss=torch.cat(_by_sample(pg_loss, batch)),
-        train_log_probs=_by_sample(old_log_probs, batch),
-        rollout_log_probs=_by_sample(rollout_log_probs, batch),
-        loss_masks=_by_sample(loss_mask, batch),
-        total_lengths=[p + r for p, r in zip(batch.prompt_lens, batch.response_lens, strict=True)],
+        pg_loss=torch.cat(rows.cut(pg_loss)),
+        train_log_probs=rows.cut(old_log_probs),
+        rollout_log_probs=rows.cut(rollout_log_probs),
+        loss_masks=rows.cut(loss_mask),
+        total_lengths=_total_lens(batch),
         response_lengths=batch.response_lens,
     )
+    device = pg_loss.device
     return Corrected(
-        pg_loss=_packed(flat_loss, batch),
-        loss_mask=_packed(torch.cat(list(masks)), batch),
-        metrics={name: _packed(torch.as_tensor(value), batch) for name, value in metrics.items()},
+        pg_loss=rows.packed(flat_loss),
+        loss_mask=rows.packed(torch.cat(list(masks))),
+        metrics={k: rows.packed(torch.as_tensor(v, device=device)) for k, v in metrics.items()},
     )
 
 
-def _by_sample(column: torch.Tensor, batch: TrainBatch) -> list[torch.Tensor]:
-    """The response part of each sample of a packed column [T]."""
-    starts = batch.cu_seqlens[:-1].tolist()
-    rows = zip(starts, batch.prompt_lens, batch.response_lens, strict=True)
-    return [column[start + prompt - 1 :][:response] for start, prompt, response in rows]
-
-
-def _packed(flat: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
-    """A flat tensor of all response tokens, or one value for all of them, as a packed column [T]."""
-    total = sum(batch.response_lens)
-    index = torch.cat(
-        _by_sample(torch.arange(len(batch.tokens), device=batch.tokens.device), batch)
-    )
-    column = torch.zeros(len(batch.tokens), dtype=torch.float32, device=batch.tokens.device)
-    return column.index_copy(0, index, flat.to(column).expand(total))
+def _total_lens(batch: TrainBatch) -> list[int]:
+    return [p + r for p, r in zip(batch.prompt_lens, batch.response_lens, strict=True)]

@@ -73,7 +73,7 @@ class TrainLoss:
             use_rollout_logprobs=args.use_rollout_logprobs,
             correction=self.hooks.correction(batch),
             opd_kl_coef=args.opd_kl_coef if args.use_opd else 0.0,
-            reduce_pg=self.hooks.pg_reducer(batch),
+            reduce_pg=self.hooks.pg_reducer(batch, cp_group),
             cp_group=cp_group,
         )
 

@@ -34,7 +34,50 @@ NAMES = [
     "moving_reference",
     "recomputed_loss",
     "taught_in_the_trainer",
+    "hooked_correction",
+    "hooked_reducer",
 ]
+HERE = "tests.parity.test_algorithms"
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "hooked_correction": (
+        "tis_geometric_mask",
+        {"custom_tis_function_path": f"{HERE}.geometric_mask"},
+    ),
+    "hooked_reducer": (
+        "dr_grpo",
+        {"custom_pg_loss_reducer_function_path": f"{HERE}.sum_over_tokens"},
+    ),
+}
+
+
+# ---- hooks that do, with whole samples, what is built in
+
+
+def geometric_mask(
+    *,
+    args,
+    pg_loss,
+    train_log_probs,
+    rollout_log_probs,
+    loss_masks,
+    total_lengths,
+    response_lengths,
+):
+    weights, masks = [], []
+    rows = zip(train_log_probs, rollout_log_probs, loss_masks, response_lengths, strict=True)
+    for ours, engine, mask, length in rows:
+        assert len(ours) == len(engine) == len(mask) == length
+        weight = (((ours - engine) * mask).sum() / mask.sum().clamp(min=1)).exp()
+        weights.append(weight.expand(length))
+        inside = args.tis_clip_low <= weight.item() <= args.tis_clip
+        masks.append(mask * inside)
+    return pg_loss * torch.cat(weights), masks, {"weight": torch.cat(weights)}
+
+
+def sum_over_tokens(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    assert calculate_per_token_loss
+    assert [len(mask) for mask in loss_masks] == response_lengths
+    return lambda flat: (flat * torch.cat(loss_masks)).sum()
 
 
 def args_of(model: str, teacher: str, name: str, layout: dict[str, Any]) -> Args:
@@ -49,7 +92,8 @@ def args_of(model: str, teacher: str, name: str, layout: dict[str, Any]) -> Args
     if name == "taught_in_the_trainer":
         flags |= {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": teacher}
         return make(model, "grpo", **flags)
-    return make(model, name, **flags)
+    base, hook = VARIANTS.get(name, (name, {}))
+    return make(model, base, **flags, **hook)
 
 
 @pytest.fixture(scope="module")

@@ -65,19 +65,3 @@ def test_only_ppo_has_a_critic():
     layout = plan_layout(args, with_critic=True)
     assert layout.with_critic and layout.trainer == [0, 1]
     assert not plan_layout(args, with_trainer=False, with_critic=True).with_critic
-
-
-@pytest.mark.parametrize(
-    "name", ["custom_tis_function_path", "custom_pg_loss_reducer_function_path"]
-)
-def test_hooks_that_need_whole_samples_are_refused_under_context_parallelism(name):
-    flags = {
-        "train_backend": "megatron",
-        "actor_num_gpus_per_node": 2,
-        "rollout_num_gpus": 1,
-        "context_parallel_size": 2,
-        "use_tis": True,
-        name: "a.b",
-    }
-    with pytest.raises(ConfigError, match=r"whole samples.*use 1"):
-        make_args(**flags)

@@ -64,7 +64,6 @@ def check_all(draft: Draft) -> None:
     check_cluster(draft)
     check_algorithm(draft)
     check_distillation(draft)
-    check_whole_samples(draft)
     check_optimizer(draft)
     check_reward(draft)
     check_batches(draft)
@@ -173,18 +172,6 @@ def check_algorithm(draft: Draft) -> None:
         raise ConfigError(
             "--loss-type custom_loss and --custom-loss-function-path belong together: give both or none"
         )
-
-
-def check_whole_samples(draft: Draft) -> None:
-    """Hooks that see samples as a whole, which context parallelism cuts into pieces."""
-    if (draft["context_parallel_size"] or 1) == 1:
-        return
-    for name in ("custom_tis_function_path", "custom_pg_loss_reducer_function_path"):
-        if draft[name] is not None:
-            raise ConfigError(
-                f"{option_of(name)} gets whole samples, of which --context-parallel-size "
-                f"{draft['context_parallel_size']} leaves each rank a part: use 1"
-            )
 
 
 def check_distillation(draft: Draft) -> None:

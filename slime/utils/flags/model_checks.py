@@ -147,11 +147,7 @@ def check_precision_aware(draft: Draft) -> None:
 
 
 _AXES = ("tensor_model", "pipeline_model", "context")
-_WHOLE_SAMPLES = (
-    "custom_tis_function_path",
-    "custom_pg_loss_reducer_function_path",
-    "custom_loss_function_path",
-)
+_WHOLE_SAMPLES = ("custom_loss_function_path",)
 
 
 def _check_key_heads(draft: Draft, config: dict[str, Any]) -> None:
