@@ -67,7 +67,7 @@ async def run_python(
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env=_ENVIRONMENT,
+                env={**_ENVIRONMENT, "TMPDIR": folder},
                 start_new_session=True,
             )  # fmt: skip
             try:

@@ -40,7 +40,6 @@ def main() -> None:
     limit(settings)
     forbid_processes()
     os.chdir(settings["folder"])
-    os.environ["TMPDIR"] = settings["folder"]
     os.execv(sys.executable, [sys.executable, "-I", "-c", program])
 
 
