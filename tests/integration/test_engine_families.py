@@ -43,6 +43,20 @@ ROUTED = {
 FAMILIES = {
     "gpt2": {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
     "mistral": {**COMMON, "sliding_window": 8},
+    "qwen2": COMMON,  # biases of query, key and value
+    "llama": {
+        **COMMON,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "gemma2": {
         **COMMON,
         "head_dim": 16,
@@ -70,6 +84,9 @@ def make_model(path: Path, family: str, **config) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config)).eval()
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # biases are made as 0, norms as 1
+                parameter.data += 0.2 * torch.randn_like(parameter)
     model.save_pretrained(path)
     return model
 

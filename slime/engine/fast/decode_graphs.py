@@ -99,10 +99,10 @@ class DecodeGraphs:
 
 
 def ladder(most: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24, ..., 256, 272, ..., and `most`."""
+    """1, 2, 4, 8, 16, 24, ..., 256, 288, ..., 1024, 1152, ..., and `most`."""
     sizes = [size for size in (1, 2, 4) if size < most]
     size = 8
     while size < most:
         sizes.append(size)
-        size += 8 if size < 256 else 16
+        size += 8 if size < 256 else 32 if size < 1024 else 128
     return [*sizes, most]
