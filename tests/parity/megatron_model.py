@@ -31,7 +31,8 @@ from slime.backends.megatron_utils.optimizer import MegatronAdamW  # noqa: E402
 from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
 from slime.backends.megatron_utils.passes import Passes, prepare_config  # noqa: E402
 from slime.utils.arguments import Args  # noqa: E402
-from slime.utils.types import TrainBatch  # noqa: E402
+from slime.utils.packing import pack  # noqa: E402
+from slime.utils.types import ParallelInfo, RolloutBatch, TrainBatch  # noqa: E402
 
 
 class MegatronModel:
@@ -51,7 +52,7 @@ class MegatronModel:
 
     def logits(self, rows: list[np.ndarray]) -> torch.Tensor | None:
         """[T, V] of all rows end to end; None where this rank is not of the last stage."""
-        outputs = self.passes.collect(self.chunks, [packed(rows)], self.head.logits)
+        outputs = self.passes.collect(self.chunks, [packed(rows, self.parallel)], self.head.logits)
         return outputs[0] if outputs else None
 
     def exported(self) -> dict[str, torch.Tensor]:
@@ -73,7 +74,7 @@ class MegatronTrainer(MegatronModel):
     def train(self, rows: list[np.ndarray]) -> None:
         """One step. The gradient is clipped to norm 1, so ranks that repeat it change nothing."""
         self.optimizer.zero_grad()
-        self.passes.train(self.model, [packed(rows)], self._loss)
+        self.passes.train(self.model, [packed(rows, self.parallel)], self._loss)
         norm = self.optimizer.step()
         assert norm > 1.0
 
@@ -83,7 +84,7 @@ class MegatronTrainer(MegatronModel):
         Overwrites the weights. Data-parallel ranks that all have `rows` add up, which is undone.
         """
         self.optimizer.zero_grad()
-        self.passes.train(self.model, [packed(rows)], self._loss)
+        self.passes.train(self.model, [packed(rows, self.parallel)], self._loss)
         for chunk in self.chunks:
             for param in chunk.parameters():
                 param.data.copy_(param.main_grad / self.parallel.dp_size)
@@ -96,22 +97,21 @@ class MegatronTrainer(MegatronModel):
         return -log_probs.sum()
 
 
-def packed(rows: list[np.ndarray]) -> TrainBatch:
-    """A micro-batch in which every token but a row's last predicts the next."""
-    lens = [len(row) for row in rows]
-    tokens = torch.from_numpy(np.concatenate(rows))
-    mask = torch.cat(
-        [torch.ones(length).index_fill(0, torch.tensor(length - 1), 0) for length in lens]
+def packed(rows: list[np.ndarray], parallel: ParallelInfo) -> TrainBatch:
+    """This rank's part of a micro-batch in which every token but a row's last predicts the next."""
+    lens = [len(row) - 1 for row in rows]
+    ones = [np.ones(length) for length in lens]
+    number = np.arange(len(rows))
+    batch = RolloutBatch(
+        tokens=rows,
+        response_lens=np.array(lens),
+        loss_masks=ones,
+        loss_weights=ones,
+        rewards=np.zeros(len(rows)),
+        raw_rewards=np.zeros(len(rows)),
+        truncated=np.zeros(len(rows)),
+        group_indices=number,
+        sample_indices=number,
+        rollout_ids=number,
     )
-    return TrainBatch(
-        tokens=tokens,
-        position_ids=torch.cat([torch.arange(length) for length in lens]),
-        labels=tokens.roll(-1),
-        loss_mask=mask,
-        loss_weights=mask,
-        cu_seqlens=torch.tensor([0, *lens]).cumsum(0).int(),
-        max_seqlen=max(lens),
-        rows=list(range(len(rows))),
-        prompt_lens=lens,
-        response_lens=[0] * len(rows),
-    )
+    return pack(batch, number.tolist(), parallel)

@@ -49,12 +49,15 @@ MOE_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+CONTEXT = {"CP2": {"context_parallel_size": 2}}
+
+
 def layouts_of(family: str) -> dict[str, dict[str, Any]]:
-    """All layouts for a dense and a MoE family, two for the others."""
+    """All layouts for families with experts and two dense ones, two for the others."""
     if family in MOE:
-        return {"one process": ONE, **MOE_LAYOUTS}
+        return {"one process": ONE, **MOE_LAYOUTS, **CONTEXT}
     if family in ("qwen3", "glm4"):
-        return DENSE_LAYOUTS
+        return DENSE_LAYOUTS | CONTEXT
     return {name: DENSE_LAYOUTS[name] for name in ("one process", "TP2 SP PP2")}
 
 
@@ -75,10 +78,10 @@ def reference(family: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return torch.cat(logits).detach(), {name: grad.clone() for name, grad in views.items()}
 
 
-def check_everything(rank: int, folder: str) -> dict[tuple[str, str], dict[str, float]]:
+def check_everything(rank: int, folder: str) -> dict[tuple[str, str], dict[str, Any]]:
     from tests.parity.megatron_model import MegatronTrainer
 
-    results: dict[tuple[str, str], dict[str, float]] = {}
+    results: dict[tuple[str, str], dict[str, Any]] = {}
     for family in FAMILIES:
         checkpoint = Path(folder) / family
         logits, gradients = torch.load(checkpoint / "reference.pt")
@@ -92,8 +95,9 @@ def check_everything(rank: int, folder: str) -> dict[tuple[str, str], dict[str, 
             )
             model = MegatronTrainer(args)
             model.load(checkpoint)
+            cut = layout in CONTEXT  # then a rank has the logits of some tokens
             results[family, layout] = {
-                "logits": relative_gap(model.logits(tokens()), logits),
+                "logits": None if cut else relative_gap(model.logits(tokens()), logits),
                 "exported": different_tensors(model.exported(), checkpoint, family),
                 "gradients": largest_gap(model.gradients(tokens()), gradients),
             }
@@ -169,7 +173,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 CASES = [(family, layout) for family in FAMILIES for layout in layouts_of(family)]
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.parametrize(("family", "layout"), [c for c in CASES if c[1] not in CONTEXT])
 def test_logits_equal_hugging_face(results: list[dict], family: str, layout: str) -> None:
     assert max(rank[family, layout]["logits"] for rank in results) < TOLERANCE
 
