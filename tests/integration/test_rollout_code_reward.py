@@ -65,8 +65,9 @@ def test_odd_programs_are_wrong_and_nothing_else():
         )
 
 
-def sandboxed(program, **options):
-    return run(run_python(program, time_limit_s=2.0, **options))
+def sandboxed(program, time_limit_s=30.0, **options):
+    """Time enough for a busy machine, where time is not what is tested."""
+    return run(run_python(program, time_limit_s=time_limit_s, **options))
 
 
 def test_programs_have_no_network():
@@ -93,7 +94,7 @@ def test_programs_see_no_environment_and_no_other_process():
 )
 def test_time_is_limited_whatever_a_program_does(program):
     start = time.monotonic()
-    assert not sandboxed(program).ok
+    assert not sandboxed(program, time_limit_s=2.0).ok
     assert time.monotonic() - start < 20
     assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if program.encode() in read(p)]
 
