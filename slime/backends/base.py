@@ -256,7 +256,7 @@ class TrainRayActor(ABC):
             return False
         assert batch.schedule is not None
         several_steps = len(batch.schedule.steps) > 1 and not args.use_rollout_logprobs
-        correction = args.use_tis and args.use_rollout_logprobs
+        correction = args.use_tis and args.use_rollout_logprobs or args.use_routing_replay
         return several_steps or correction or args.kl_coef != 0 or self.hooks.see_old_log_probs
 
     def advantages(self, rollout_id: int, batch: RolloutBatch) -> None:

@@ -49,6 +49,7 @@ def samples_to_batch(args: Args, samples: list[Sample]) -> RolloutBatch:
         rollout_ids=[_execution(s) for s in rows],
         rollout_log_probs=_column(rows, "rollout_log_probs"),
         teacher_log_probs=_column(rows, "teacher_log_probs"),
+        routed_experts=_routed_experts(args, rows),
         metadata=[s.train_metadata for s in rows],
     )
 
@@ -75,6 +76,25 @@ def as_row(sample: Sample) -> Sample:
             if name != "loss_mask" and getattr(row, name) is not None:
                 setattr(row, name, [0.0])
     return row
+
+
+def _routed_experts(args: Args, samples: list[Sample]) -> list[np.ndarray] | None:
+    """[tokens, layers, experts per token] of each sample; what the engine did not say is free (-1)."""
+    if not args.use_rollout_routing_replay:
+        return None
+    columns = []
+    for sample in samples:
+        experts = sample.rollout_routed_experts
+        if experts is None:
+            raise UserError(
+                f"--use-rollout-routing-replay: sample {sample.index} came without the engine's expert "
+                "choices; a generate function of your own must set sample.rollout_routed_experts"
+            )
+        free = np.full((len(sample.tokens), *experts.shape[1:]), -1, np.int16)
+        known = min(len(experts), len(free))
+        free[:known] = experts[:known]
+        columns.append(free)
+    return columns
 
 
 def split_batch(

@@ -73,6 +73,7 @@ def pack(
         prompt_lens=prompt_lens,
         response_lens=response_lens,
         filler=filler,
+        routed_experts=_experts(batch, rows, layout),
         **{name: response_column(c) for name, c in columns.items() if c is not None},
     )
 
@@ -112,12 +113,20 @@ def zigzag_index(padded_lens: np.ndarray, cp_rank: int, cp_size: int) -> np.ndar
     return _ranges(pairs.reshape(-1), np.repeat(chunk, 2))
 
 
+def _experts(batch: RolloutBatch, rows: list[int], layout: _Layout) -> torch.Tensor | None:
+    """[T, layers, experts per token]; padding is free to go anywhere."""
+    if batch.routed_experts is None:
+        return None
+    chosen = [batch.routed_experts[r] for r in rows]
+    experts = np.full((layout.total, *chosen[0].shape[1:]), -1, np.int16)
+    experts[_ranges(layout.starts, layout.lens)] = np.concatenate(chosen)
+    return layout.local(experts)
+
+
 class _Layout:
     """Where each row lies in the whole packed sequence, and which part of it this rank holds."""
 
-    def __init__(
-        self, lens: list[int], parallel: ParallelInfo, equal_multiple: int | None
-    ) -> None:
+    def __init__(self, lens: list[int], parallel: ParallelInfo, equal_multiple: int | None) -> None:
         unit = 2 * parallel.cp_size if parallel.cp_size > 1 else 1
         self.lens = np.array(lens)
         if equal_multiple is None:

@@ -144,7 +144,7 @@ _RESPONSE_DTYPES = {
     "advantages": np.float32,
     "returns": np.float32,
 }
-_RAGGED = {**_TOTAL_DTYPES, **_RESPONSE_DTYPES}
+_RAGGED = {**_TOTAL_DTYPES, **_RESPONSE_DTYPES, "routed_experts": np.int16}
 
 
 @dataclass(kw_only=True)
@@ -183,6 +183,7 @@ class RolloutBatch:
     values: list[np.ndarray] | None = None  # N x [R]
     advantages: list[np.ndarray] | None = None  # N x [R]
     returns: list[np.ndarray] | None = None  # N x [R]
+    routed_experts: list[np.ndarray] | None = None  # N x [P+R, layers, experts per token], -1: free
     metadata: list[dict[str, Any] | None] | None = None
     schedule: Schedule | None = None  # row indices of this batch by optimizer step and micro-batch
 
@@ -216,6 +217,11 @@ class RolloutBatch:
                         f"row {row}: {name} has {len(values)} entries "
                         f"for {self.response_lens[row]} response tokens"
                     )
+        for row, experts in enumerate(self.routed_experts or ()):
+            if len(experts) != len(self.tokens[row]):
+                raise ValueError(
+                    f"row {row}: experts of {len(experts)} tokens for {len(self.tokens[row])} tokens"
+                )
         for row, tokens in enumerate(self.tokens):
             if not 0 < self.response_lens[row] < len(tokens):
                 raise ValueError(
@@ -322,6 +328,7 @@ class TrainBatch:
     ref_log_probs: torch.Tensor | None = None  # [T]
     rollout_log_probs: torch.Tensor | None = None  # [T]
     teacher_log_probs: torch.Tensor | None = None  # [T]
+    routed_experts: torch.Tensor | None = None  # [T, layers, experts per token]
 
     def as_filler(self) -> TrainBatch:
         zeros = self.loss_mask * 0

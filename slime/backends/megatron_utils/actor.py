@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ from slime.backends.megatron_utils.hf_weights.families import weight_map  # noqa
 from slime.backends.megatron_utils.hf_weights.load import load_hf  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
 from slime.backends.megatron_utils.host_weights import HostWeights  # noqa: E402
+from slime.backends.megatron_utils.layout import PackedRows  # noqa: E402
 from slime.backends.megatron_utils.model import Head, build_chunks, wrap_chunks  # noqa: E402
 from slime.backends.megatron_utils.model_config import (  # noqa: E402
     gpt_options,
@@ -46,6 +48,10 @@ from slime.backends.megatron_utils.model_config import (  # noqa: E402
 from slime.backends.megatron_utils.optimizer import MegatronAdamW  # noqa: E402
 from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
 from slime.backends.megatron_utils.passes import Passes, prepare_config  # noqa: E402
+from slime.backends.megatron_utils.routing_replay import (  # noqa: E402
+    install_replay,
+    recorded_rows,
+)
 from slime.backends.megatron_utils.update_weight import (  # noqa: E402
     UpdateWeightFromDistributed,
     UpdateWeightFromTensor,
@@ -86,6 +92,8 @@ class MegatronTrainRayActor(TrainRayActor):
         self.chunks = build_chunks(args, self.config, options, critic=role == "critic")
         if role == "actor":  # what is frozen is said of the actor
             freeze(args, self.chunks, self._weights)
+        if args.use_routing_replay or args.use_rollout_routing_replay:
+            install_replay(self.chunks)
         self.model = wrap_chunks(args, self.config, self.chunks)
         self.frozen: dict[ModelName, HostWeights] = {}
         if with_ref:
@@ -151,8 +159,14 @@ class MegatronTrainRayActor(TrainRayActor):
             self.model,
             "" if model == "actor" else f"{model}_",
         )
+        records = self.args.use_routing_replay and model == "actor" and self.role == "actor"
+        seen: list[PackedRows] | None = [] if records else None
+        if model != "actor":  # it has routers of its own
+            micro_batches = [replace(batch, routed_experts=None) for batch in micro_batches]
         with nullcontext() if model == "actor" else self.frozen[model].in_place():
-            outputs = self.passes.collect(self.model, micro_batches, self._read)
+            outputs = self.passes.collect(self.model, micro_batches, self._read, seen)
+        if seen is not None:
+            self._keep_experts(batch, micro_batches, seen)
         columns = [np.zeros(length, np.float32) for length in batch.response_lens]
         for micro_batch, values in zip(micro_batches, outputs, strict=False):
             unpacked = self.unpack(values, micro_batch)
@@ -202,6 +216,21 @@ class MegatronTrainRayActor(TrainRayActor):
 
     def _read(self, chunk: Any, hidden: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
         return self.head.log_probs(_module(chunk), hidden, batch, with_entropy=False)[0]
+
+    def _keep_experts(
+        self, batch: RolloutBatch, micro_batches: list[TrainBatch], seen: list[PackedRows]
+    ) -> None:
+        """What the routers chose in this pass is chosen again when these rows are trained on."""
+        kept: dict[int, np.ndarray] = {}
+        for micro_batch, rows in zip(micro_batches, seen, strict=False):
+            experts = recorded_rows(rows, micro_batch, self.config.num_layers)
+            if not micro_batch.filler:
+                kept.update(zip(micro_batch.rows, experts, strict=True))
+        some = next(iter(kept.values()))
+        batch.routed_experts = [
+            kept.get(row, np.full((length, *some.shape[1:]), -1, np.int16))
+            for row, length in enumerate(batch.total_lens)
+        ]
 
     def _from_last_stage(self, columns: list[np.ndarray]) -> list[np.ndarray]:
         """Every pipeline rank needs what only the last one has computed."""

@@ -38,6 +38,8 @@ class PackedRows(PackedSeqParams):
     layout: PackedLayout | None = None  # without context parallelism
     segments: ContextSegments | None = None  # with it
     position_ids: torch.Tensor | None = None  # [T], where angles are looked up by token
+    routed_experts: torch.Tensor | None = None  # [T, layers, experts per token], to be chosen again
+    recorded: dict[int, torch.Tensor] | None = None  # by layer: what its router chose
 
 
 def packed_rows(lens: list[int], parallel: ParallelInfo, device: torch.device) -> PackedRows:

@@ -66,12 +66,22 @@ class Passes:
 
     @torch.no_grad()
     def collect(
-        self, chunks: list[Any], batches: list[TrainBatch], read: Read
+        self,
+        chunks: list[Any],
+        batches: list[TrainBatch],
+        read: Read,
+        experts: list[PackedRows] | None = None,
     ) -> list[torch.Tensor]:
-        """`read(chunk, hidden, batch)` of every micro-batch on the last stage; [] on the others."""
+        """`read(chunk, hidden, batch)` of every micro-batch on the last stage; [] on the others.
+
+        `experts` is filled with the rows of each micro-batch, which hold what the routers chose.
+        """
 
         def step(inputs: Iterator[Inputs], chunk: Any) -> tuple[torch.Tensor, Any]:
             mine = next(inputs)
+            if experts is not None and mine.rows is not None and mine.rows.recorded is None:
+                mine.rows.recorded = {}
+                experts.append(mine.rows)
             return _forward(chunk, mine), lambda hidden, **_: read(chunk, hidden, mine.batch)
 
         outputs = self._run(step, chunks, batches, forward_only=True)
@@ -121,9 +131,11 @@ class Passes:
         lens = (batch.cu_seqlens.diff() * cp).tolist() + ([extra * cp] if extra else [])
         rows = packed_rows(lens, self._parallel, batch.tokens.device)
         position_ids = F.pad(batch.position_ids, (0, extra))
+        rows.position_ids = position_ids
         if self._angles_by_token:
             rows.cu_seqlens_q = rows.cu_seqlens_kv = None
-            rows.position_ids = position_ids
+        if batch.routed_experts is not None:
+            rows.routed_experts = F.pad(batch.routed_experts, (0, 0, 0, 0, 0, extra), value=-1)
         tokens = F.pad(batch.tokens, (0, extra)).unsqueeze(0)
         return Inputs(batch=batch, tokens=tokens, position_ids=position_ids.unsqueeze(0), rows=rows)
 

@@ -11,7 +11,6 @@ from slime.utils.flags.spec import option_of
 
 # Setting one of these, to anything but its default, is refused.
 LATER: dict[str, str] = {
-    "use_routing_replay": "leave it out",
     "use_rollout_routing_replay": "leave it out",
 }
 

@@ -41,6 +41,7 @@ def check_model(draft: Draft) -> None:
     check_precision_aware(draft)
     check_hooks(draft)
     check_packages(draft)
+    check_replay(draft, config)
 
 
 def check_against_config(draft: Draft, config: dict[str, Any]) -> None:
@@ -115,6 +116,21 @@ def check_hooks(draft: Draft) -> None:
                 f"{option_of(name)} sees whole samples and --context-parallel-size "
                 f"{draft['context_parallel_size']} cuts them: leave one of them out"
             )
+
+
+def check_replay(draft: Draft, config: dict[str, Any]) -> None:
+    for name in ("use_routing_replay", "use_rollout_routing_replay"):
+        if not draft[name]:
+            continue
+        if draft["qkv_format"] == "bshd":
+            raise ConfigError(f"{option_of(name)} needs packed samples: --qkv-format thd")
+        if _found(config, "num_layers") is not None and _found(config, "num_experts") is None:
+            raise ConfigError(f"{option_of(name)}: the model of --hf-checkpoint has no experts")
+    if draft["use_routing_replay"] and draft["use_rollout_routing_replay"]:
+        raise ConfigError(
+            "--use-routing-replay and --use-rollout-routing-replay both say whose expert choices training "
+            "repeats: leave one out"
+        )
 
 
 def check_packages(draft: Draft) -> None:

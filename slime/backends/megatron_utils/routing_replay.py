@@ -1,0 +1,114 @@
+"""Expert choices that are recorded in one pass, or come from the engine, and are made again in another.
+
+Which micro-batch a router is working on is known to the attention in front of it: in the forward pass, in
+a pipeline with several micro-batches under way, and when a layer is computed a second time.
+
+    PackedAttention.forward ── current rows ──▶ Replay.get_replay_topk
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+
+from slime.backends.megatron_utils.layout import PackedRows
+from slime.utils.packing import zigzag_index
+from slime.utils.types import TrainBatch
+
+TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class Replay:
+    """Takes the place of a router's own top-k; `rows` is what the layer's attention saw last."""
+
+    rows: PackedRows | None = None
+
+    def __init__(self, layer: int, *, cuts_sequence: bool) -> None:
+        self._layer = layer
+        self._cuts_sequence = cuts_sequence
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,  # [tokens of this rank, experts]
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert default_compute_topk is not None
+        values, own = default_compute_topk(
+            scores, topk, num_groups=num_groups, group_topk=group_topk
+        )
+        rows = Replay.rows
+        if rows is None:
+            return values, own
+        chosen = own
+        if rows.routed_experts is not None:
+            wanted = self._mine(rows.routed_experts[:, self._layer]).long()
+            chosen = torch.where(wanted >= 0, wanted, own)
+            values = scores.gather(1, chosen)
+        if rows.recorded is not None:
+            rows.recorded[self._layer] = chosen.to(torch.int16)
+        return values, chosen
+
+    def _mine(self, experts: torch.Tensor) -> torch.Tensor:
+        if not self._cuts_sequence:
+            return experts
+        group = parallel_state.get_tensor_model_parallel_group()
+        return experts.chunk(group.size())[group.rank()]
+
+
+def install_replay(chunks: Sequence[GPTModel]) -> None:
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            router = getattr(layer.mlp, "router", None)
+            if router is not None:
+                router.router_replay = Replay(
+                    layer.layer_number - 1, cuts_sequence=chunk.config.sequence_parallel
+                )
+
+
+def recorded_rows(rows: PackedRows, batch: TrainBatch, num_layers: int) -> list[np.ndarray]:
+    """[tokens, layers, experts per token] of each row; -1 for layers of other pipeline stages."""
+    assert rows.recorded is not None and rows.position_ids is not None
+    length, some = len(rows.position_ids), next(iter(rows.recorded.values()), None)
+    width = 1 if some is None else some.shape[1]
+    shape = (length, num_layers, width)
+    whole = torch.full(shape, -1, dtype=torch.int16, device=batch.tokens.device)
+    for layer, experts in rows.recorded.items():
+        whole[:, layer] = _over_tensor_ranks(experts, length)
+    column = _over_context_ranks(whole[: len(batch.tokens)], batch).cpu().numpy().astype(np.int16)
+    cp = parallel_state.get_context_parallel_world_size()
+    starts = batch.cu_seqlens[:-1].tolist()
+    lens = [p + r for p, r in zip(batch.prompt_lens, batch.response_lens, strict=True)]
+    return [column[s * cp : s * cp + n].copy() for s, n in zip(starts, lens, strict=True)]
+
+
+def _over_tensor_ranks(experts: torch.Tensor, length: int) -> torch.Tensor:
+    if len(experts) == length:
+        return experts
+    return torch.cat(_all_gather(experts, parallel_state.get_tensor_model_parallel_group()))
+
+
+def _over_context_ranks(local: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return local
+    padded = np.diff(batch.cu_seqlens.cpu().numpy()) * group.size()
+    index = [zigzag_index(padded, rank, group.size()) for rank in range(group.size())]
+    gathered = torch.cat(_all_gather(local, group))
+    whole = torch.empty_like(gathered)
+    whole[torch.from_numpy(np.concatenate(index)).to(whole.device)] = gathered
+    return whole
+
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    tensor = tensor.int().contiguous()  # gloo knows no smaller ones
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor, group=group)
+    return parts
