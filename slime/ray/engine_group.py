@@ -20,6 +20,7 @@ from slime.utils.types import EngineInfo
 
 _CONTROL_TIMEOUT_S = 120
 _WORD_EVERY_S = 20.0
+_MEMORY = ("kv_cache", "weights")
 
 
 def make_engine_group(
@@ -39,7 +40,7 @@ class EngineGroup:
         self._router: Router | None = None
         self._handles: list[EngineHandle] = []
         self._starting: list[Future[EngineInfo]] = []
-        self._released: set[str] = set()
+        self._released: dict[str, set[str]] = {}  # url -> what it gave away; a new engine: nothing
 
     def start(self) -> None:
         """Have every server started; `wait` says when they are up."""
@@ -76,7 +77,9 @@ class EngineGroup:
     def failed(self) -> list[int]:
         """Engines that died or hang."""
         timeout = self.args.rollout_health_check_timeout
-        return failed_engines(self._handles, self.all, timeout=timeout)
+        # SGLang's health check generates a token, which needs the memory it may have given away.
+        route = "/model_info" if self._gave_away() else "/health"
+        return failed_engines(self._handles, self.all, timeout=timeout, route=route)
 
     def restart(self, index: int) -> str:
         """A fresh server in the place of a failed one, and what became of it in words.
@@ -116,16 +119,22 @@ class EngineGroup:
 
     def release(self) -> None:
         """Give the device's memory to the trainer; the engines must be idle."""
-        if self.args.offload_rollout and self.infos and not self._released:
-            for info in self.infos:
-                flush_until_idle(info.url, self.token)
-            self._post_all("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
-            self._released = {"kv_cache", "weights"}
+        if not self.args.offload_rollout or self._gave_away():
+            return
+        for info in self.infos:
+            flush_until_idle(info.url, self.token)
+        self._post(self.infos, "/release_memory_occupation", {"tags": list(_MEMORY)})
+        self._released = {info.url: set(_MEMORY) for info in self.infos}
 
     def resume(self, tag: str) -> None:
-        if tag in self._released:
-            self._post_all("/resume_memory_occupation", {"tags": [tag]})
-            self._released.discard(tag)
+        """Take back what was given away; SGLang ends itself if it is asked for more than that."""
+        without = [info for info in self.infos if tag in self._released.get(info.url, ())]
+        self._post(without, "/resume_memory_occupation", {"tags": [tag]})
+        for info in without:
+            self._released[info.url].discard(tag)
+
+    def _gave_away(self) -> bool:
+        return any(self._released.get(info.url) for info in self.infos)
 
     def stop(self) -> None:
         if self._router is not None:
@@ -134,13 +143,13 @@ class EngineGroup:
             wait()
         self._handles, self.all = [], []
 
-    def _post_all(self, route: str, body: dict[str, Any]) -> None:
-        with ThreadPoolExecutor(len(self.infos)) as pool:
+    def _post(self, engines: list[EngineInfo], route: str, body: dict[str, Any]) -> None:
+        with ThreadPoolExecutor(max(1, len(engines))) as pool:
             calls = [
                 pool.submit(
                     post_json, info.url + route, body, token=self.token, timeout=_CONTROL_TIMEOUT_S
                 )
-                for info in self.infos
+                for info in engines
             ]
             for call in calls:
                 call.result()

@@ -15,25 +15,29 @@ class HasProcesses(Protocol):
 
 
 def failed_engines(
-    handles: Sequence[HasProcesses], infos: list[EngineInfo], *, timeout: float
+    handles: Sequence[HasProcesses],
+    infos: list[EngineInfo],
+    *,
+    timeout: float,
+    route: str = "/health",
 ) -> list[int]:
     """Indices of the engines that are dead or hung."""
     if not handles:
         return []
     with ThreadPoolExecutor(len(handles)) as pool:
         healthy = list(
-            pool.map(lambda pair: _healthy(*pair, timeout), zip(handles, infos, strict=True))
+            pool.map(lambda pair: _healthy(*pair, timeout, route), zip(handles, infos, strict=True))
         )
     return [index for index, ok in enumerate(healthy) if not ok]
 
 
-def answers(url: str, timeout: float) -> bool:
+def answers(url: str, timeout: float, route: str = "/health") -> bool:
     try:
-        get_json(f"{url}/health", timeout=timeout, retries=0)
+        get_json(url + route, timeout=timeout, retries=0)
     except HttpError:
         return False
     return True
 
 
-def _healthy(handle: HasProcesses, info: EngineInfo, timeout: float) -> bool:
-    return handle.alive(timeout) and answers(info.url, timeout)
+def _healthy(handle: HasProcesses, info: EngineInfo, timeout: float, route: str) -> bool:
+    return handle.alive(timeout) and answers(info.url, timeout, route)
