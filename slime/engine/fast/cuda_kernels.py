@@ -205,7 +205,8 @@ def _blocks(dim: int, element_size: int, stages: int) -> dict[str, int]:
     their keys and values do not fit into a multiprocessor's shared memory."""
     room = 227 << 10
     if torch.cuda.is_available():
-        room = torch.cuda.get_device_properties().shared_memory_per_block_optin
+        utils = triton.runtime.driver.active.utils
+        room = utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"]
     room -= TILE * dim * element_size + (8 << 10)  # queries and weights
     block = 64 if element_size == 2 else 32
     while 2 * block * dim * element_size * stages > room and block > 16:
