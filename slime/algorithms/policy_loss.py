@@ -70,16 +70,12 @@ def policy_loss(
         pg, metrics = _correct(inputs, pg, correction, cp_group)
         columns |= metrics
     pg_loss = _weighted(inputs, pg) if reduce_pg is None else reduce_pg(pg)
-    terms = {"pg_loss": pg_loss}
+    terms = {"pg_loss": pg_loss, **_penalties(inputs, log_ratio, kl_loss_type, use_unbiased_kl)}
     loss = pg_loss
-    if inputs.ref_log_probs is not None:
-        kl = kl_estimate(inputs.log_probs * mask, inputs.ref_log_probs * mask, kl_loss_type)
-        terms["kl_loss"] = _weighted(inputs, kl * log_ratio.exp() if use_unbiased_kl else kl)
-        loss = loss + kl_loss_coef * terms["kl_loss"] if kl_loss_coef else loss
-    if inputs.entropy is not None:
-        terms["entropy"] = _weighted(inputs, inputs.entropy)
-        # A coefficient of 0 must not send a gradient of zeros through every logit.
-        loss = loss - entropy_coef * terms["entropy"] if entropy_coef else loss
+    # A coefficient of 0 must not send a gradient of zeros through every logit.
+    for name, coefficient in (("kl_loss", kl_loss_coef), ("entropy", -entropy_coef)):
+        if coefficient and name in terms:
+            loss = loss + coefficient * terms[name]
     terms |= {name: _weighted(inputs, column) for name, column in columns.items()}
     return LossOutput(loss=loss, metrics=_metrics(inputs, {"loss": loss, **terms}))
 
@@ -101,6 +97,20 @@ def sft_loss(inputs: LossInputs) -> LossOutput:
     if inputs.entropy is not None:
         terms["entropy"] = _weighted(inputs, inputs.entropy)
     return LossOutput(loss=loss, metrics=_metrics(inputs, terms))
+
+
+def _penalties(
+    inputs: LossInputs, log_ratio: torch.Tensor, kl_loss_type: KLKind, unbiased: bool
+) -> dict[str, torch.Tensor]:
+    """The KL to the reference and the entropy, where their columns are there."""
+    terms: dict[str, torch.Tensor] = {}
+    if inputs.ref_log_probs is not None:
+        mask = inputs.loss_mask
+        kl = kl_estimate(inputs.log_probs * mask, inputs.ref_log_probs * mask, kl_loss_type)
+        terms["kl_loss"] = _weighted(inputs, kl * log_ratio.exp() if unbiased else kl)
+    if inputs.entropy is not None:
+        terms["entropy"] = _weighted(inputs, inputs.entropy)
+    return terms
 
 
 def _sequence_mean(
