@@ -61,7 +61,14 @@ METHODS = {
     "slime.utils.types.Sample": "append_response_tokens Status",
     "slime.utils.types.Status": "PENDING COMPLETED TRUNCATED ABORTED FAILED",
 }
-FILES = ["train.py", "LICENSE", "README.md"]
+FILES = [
+    "train.py",
+    "LICENSE",
+    "README.md",
+    "tools/convert_hf_to_torch_dist.py",
+    "tools/convert_torch_dist_to_hf.py",
+    "scripts/models/glm4.5-355B-A32B.sh",
+]
 
 
 def module_file(module):
