@@ -225,3 +225,23 @@ def test_long_tails_do_not_hold_up_the_loop(folder):
     install_pool(ScriptedPool(speed))
     fast = run_loop(fully_async_rollout, args, 0.05)
     assert fast < 0.75 * slow
+
+
+def test_stopping_gives_everything_back_as_far_as_it_came(folder):
+    args = async_args(folder, over_sampling_batch_size=6)
+    pool = ScriptedPool(lambda prompt: 0.004)
+    install_pool(pool)
+    set_clock(WeightClock(version=0, next_rollout_id=0))
+    source = RolloutDataSourceWithBuffer(args)
+    first = fully_async_rollout.generate_rollout(args, 0, source)
+    http.run(asyncio.sleep(0.03))
+    stream = fully_async_rollout._stream
+    under_way = len(stream.running) + len(stream.waiting)
+    assert stream.running
+    http.run(stream.stop())
+    assert len(source.buffer) == under_way and not source._in_flight
+    waiting = [s for group in source.buffer for s in group]
+    assert any(s.status == Status.ABORTED and s.response_length for s in waiting)
+    second = fully_async_rollout.generate_rollout(args, 1, source)
+    http.run(stream.stop())
+    check_ledger(args, source, {0: first.samples, 1: second.samples}, {})
