@@ -33,6 +33,7 @@ class EngineArgs:
     page_size: int = 16
     disable_radix_cache: bool = False
     enable_deterministic_inference: bool = False
+    enable_return_routed_experts: bool = False
     random_seed: int | None = None
     log_level: str = "info"
 
@@ -118,6 +119,10 @@ _OPTIONS: dict[str, dict[str, dict]] = {
         "chunked_prefill_size": {"type": int, "help": "most prompt tokens in one forward"},
         "page_size": {"type": int, "help": "tokens in a page of the KV cache"},
         "disable_radix_cache": {**_SWITCH, "help": "do not reuse the KV cache of common prefixes"},
+        "enable_return_routed_experts": {
+            **_SWITCH,
+            "help": "let requests ask which experts their tokens went to; slower",
+        },
         "enable_deterministic_inference": {
             **_SWITCH,
             "help": "a request's output does not depend on what else is running, bit for bit",

@@ -178,7 +178,7 @@ class Engine:
             if request in self._held:
                 self._held.remove(request)
             else:
-                self.scheduler.finish(request)
+                self._finish(request)
         if victims:
             self._on_update(victims)
         return len(victims)
@@ -303,12 +303,19 @@ class Engine:
             elif request.row < 0:  # finished by the token before this one
                 continue
             if request.finish is not None:
-                self.scheduler.finish(request)
+                self._finish(request)
                 updated.append(request)
             elif request.stream:
                 updated.append(request)
         if updated:
             self._on_update(updated)
+
+    def _finish(self, request: Request) -> None:
+        """What is known by its place in the cache is read before the place is given away."""
+        experts = self.runner.routed_experts
+        if request.return_routed_experts and experts is not None and request.pages:
+            request.routed_experts = experts.of(request)
+        self.scheduler.finish(request)
 
     def _look_for_stop(self, request: Request) -> None:
         if request.num_output and (request.finish is None or request.finish.kind == "length"):

@@ -14,6 +14,7 @@ from slime.engine.fused_model import Forward, make_forward
 from slime.engine.kv_cache import KVCache, LayerShape
 from slime.engine.loading import context_len, load_model
 from slime.engine.plain_runner import PlainRunner
+from slime.engine.routed_experts import RoutedExperts
 from slime.engine.scheduler import Scheduler, Step
 from slime.engine.step_output import Flight
 from slime.utils.device import device_type
@@ -38,7 +39,9 @@ class ModelRunner:
         self.deterministic = args.enable_deterministic_inference
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         self.context_len = context_len(args, self.model)
-        self._fast = make_fast(self.model, self.context_len)
+        self._returns_experts = args.enable_return_routed_experts
+        self.routed_experts: RoutedExperts | None = None
+        self._fast = None if self._returns_experts else make_fast(self.model, self.context_len)
         self._plain: Forward | None = None if self._fast else make_forward(self.model)
         self.layers = self._fast.model.layers if self._fast else self._find_layers()
         self.cache: KVCache | None = None
@@ -53,7 +56,11 @@ class ModelRunner:
             self._steps = make_fast_runner(self._fast, cache, scheduler, self.deterministic)
         else:
             assert self._plain is not None
-            self._steps = PlainRunner(self._plain, cache, scheduler, self.deterministic)
+            if self._returns_experts:
+                self.routed_experts = RoutedExperts(self.model, num_pages, page_size)
+            self._steps = PlainRunner(
+                self._plain, cache, scheduler, self.deterministic, self.routed_experts
+            )
 
     def launch(self, step: Step) -> Flight:
         """Start one step: compute all its tokens and draw the next one where one is due."""

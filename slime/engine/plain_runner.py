@@ -12,6 +12,7 @@ from slime.engine.fixed_batch import make_fixed_batches
 from slime.engine.fused_model import Forward
 from slime.engine.kv_cache import KVCache
 from slime.engine.request import Request
+from slime.engine.routed_experts import RoutedExperts
 from slime.engine.sampling import Draw, sample
 from slime.engine.scheduler import Scheduler, Step
 from slime.engine.scores import score
@@ -22,8 +23,14 @@ _FIXED_ROWS = 32  # rows of every forward in deterministic mode
 
 class PlainRunner:
     def __init__(
-        self, model: Forward, cache: KVCache, scheduler: Scheduler, deterministic: bool
+        self,
+        model: Forward,
+        cache: KVCache,
+        scheduler: Scheduler,
+        deterministic: bool,
+        routed_experts: RoutedExperts | None = None,
     ) -> None:
+        self._routed_experts = routed_experts
         self._model = model
         self._cache = cache
         self._page_table = scheduler.page_table
@@ -56,6 +63,8 @@ class PlainRunner:
             logits = self._model(
                 batch.input_ids, batch.positions, torch.from_numpy(rows).to(self._cache.device)
             )
+        if self._routed_experts is not None:
+            self._routed_experts.keep(batch.plan)
         requests = [work.request for work in batch.sample_works]
         draw = sample(logits[:num_samples], requests) if requests else Draw(tokens=[], log_probs=[])
         scored: list[tuple[Request, float]] = []

@@ -27,7 +27,6 @@ _UNSUPPORTED = (
     "return_flat_raw_top_logprobs",
     "return_flat_raw_output_top_logprobs",
     "return_hidden_states",
-    "return_routed_experts",
     "return_indexer_topk",
     "return_entropy",
     "lora_path",
@@ -95,6 +94,7 @@ def parse_generate(
                 seed=_seed(params, copy, new_seed),
                 eos_ids=frozenset() if params.ignore_eos else eos_ids,
                 return_logprob=log_prob_flags[i],
+                return_routed_experts=bool(body.get("return_routed_experts")),
                 logprob_start_len=start_len,
                 stream=stream,
             )
@@ -134,6 +134,8 @@ def make_reply(
         ]
     if request.return_logprob:
         meta |= _log_probs(request, output_ids, codec if with_token_text else None)
+    if request.routed_experts is not None:
+        meta["routed_experts"] = request.routed_experts
     reply: dict[str, Any] = {"output_ids": output_ids, "meta_info": meta}
     return {"text": codec.decode(request), **reply} if codec.available else reply
 

@@ -49,6 +49,7 @@ class Request:
     seed: int
     eos_ids: frozenset[int] = frozenset()  # empty with ignore_eos
     return_logprob: bool = False
+    return_routed_experts: bool = False
     logprob_start_len: int = -1  # -1: no log-probs of the prompt
     stream: bool = False
     arrival: float = field(default_factory=time.perf_counter)
@@ -67,6 +68,7 @@ class Request:
         default_factory=list
     )  # version, first output token
     finish: FinishReason | None = None
+    routed_experts: str | None = None  # encoded, once finished
 
     @property
     def output_ids(self) -> list[int]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import sys
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from slime.rollout.engine_pool import current_pool
 from slime.rollout.samples import clone_sample
@@ -98,7 +104,8 @@ def _payload(
     if run is not None and run.seed_parts and sample.index is not None:
         place = (sample.response_length,) if sample.response_length else ()
         params["sampling_seed"] = hash32(*run.seed_parts, sample.index, *place)
-    return {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
+    payload = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
+    return {**payload, "return_routed_experts": True} if _replays(args) else payload
 
 
 def _session(sample: Sample) -> str | None:
@@ -118,6 +125,25 @@ def _append(args: Args, sample: Sample, reply: dict[str, Any]) -> None:
     )
     sample.response += _without_end_token(args, reply["text"], finish)
     sample.status = _FINISHED[finish["type"]]
+    if _replays(args) and meta.get("routed_experts") is not None:
+        sample.rollout_routed_experts = decode_experts(args.hf_checkpoint, meta["routed_experts"])
+
+
+def _replays(args: Args) -> bool:
+    return args.use_rollout_routing_replay
+
+
+def decode_experts(checkpoint: str, text: str) -> np.ndarray:
+    """[tokens - 1, layers, experts per token] from the engine's base64."""
+    layers, width = _expert_shape(checkpoint)
+    flat = np.frombuffer(base64.b64decode(text), np.int32)
+    return flat.reshape(-1, layers, width).astype(np.int16)
+
+
+@cache
+def _expert_shape(checkpoint: str) -> tuple[int, int]:
+    config = json.loads((Path(checkpoint) / "config.json").read_text())
+    return config["num_hidden_layers"], config["num_experts_per_tok"]
 
 
 def _without_end_token(args: Args, text: str, finish: dict[str, Any]) -> str:

@@ -43,6 +43,8 @@ def _derive_megatron(draft: Draft) -> None:
         draft.derive_if_unset(name, 1)
     draft.derive_if_unset("expert_tensor_parallel_size", draft["tensor_model_parallel_size"])
     draft.derive_if_unset("use_distributed_optimizer", True)
+    if draft["use_rollout_routing_replay"]:
+        draft.derive("sglang_enable_return_routed_experts", True)
 
 
 _PARALLEL_SIZES = (

@@ -23,6 +23,7 @@ HONOURED = frozenset(
         "disable_radix_cache",
         "dtype",
         "enable_deterministic_inference",
+        "enable_return_routed_experts",
         "load_format",
         "log_level",
         "max_running_requests",

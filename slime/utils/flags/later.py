@@ -10,13 +10,10 @@ from slime.utils.flags.draft import Draft
 from slime.utils.flags.spec import option_of
 
 # Setting one of these, to anything but its default, is refused.
-LATER: dict[str, str] = {
-    "use_rollout_routing_replay": "leave it out",
-}
+LATER: dict[str, str] = {}
 
 # These values of a flag are refused, also where the value is the flag's default.
-LATER_VALUES: dict[tuple[str, str], str] = {
-}
+LATER_VALUES: dict[tuple[str, str], str] = {}
 
 
 def refuse_later(draft: Draft) -> None:
