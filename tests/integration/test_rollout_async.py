@@ -228,8 +228,8 @@ def test_long_tails_do_not_hold_up_the_loop(folder):
 
 
 def test_stopping_gives_everything_back_as_far_as_it_came(folder):
-    args = async_args(folder, over_sampling_batch_size=6)
-    pool = ScriptedPool(lambda prompt: 0.004)
+    args = async_args(folder, over_sampling_batch_size=6, max_weight_staleness=5)
+    pool = ScriptedPool(lambda prompt: 0.01)
     install_pool(pool)
     set_clock(WeightClock(version=0, next_rollout_id=0))
     source = RolloutDataSourceWithBuffer(args)
