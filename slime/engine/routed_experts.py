@@ -76,4 +76,4 @@ class RoutedExperts:
         slots = pages * self._page_size + positions % self._page_size
         chosen = np.full((wanted, *self._chosen.shape[1:]), -1, np.int32)
         chosen[: len(slots)] = self._chosen[slots]
-        return base64.b64encode(chosen).decode()
+        return base64.b64encode(chosen.tobytes()).decode()

@@ -20,7 +20,6 @@ from slime.utils.flags.derive import derive
 from slime.utils.flags.draft import Draft, Origin
 from slime.utils.flags.file_checks import check_files
 from slime.utils.flags.gpus import count_gpus
-from slime.utils.flags.later import refuse_later
 from slime.utils.flags.model_checks import check_model
 from slime.utils.flags.parser import read_command_line
 from slime.utils.flags.redact import redact as redacted
@@ -130,5 +129,4 @@ def resolve(draft: Draft) -> Args:
     check_all(draft)
     check_files(draft)
     check_model(draft)
-    refuse_later(draft)
     return Args(draft.values, draft.origins, tuple(draft.warnings))

@@ -69,9 +69,12 @@ def test_equal_rewards_give_zero_advantages_and_no_nan(tmp_path, fake_engines):
 
 def test_a_zero_length_response_keeps_its_place_without_weight(tmp_path, fake_engines):
     """The engine ends at once for one of two siblings: reward and group size stand, the loss has one."""
-    script = lambda r: (
-        Reply(text="", tokens=[], finish="length") if r.number == 0 else Reply(text="ab")
-    )  # noqa: E731
+
+    def script(request):
+        if request.number == 0:
+            return Reply(text="", tokens=[], finish="length")
+        return Reply(text="ab")
+
     args, output, _ = rollout(
         tmp_path, fake_engines, script, [{"input": "0=", "label": "x"}],
         custom_rm_path=f"{HOOKS}.reward_length",

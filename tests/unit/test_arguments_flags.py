@@ -10,7 +10,6 @@ from slime.utils.arguments import Args, parse_args
 from slime.utils.errors import ConfigError
 from slime.utils.flags import docs
 from slime.utils.flags.embedded import EMBEDDED_OPTIONS
-from slime.utils.flags.later import LATER
 from slime.utils.flags.megatron import megatron_flags
 from slime.utils.flags.parser import read_command_line
 from slime.utils.flags.registry import GROUPS, all_flags, options, own_flags
@@ -161,7 +160,7 @@ def test_no_flag_is_ignored():
     files = [p for p in files if p != ROOT / "slime" / "utils" / "arguments.py"]
     text = "\n".join(path.read_text() for path in [*files, ROOT / "train.py"])
     read = set(re.findall(r"args\.(\w+)", text)) | set(re.findall(r"[\"'](\w+)[\"']", text))
-    elsewhere = {*LATER, *USED_WHILE_RESOLVING, "config"}
+    elsewhere = {*USED_WHILE_RESOLVING, "config"}
     ignored = [
         flag.name
         for flag in own_flags().values()

@@ -6,8 +6,6 @@ import pytest
 
 from slime.utils.arguments import parse_args
 from slime.utils.errors import ConfigError
-from slime.utils.flags.later import LATER, LATER_VALUES
-from slime.utils.flags.registry import own_flags
 from tests.args import make_args, make_argv
 
 MODEL = {
@@ -287,25 +285,6 @@ def test_experts_spread_where_there_are_none(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dense))
     message = megatron(hf_checkpoint=tmp_path, num_experts=None, expert_model_parallel_size=2)
     assert "has no experts" in message
-
-
-_SOME_VALUE = {"bool": True, "int": 3, "float": 0.3, "str": "x"}
-
-
-@pytest.mark.parametrize("name", sorted(LATER))
-def test_later_flags_are_known_and_refused(name):
-    flag = own_flags()[name]
-    value = flag.choices[0] if flag.choices else _SOME_VALUE[flag.kind]
-    overrides = {name: [value] if flag.many else value}
-    if flag.backend == "megatron":
-        overrides["train_backend"] = "megatron"
-    assert f"{flag.option} is not available in this version" in refusal(**overrides)
-
-
-@pytest.mark.parametrize(("name", "value"), sorted(LATER_VALUES))
-def test_later_values_are_known_and_refused(name, value):
-    option = own_flags()[name].option
-    assert f"{option} {value} is not available in this version" in refusal(**{name: value})
 
 
 def test_a_dry_run_warns_about_what_this_machine_lacks(tmp_path):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime.utils.flags.embedded import embedded_support
-from slime.utils.flags.later import LATER, LATER_VALUES
 from slime.utils.flags.registry import all_flags, own_flags
-from slime.utils.flags.spec import Flag, option_of
+from slime.utils.flags.spec import Flag
 
 PATH = Path(__file__).parents[3] / "docs" / "arguments.md"
 COMMAND = "python -m slime.utils.flags.docs"
@@ -46,7 +45,7 @@ def arguments_page() -> str:
     groups: dict[str, list[Flag]] = {}
     for flag in own_flags().values():
         groups.setdefault(flag.group, []).append(flag)
-    sections = [_INTRODUCTION, _later_section()]
+    sections = [_INTRODUCTION]
     sections += [
         _section(group, "", [_own_row(f) for f in flags]) for group, flags in groups.items()
     ]
@@ -54,13 +53,6 @@ def arguments_page() -> str:
     sections.append(_foreign_section("sglang", _SGLANG, ["flag", "embedded", "default", "meaning"]))
     sections.append(_foreign_section("router", _ROUTER, ["flag", "default", "meaning"]))
     return "\n".join(sections)
-
-
-def _later_section() -> str:
-    flags = [f"`{option_of(name)}`" for name in LATER]
-    values = [f"`{option_of(name)} {value}`" for name, value in LATER_VALUES]
-    listed = ", ".join([*values, *flags])
-    return f"## Not available in this version\n\nAccepted by name, and refused with a sentence: {listed}.\n"
 
 
 def _section(title: str, text: str, rows: list[list[str]], head: list[str] | None = None) -> str:
