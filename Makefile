@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := dev,megatron,parquet,tensorboard,wandb
+EXTRAS := dev,ifbench,megatron,parquet,reasoning-gym,tensorboard,wandb
 PINS := pyproject.toml constraints.txt tools/install.sh
-CHECKED := slime tests tools benchmarks examples train.py
+CHECKED := slime tests tools benchmarks examples train.py train_async.py
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-sglang check format venv clean
