@@ -25,6 +25,7 @@ from slime.utils.sglang_install import find_sglang
 from slime.utils.types import EngineInfo
 
 _START_TIMEOUT_S = 300
+_SEARCHED_LINES = 300
 # The number of GPUs is slime's business: --sglang-tp-size is --rollout-num-gpus-per-engine.
 _SERVER_OPTIONS = sorted(HONOURED - {"tp_size"})
 
@@ -135,7 +136,8 @@ class EngineActor:
     def _fail(self, reason: str) -> None:
         assert self.process is not None
         lines = self.process.last_lines()
-        taken = says_port_taken(lines) or says_port_taken(reason)
+        # SGLang complains of a port in the middle of much else that it says while it ends.
+        taken = says_port_taken(self.process.last_lines(_SEARCHED_LINES)) or says_port_taken(reason)
         kind = PortTakenError if taken else UserError
         raise kind(f"engine {self.index} {reason}; {self.log_path} ends with\n{lines}")
 

@@ -124,4 +124,4 @@ def test_a_taken_port_is_what_the_server_says_it_is(model, tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.5)
     process.stop()
-    assert says_port_taken(process.last_lines()), process.last_lines()
+    assert says_port_taken(process.last_lines(300)), process.last_lines(300)

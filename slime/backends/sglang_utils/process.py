@@ -14,7 +14,7 @@ from slime.utils.env import child_env
 
 _STOP_TIMEOUT_S = 10
 _LAST_LINES = 15
-_TAIL_BYTES = 16384
+_TAIL_BYTES = 65536
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -25,6 +25,7 @@ class ServerProcess:
         self.log_path = log_path
         # Servers print all their settings, keys of their routes among them.
         log_path.touch(mode=0o600)
+        self._log_start = log_path.stat().st_size  # what an earlier server wrote is not its own
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -47,7 +48,7 @@ class ServerProcess:
     def last_lines(self, count: int = _LAST_LINES) -> str:
         with self.log_path.open("rb") as log:
             log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - _TAIL_BYTES))
+            log.seek(max(self._log_start, log.tell() - _TAIL_BYTES))
             text = log.read().decode(errors="replace")
         lines = [line for line in _COLOURS.sub("", text).splitlines() if line.strip()]
         return "\n".join(lines[-count:])
