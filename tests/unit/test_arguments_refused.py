@@ -217,8 +217,12 @@ def test_megatron_flags_that_fit(model, overrides):
         ({"moe_enable_deepep": True}, ["deep_ep", "alltoall"]),
         ({"moe_grouped_gemm": True}, ["TransformerEngine"]),
         (
-            {"context_parallel_size": 2, "use_tis": True, "custom_tis_function_path": "a.b"},
-            ["--custom-tis-function-path", "--context-parallel-size 2"],
+            {
+                "context_parallel_size": 2,
+                "loss_type": "custom_loss",
+                "custom_loss_function_path": "a.b",
+            },
+            ["--custom-loss-function-path", "--context-parallel-size 2"],
         ),
         (
             {"use_precision_aware_optimizer": True},
