@@ -256,8 +256,10 @@ class TrainRayActor(ABC):
             return False
         assert batch.schedule is not None
         several_steps = len(batch.schedule.steps) > 1 and not args.use_rollout_logprobs
-        correction = args.use_tis and args.use_rollout_logprobs or args.use_routing_replay
-        return several_steps or correction or args.kl_coef != 0 or self.hooks.see_old_log_probs
+        correction = args.use_tis and args.use_rollout_logprobs
+        replays = args.use_routing_replay
+        hooks = self.hooks.see_old_log_probs
+        return several_steps or correction or replays or args.kl_coef != 0 or hooks
 
     def advantages(self, rollout_id: int, batch: RolloutBatch) -> None:
         """Fill in `batch.advantages` and `batch.returns`, then let the user's hook see the batch."""

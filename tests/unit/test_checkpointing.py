@@ -78,7 +78,7 @@ def test_a_checkpoint_of_the_other_backend_is_refused(tmp_path):
 
 def test_a_checkpoint_without_a_critic_is_refused_for_ppo(tmp_path):
     checkpointer(tmp_path).save(4, Trainer(), Rollout())
-    with pytest.raises(ConfigError, match="has no critic.*--critic-load"):
+    with pytest.raises(ConfigError, match=r"has no critic.*--critic-load"):
         checkpointer(tmp_path, advantage_estimator="ppo")
     critics = tmp_path / "critics"
     (critics / "iter_0000004").mkdir(parents=True)
