@@ -28,10 +28,9 @@ actor, so both have the same layout.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,6 +46,7 @@ from slime.backends.losses import TrainLoss
 from slime.backends.probe import score_probe
 from slime.backends.profiling import Profiler
 from slime.backends.rendezvous import Rendezvous
+from slime.backends.step import StepResult
 from slime.backends.weight_sync import SyncReport, WeightSync, make_weight_sync
 from slime.utils.debug_train_data import save_train_data
 from slime.utils.device import device_type
@@ -71,17 +71,6 @@ if TYPE_CHECKING:
 
 HFBucket = list[tuple[str, torch.Tensor]]
 ModelName = Literal["actor", "ref", "teacher"]
-
-
-@dataclass(kw_only=True)
-class StepResult:
-    """What one optimizer step left behind on this rank."""
-
-    metrics: dict[str, MetricSum] = field(default_factory=dict)
-    log_probs: dict[int, np.ndarray] = field(default_factory=dict)  # row -> [R], before the step
-
-    def add(self, metrics: dict[str, MetricSum]) -> None:
-        self.metrics = add_up([self.metrics, metrics])
 
 
 def first_weights(args: Args, role: str) -> str:
@@ -332,17 +321,6 @@ class TrainRayActor(ABC):
     @property
     def _phase(self) -> str:
         return "train" if self.role == "actor" else self.role
-
-    def require_finite(
-        self, grad_norm: float, rollout_id: int, step_id: int, result: StepResult
-    ) -> None:
-        if not math.isfinite(grad_norm):
-            loss = f"loss {result.metrics['loss'].mean}, " if "loss" in result.metrics else ""
-            raise UserError(
-                f"rollout {rollout_id}, step {step_id}: the gradient is not finite ({loss}norm "
-                f"{grad_norm}); the weights were left as they were. Lower --lr, or look at the samples "
-                "with --save-debug-rollout-data"
-            )
 
     def report(self, batch: RolloutBatch, results: list[StepResult]) -> TrainReport:
         """Metrics of all steps and ranks as one; the times are this rank's."""

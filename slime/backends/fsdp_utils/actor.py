@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from slime.backends.base import HFBucket, ModelName, StepResult, TrainRayActor, first_weights
+from slime.backends.base import HFBucket, ModelName, TrainRayActor, first_weights
 from slime.backends.fsdp_utils.checkpoint import Checkpointer, is_checkpoint
 from slime.backends.fsdp_utils.hf_export import export_hf, hf_buckets
 from slime.backends.fsdp_utils.loading import (
@@ -21,12 +21,13 @@ from slime.backends.fsdp_utils.loading import (
 )
 from slime.backends.fsdp_utils.optimizer import ShardedAdamW
 from slime.backends.offload import Offloaded
+from slime.backends.step import StepResult, step_optimizer
 from slime.backends.trained_names import trained_names
 from slime.backends.weight_sync import serving_dtype
 from slime.utils.checkpoint import find_checkpoint
 from slime.utils.device import current_device, device_type
 from slime.utils.packing import pack, unpack
-from slime.utils.types import MetricSum, RolloutBatch, TrainBatch
+from slime.utils.types import RolloutBatch, TrainBatch
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
@@ -112,13 +113,7 @@ class FSDPTrainRayActor(TrainRayActor):
         self, rollout_id: int, step_id: int, micro_batches: list[TrainBatch]
     ) -> StepResult:
         result = self.forward_backward(micro_batches)
-        lr = self.optimizer.lr
-        grad_norm = self.optimizer.step()
-        self.require_finite(grad_norm, rollout_id, step_id, result)
-        result.add(
-            {"grad_norm": MetricSum(total=grad_norm, count=1), "lr": MetricSum(total=lr, count=1)}
-        )
-        return result
+        return step_optimizer(self.optimizer, result, rollout_id, step_id)
 
     def forward_backward(self, micro_batches: list[TrainBatch]) -> StepResult:
         """Leave the gradient of the whole step, of all ranks, in the parameters."""

@@ -13,18 +13,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.backends.base import HFBucket, ModelName, StepResult, TrainRayActor, first_weights
+from slime.backends.base import HFBucket, ModelName, TrainRayActor, first_weights
 from slime.backends.hf_folder import FILE_BYTES, write_hf_folder
 from slime.backends.lr import lr_schedule
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
 from slime.backends.offload import Offloaded
+from slime.backends.step import StepResult, step_optimizer
 from slime.backends.weight_sync import serving_dtype
 from slime.utils import hook_types
 from slime.utils.checkpoint import find_checkpoint
 from slime.utils.device import current_device
 from slime.utils.load_function import load_function
 from slime.utils.packing import join_slices, pack, unpack
-from slime.utils.types import MetricSum, RolloutBatch, TrainBatch
+from slime.utils.types import RolloutBatch, TrainBatch
 
 install_cpu_adapter()
 
@@ -189,13 +190,7 @@ class MegatronTrainRayActor(TrainRayActor):
             self.optimizer.schedule,
         )
         result = self.forward_backward(micro_batches)
-        lr = self.optimizer.lr
-        grad_norm = self.optimizer.step()
-        self.require_finite(grad_norm, rollout_id, step_id, result)
-        result.add(
-            {"grad_norm": MetricSum(total=grad_norm, count=1), "lr": MetricSum(total=lr, count=1)}
-        )
-        return result
+        return step_optimizer(self.optimizer, result, rollout_id, step_id)
 
     def forward_backward(self, micro_batches: list[TrainBatch]) -> StepResult:
         """Leave the gradient of the whole step, of all ranks, in the gradient buffers."""

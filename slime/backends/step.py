@@ -1,0 +1,54 @@
+"""One optimizer step: what it leaves behind, and its end, which is the same for every backend."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from slime.utils.errors import UserError
+from slime.utils.metrics import add_up
+from slime.utils.types import MetricSum
+
+
+@dataclass(kw_only=True)
+class StepResult:
+    """What one optimizer step left behind on this rank."""
+
+    metrics: dict[str, MetricSum] = field(default_factory=dict)
+    log_probs: dict[int, np.ndarray] = field(default_factory=dict)  # row -> [R], before the step
+
+    def add(self, metrics: dict[str, MetricSum]) -> None:
+        self.metrics = add_up([self.metrics, metrics])
+
+
+class Optimizer(Protocol):
+    @property
+    def lr(self) -> float:
+        """Of the step that comes next."""
+        ...
+
+    def step(self) -> float:
+        """The norm of the gradient; where that is not finite nothing was updated."""
+        ...
+
+
+def step_optimizer(
+    optimizer: Optimizer, result: StepResult, rollout_id: int, step_id: int
+) -> StepResult:
+    """Update the weights by the gradient that the backward passes left; UserError if it is broken."""
+    lr = optimizer.lr
+    grad_norm = optimizer.step()
+    if not math.isfinite(grad_norm):
+        loss = f"loss {result.metrics['loss'].mean}, " if "loss" in result.metrics else ""
+        raise UserError(
+            f"rollout {rollout_id}, step {step_id}: the gradient is not finite ({loss}norm "
+            f"{grad_norm}); the weights were left as they were. Lower --lr, or look at the samples "
+            "with --save-debug-rollout-data"
+        )
+    result.add(
+        {"grad_norm": MetricSum(total=grad_norm, count=1), "lr": MetricSum(total=lr, count=1)}
+    )
+    return result
