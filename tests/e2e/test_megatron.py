@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from tests.e2e import runs
+from tests.tiny import make_tiny_checkpoint
 
 pytest.importorskip("megatron.core")
 
@@ -75,3 +76,14 @@ def test_a_checkpoint_of_another_layout_is_continued(apart, tiny_model, tiny_dat
     (trained,) = runs.metrics(tmp_path / "run", "train")
     assert trained["rollout_id"] == 4
     assert trained["train/log_prob_gap_max"] < 1e-4
+
+
+def test_training_repeats_the_engines_experts(tiny_data, tmp_path):
+    """The engine tells them, the samples carry them, and both sides then agree on every log-prob."""
+    model = make_tiny_checkpoint(tmp_path / "m", "qwen3_moe", weight_scale=3.0)
+    flags = {"train_backend": "megatron", "use_rollout_routing_replay": True, "num_rollout": 2}
+    status, output = runs.run(runs.command(model, tiny_data, tmp_path / "run", **flags))
+    assert status == 0, output
+    trained = runs.metrics(tmp_path / "run", "train")
+    assert len(trained) == 2
+    assert all(record["train/log_prob_gap_max"] < 1e-4 for record in trained)
