@@ -74,7 +74,7 @@ async def run_python(
                 return await _finish(process, stdin, time_limit_s)
             finally:
                 _kill(process)
-                await process.wait()
+                await _reap(process)
 
 
 def _clean(program: str) -> str:
@@ -115,9 +115,8 @@ async def _finish(
         timed_out = True
         _kill(process)
     feeding.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await feeding
     texts = [_text(r) for r in readers]
+    await asyncio.gather(feeding, *readers, return_exceptions=True)
     status = process.returncode if process.returncode is not None else -9
     return RunResult(stdout=texts[0], stderr=texts[1], exit_status=status, timed_out=timed_out)
 
@@ -174,6 +173,15 @@ def _kill(process: asyncio.subprocess.Process) -> None:
     """The whole session it leads; in a process namespace everything ends with its first process."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
+
+
+async def _reap(process: asyncio.subprocess.Process) -> None:
+    """Wait for a killed process. asyncio says it ended only when its pipes are read to their ends."""
+    for stream in (process.stdout, process.stderr):
+        assert stream
+        while await stream.read(65536):
+            pass
+    await process.wait()
 
 
 _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
