@@ -1,14 +1,15 @@
 """Both trainers on one GPU: model FLOPs utilisation and peak memory of a training step.
 
-usage: python benchmarks/train_gpu.py [--shapes 0.6B 4B] [--backends fsdp megatron] [--micro-batches 4]
-       [--tokens 16384] [--sample-len 2048] [--recompute] [--profile FILE]
+usage: python benchmarks/train_gpu.py [--shapes 0.6B 4B 30B-A3B-4L] [--backends fsdp megatron]
+       [--micro-batches 4] [--tokens 16384] [--sample-len 2048] [--recompute] [--profile FILE]
 
 Random weights of Qwen3's shapes, bf16 with fp32 master weights and moments, packed micro-batches of
 `--tokens` tokens; a step is forward, backward, clipping and AdamW over `--micro-batches` of them. FLOPs
 are counted from the shape, nothing that is computed twice counts. MFU is against the rate of a large
 bf16 matrix product measured in the same run; the share of the data sheet's figure stands beside it.
-Each backend runs in a process of its own; the median of `--steps` steps counts. The last lines are
-`RATIO train_gpu_mfu_<shape>_<backend> <MFU>`.
+30B-A3B-4L is four layers of the mixture of experts; the backend megatron-loop computes its experts one
+after another, as megatron-core's own module does. Each backend runs in a process of its own; the median
+of `--steps` steps counts. The last lines are `RATIO train_gpu_mfu_<shape>_<backend> <MFU>`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,30 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
+    "tiny-moe": {
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+    },
+    "30B-A3B-4L": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
 }
-HEADS = {"tiny": (4, 2), "0.6B": (16, 8), "4B": (32, 8)}
+HEADS = {
+    "tiny": (4, 2),
+    "0.6B": (16, 8),
+    "4B": (32, 8),
+    "tiny-moe": (4, 2),
+    "30B-A3B-4L": (32, 4),
+}
 VOCAB = 151936
+BACKENDS = ["fsdp", "megatron", "megatron-loop"]
 
 
 def main() -> None:
@@ -43,7 +65,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", default=["0.6B", "4B"], choices=list(SHAPES))
-    parser.add_argument("--backends", nargs="+", default=["fsdp", "megatron"])
+    parser.add_argument("--backends", nargs="+", default=["fsdp", "megatron"], choices=BACKENDS)
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--sample-len", type=int, default=2048)
@@ -72,11 +94,11 @@ def main() -> None:
             for backend in args.backends:
                 result = run_worker(backend, model)
                 if result is None:
-                    print(f"{shape:<5}{backend:<9} failed", flush=True)
+                    print(f"{shape:<11}{backend:<9} failed", flush=True)
                     continue
                 mfu = result["flops"] / result["seconds"] / peak
                 print(
-                    f"{shape:<5}{backend:<9}{result['seconds']:7.3f} s/step "
+                    f"{shape:<11}{backend:<9}{result['seconds']:7.3f} s/step "
                     f"{result['tokens'] / result['seconds']:9.0f} tok/s  "
                     f"{result['flops'] / result['seconds'] / 1e12:5.0f} TFLOP/s  MFU {mfu:.3f}  "
                     f"peak {result['peak'] / 2**30:.1f} GiB (weights, gradients, optimizer "
@@ -100,17 +122,19 @@ def run_worker(backend: str, model: Path) -> dict[str, float] | None:
 
 def write_model(folder: Path, shape: str) -> Path:
     """Config and random bf16 weights."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     heads, kv_heads = HEADS[shape]
-    config = Qwen3Config(
-        vocab_size=1024 if shape == "tiny" else VOCAB,
+    experts = "num_experts" in SHAPES[shape]
+    config = (Qwen3MoeConfig if experts else Qwen3Config)(
+        vocab_size=1024 if shape.startswith("tiny") else VOCAB,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=128,
         max_position_embeddings=40960,
-        tie_word_embeddings=True,
+        tie_word_embeddings=not experts,
         dtype="bfloat16",
+        **({"norm_topk_prob": True} if experts else {}),
         **SHAPES[shape],
     )
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -125,7 +149,7 @@ def write_model(folder: Path, shape: str) -> Path:
 def measure(options: argparse.Namespace, backend: str, model: str) -> None:
     from slime.utils.flops import ModelShape, train_flops
 
-    args = make_arguments(options, backend, model)
+    args = make_arguments(options, backend.removesuffix("-loop"), model)
     actor = start(args, backend)
     batch = make_batch(args, options)
     cuda = torch.cuda.is_available()
@@ -194,8 +218,14 @@ def start(args: Any, backend: str) -> Any:
         from slime.backends.fsdp_utils.actor import FSDPTrainRayActor as Actor
     else:
         from slime.backends.megatron_utils.actor import MegatronTrainRayActor as Actor
-    actor = Actor(args, 0, 1)
+    actor: Any = Actor(args, 0, 1)
     actor.init(args)
+    if backend == "megatron-loop":
+        from megatron.core.transformer.moe.experts import SequentialMLP
+
+        for layer in actor.chunks[0].decoder.layers:
+            if isinstance(getattr(layer.mlp, "experts", None), SequentialMLP):
+                layer.mlp.experts.__class__ = SequentialMLP
     return actor
 
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.attention import PackedAttention
-from slime.backends.megatron_utils.layers.biased_experts import ExpertOutput
+from slime.backends.megatron_utils.layers.grouped_experts import GroupedExperts
 from slime.backends.megatron_utils.layers.latent_attention import use_latent_projections
 from slime.backends.megatron_utils.layers.post_norm import PostNormConfig, PostNormLayer
 from slime.backends.rms_norm import rms_norm
@@ -72,6 +72,6 @@ def _with_own_modules(layer: ModuleSpec, config: TransformerConfig, *, te: bool)
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if getattr(attention, name, None) not in (None, IdentityOp):
             setattr(attention, name, RMSNorm)
-    if config.add_bias_linear and parts.mlp.module is MoELayer:
-        parts.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
+    if parts.mlp.module is MoELayer:
+        parts.mlp.submodules.experts.module = GroupedExperts
     return layer

@@ -1,0 +1,110 @@
+"""Experts that are computed together, each with the parameters of an MLP of its own.
+
+Names, checkpoints and the way experts are spread over ranks are those of megatron-core's SequentialMLP,
+which computes them one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+from slime.backends.grouped_linear import Groups, expert_rows, grouped_linear, make_groups
+from slime.utils.compiled import compiled_on_gpu
+
+
+class GroupedExperts(SequentialMLP):
+    """Fills the place of `experts` in the spec of a mixture-of-experts layer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.local_experts = _LastFirst(self.local_experts)
+        for expert in self.local_experts:
+            if expert.linear_fc2.bias is not None:
+                # Megatron would add up the gradients of different experts over the tensor ranks.
+                expert.linear_fc2.bias.sequence_parallel = False
+
+    def forward(
+        self,
+        permuted_local_hidden_states: torch.Tensor,  # [T, H], expert by expert
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,  # [T]
+    ) -> tuple[torch.Tensor, None]:
+        hidden, probs = permuted_local_hidden_states, permuted_probs
+        sizes = tokens_per_expert.tolist()
+        if len(hidden) == 0:  # gradients, of zeros, are expected nevertheless
+            hidden, probs = F.pad(hidden, (0, 0, 0, 1)), F.pad(probs, (0, 1))
+            sizes[0] = 1
+        if self.config.moe_apply_probs_on_input:  # there is one expert per token
+            hidden, probs = (hidden * probs[:, None]).to(hidden.dtype), torch.ones_like(probs)
+        output = self._compute(hidden, make_groups(sizes, hidden.device), probs)
+        return output[: len(permuted_local_hidden_states)], None
+
+    def _compute(self, hidden: torch.Tensor, groups: Groups, probs: torch.Tensor) -> torch.Tensor:
+        first = [expert.linear_fc1 for expert in self.local_experts]
+        second = [expert.linear_fc2 for expert in self.local_experts]
+        both = grouped_linear(hidden, groups, [linear.weight for linear in first])
+        if first[0].bias is not None:
+            both = both + expert_rows(groups, [linear.bias for linear in first])
+        weights = [linear.weight for linear in second]
+        output = self._second(both, probs, groups, weights)
+        if second[0].bias is not None:
+            rows = expert_rows(groups, [linear.bias for linear in second])
+            output = output + (rows * probs[:, None]).to(output.dtype)
+        return output
+
+    def _second(
+        self,
+        both: torch.Tensor,
+        probs: torch.Tensor,
+        groups: Groups,
+        weights: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """What is multiplied is computed again from its inputs, which are kept anyway."""
+        if not torch.is_grad_enabled():
+            return grouped_linear(self._activate(both, probs), groups, weights)
+        kept = CheckpointWithoutOutput(fp8=None)
+        product = kept.checkpoint(self._activate, both, probs)
+        output = grouped_linear(product, groups, weights)
+        kept.discard_output_and_register_recompute(output)
+        return output
+
+    def _activate(self, both: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        limit = config.activation_func_clamp_value
+        return _gated(both, probs, config.activation_func, limit, config.glu_linear_offset)
+
+
+@compiled_on_gpu
+def _gated(
+    both: torch.Tensor,  # [T, 2 * F], gate and up side by side
+    scale: torch.Tensor,  # [T]
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    limit: float | None,
+    offset: float,
+) -> torch.Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (activation(gate) * (up + offset) * scale[:, None]).to(both.dtype)
+
+
+class _LastFirst(torch.nn.ModuleList):
+    """Experts registered from the last to the first, and used from the first to the last.
+
+    Megatron lays parameters out in its buffers last to first: these then lie first to last.
+    """
+
+    def __init__(self, experts: Sequence[MLP]) -> None:
+        super().__init__()
+        for number in reversed(range(len(experts))):
+            self.add_module(str(number), experts[number])
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return (self._modules[str(number)] for number in range(len(self._modules)))  # type: ignore[misc]
