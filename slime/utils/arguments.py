@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from slime.utils.env import read_env
 from slime.utils.eval_config import EvalDataset
 from slime.utils.flags import rollout, run, train
 from slime.utils.flags.checks import check_all
@@ -119,7 +120,8 @@ def parse_args(argv: list[str] | None = None, *, offline: bool = False) -> Args:
     }
     given = {**configured, **typed}
     offline = offline or bool(given.get("dry_run"))
-    return resolve(Draft(given, origins, gpus=count_gpus(), offline=offline))
+    cluster = read_env().ray_address is not None
+    return resolve(Draft(given, origins, gpus=count_gpus(), offline=offline, cluster=cluster))
 
 
 def resolve(draft: Draft) -> Args:

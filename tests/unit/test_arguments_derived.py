@@ -13,10 +13,11 @@ from slime.utils.flags.parser import read_command_line
 from tests.args import make_args, make_argv
 
 
-def on_machine(gpus: int, **overrides: object) -> Args:
-    """The arguments as a machine with that many GPUs resolves them."""
+def on_machine(gpus: int, *, cluster: bool = False, **overrides: object) -> Args:
+    """The arguments as a machine with that many GPUs, perhaps of a cluster, resolves them."""
     given = read_command_line(make_argv(**overrides))
-    return resolve(Draft(given, dict.fromkeys(given, "command line"), gpus=gpus))
+    origins = dict.fromkeys(given, "command line")
+    return resolve(Draft(given, origins, gpus=gpus, cluster=cluster))
 
 
 def test_batches():
@@ -69,7 +70,7 @@ def test_a_machine_with_gpus():
 
 
 def test_several_nodes_keep_eight_gpus_each():
-    args = on_machine(1, actor_num_nodes=2)
+    args = on_machine(1, cluster=True, actor_num_nodes=2)
     assert (args.actor_num_gpus_per_node, args.rollout_num_gpus) == (8, 16)
 
 

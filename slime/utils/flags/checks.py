@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slime.utils.errors import ConfigError
+from slime.utils.flags.cluster_checks import check_cluster
 from slime.utils.flags.derive import context_limit
 from slime.utils.flags.draft import Draft
 from slime.utils.flags.embedded import embedded_support
@@ -35,6 +36,12 @@ _INERT_WITHOUT = {
     "wandb_run_id": "use_wandb",
     "tb_project_name": "use_tensorboard",
     "tb_experiment_name": "use_tensorboard",
+    "overlap_cpu_optimizer_d2h_h2d": "optimizer_cpu_offload",
+    "optimizer_offload_fraction": "optimizer_cpu_offload",
+    "recompute_method": "recompute_granularity",
+    "recompute_num_layers": "recompute_granularity",
+    "async_save": "save",
+    "no_save_optim": "save",
     "max_tokens_per_gpu": "use_dynamic_batch_size",
     "log_probs_max_tokens_per_gpu": "use_dynamic_batch_size",
     "tis_clip": "use_tis",
@@ -115,42 +122,6 @@ def check_engine(draft: Draft) -> None:
         raise ConfigError(
             f"--rollout-num-gpus-per-engine {draft['rollout_num_gpus_per_engine']}: the embedded engine "
             "has no tensor parallelism: use 1, or --rollout-engine sglang"
-        )
-
-
-def check_cluster(draft: Draft) -> None:
-    per_engine, rollout = draft["rollout_num_gpus_per_engine"], draft["rollout_num_gpus"]
-    if rollout % per_engine:
-        raise ConfigError(
-            f"{rollout} rollout GPUs cannot be split into engines of --rollout-num-gpus-per-engine "
-            f"{per_engine}: choose a number that divides them"
-        )
-    if rollout == 0 and draft.given("rollout_num_gpus") and not draft["debug_train_only"]:
-        raise ConfigError("--rollout-num-gpus 0 leaves no engine: give at least 1, or --colocate")
-    if draft["actor_num_gpus_per_node"] > draft["num_gpus_per_node"] and draft.given(
-        "num_gpus_per_node"
-    ):
-        raise ConfigError(
-            f"--actor-num-gpus-per-node {draft['actor_num_gpus_per_node']} is more than "
-            f"--num-gpus-per-node {draft['num_gpus_per_node']}"
-        )
-    if draft["distributed_backend"] == "nccl" and not draft.gpus:
-        draft.lacking("--distributed-backend nccl needs GPUs: use gloo, or leave it out")
-    if draft["distributed_backend"] == "gloo" and draft.gpus:
-        raise ConfigError("--distributed-backend gloo is for machines without a GPU: leave it out")
-    _check_transport(draft)
-
-
-def _check_transport(draft: Draft) -> None:
-    transport, gpus = draft["update_weight_transport"], draft.gpus
-    if transport == "tensor" and not draft["colocate"] and (gpus or draft["actor_num_nodes"] > 1):
-        raise ConfigError(
-            "--update-weight-transport tensor shares memory, which needs --colocate: use distributed"
-        )
-    if transport == "distributed" and draft["colocate"] and gpus:
-        raise ConfigError(
-            "--update-weight-transport distributed cannot run between processes on one GPU: use tensor "
-            "with --colocate"
         )
 
 

@@ -43,6 +43,11 @@ def _derive_megatron(draft: Draft) -> None:
         draft.derive_if_unset(name, 1)
     draft.derive_if_unset("expert_tensor_parallel_size", draft["tensor_model_parallel_size"])
     draft.derive_if_unset("use_distributed_optimizer", True)
+    if draft["recompute_granularity"] == "full":  # megatron-core wants all three
+        draft.derive_if_unset("recompute_method", "uniform")
+        draft.derive_if_unset("recompute_num_layers", 1)
+    if draft["moe_enable_deepep"]:
+        draft.derive_if_unset("moe_token_dispatcher_type", "flex")
     if draft["use_rollout_routing_replay"]:
         draft.derive("sglang_enable_return_routed_experts", True)
 

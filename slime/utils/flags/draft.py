@@ -15,11 +15,18 @@ class Draft:
     """Defaults, overlaid by what the user gave; `derive` fills the rest, `checks` refuse.
 
     `draft["lr"]` is the value so far, `draft.given("lr")` says whether the user set it. `gpus` is what
-    this machine has. With `offline`, what it lacks is a warning: the run is meant for another one.
+    this machine has; with `cluster` there is one to join, which may have more. With `offline`, what this
+    machine lacks is a warning: the run is meant for another one.
     """
 
     def __init__(
-        self, given: dict[str, Any], origins: dict[str, Origin], *, gpus: int, offline: bool = False
+        self,
+        given: dict[str, Any],
+        origins: dict[str, Origin],
+        *,
+        gpus: int,
+        offline: bool = False,
+        cluster: bool = False,
     ) -> None:
         self._defaults = {name: flag.default for name, flag in own_flags().items()}
         self.values: dict[str, Any] = {**self._defaults, **given}
@@ -27,6 +34,7 @@ class Draft:
         self.warnings: list[str] = []
         self.gpus = gpus
         self.offline = offline
+        self.cluster = cluster
 
     def __getitem__(self, name: str) -> Any:
         return self.values.get(name)

@@ -11,6 +11,7 @@ from slime.utils.flags.draft import Draft
 from slime.utils.flags.gpus import is_installed
 from slime.utils.flags.prompt_files import data_path, need_data
 from slime.utils.flags.registry import own_flags
+from slime.utils.flags.sglang_checks import check_installed
 
 
 def check_files(draft: Draft) -> None:
@@ -58,6 +59,7 @@ def _check_prompts(draft: Draft) -> None:
 
 
 def _check_packages(draft: Draft) -> None:
+    check_installed(draft)
     for name, package in (("use_wandb", "wandb"), ("use_tensorboard", "tensorboard")):
         if draft[name] and not is_installed(package):
             draft.lacking(

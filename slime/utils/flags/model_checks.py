@@ -41,6 +41,8 @@ def check_model(draft: Draft) -> None:
     check_precision_aware(draft)
     check_hooks(draft)
     check_packages(draft)
+    check_recompute(draft)
+    check_dispatcher(draft)
     check_replay(draft, config)
 
 
@@ -70,7 +72,8 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
     if gpus % (tp * pp * cp):
         raise ConfigError(
             f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x "
-            f"--context-parallel-size {cp} = {tp * pp * cp} does not divide the {gpus} training GPUs"
+            f"--context-parallel-size {cp} = {tp * pp * cp} does not divide the {gpus} training GPUs: "
+            "lower one of them, or train on more GPUs (experts need none of their own)"
         )
     ep = draft["expert_model_parallel_size"]
     etp = draft["expert_tensor_parallel_size"]
@@ -78,7 +81,7 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
         raise ConfigError(
             f"--expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp} x "
             f"--pipeline-model-parallel-size {pp} = {ep * etp * pp} does not divide the {gpus} training "
-            "GPUs"
+            "GPUs: lower one of them"
         )
     if ep == 1 and etp != tp and _found(config, "num_experts") is not None:
         raise ConfigError(
@@ -102,7 +105,27 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
         )
     if ep > 1 and experts is None and _found(config, "num_layers") is not None:
         raise ConfigError(
-            f"--expert-model-parallel-size {ep}: the model of --hf-checkpoint has no experts"
+            f"--expert-model-parallel-size {ep}: the model of --hf-checkpoint has no experts: leave "
+            "it out"
+        )
+
+
+def check_recompute(draft: Draft) -> None:
+    if draft["recompute_granularity"] != "selective":
+        return
+    for name in ("recompute_method", "recompute_num_layers"):
+        if draft[name] is not None:
+            raise ConfigError(
+                f"{option_of(name)} belongs to --recompute-granularity full: leave it out, or use full"
+            )
+
+
+def check_dispatcher(draft: Draft) -> None:
+    dispatcher = draft["moe_token_dispatcher_type"]
+    if draft["moe_enable_deepep"] and dispatcher != "flex":
+        raise ConfigError(
+            f"--moe-token-dispatcher-type {dispatcher} does not use DeepEP: leave --moe-enable-deepep out, "
+            "or use flex"
         )
 
 
@@ -181,6 +204,12 @@ def _check_layers(draft: Draft, config: dict[str, Any]) -> None:
     layers = _found(config, "num_layers") if draft["num_layers"] is None else draft["num_layers"]
     pp = draft["pipeline_model_parallel_size"]
     uneven = (
+    per_stage = draft["num_layers_per_virtual_pipeline_stage"]
+    if per_stage and pp == 1:
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} cuts the stages of a pipeline and "
+            "--pipeline-model-parallel-size is 1: leave one out or raise the other"
+        )
         draft["num_layers_in_first_pipeline_stage"] or draft["num_layers_in_last_pipeline_stage"]
     )
     if layers is None or pp == 1 or uneven or draft["pipeline_model_parallel_layout"]:
@@ -190,7 +219,6 @@ def _check_layers(draft: Draft, config: dict[str, Any]) -> None:
             f"--pipeline-model-parallel-size {pp} does not divide the {layers} layers: choose one that "
             "does, or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
         )
-    per_stage = draft["num_layers_per_virtual_pipeline_stage"]
     if per_stage and layers % (pp * per_stage):
         raise ConfigError(
             f"--num-layers-per-virtual-pipeline-stage {per_stage} x --pipeline-model-parallel-size {pp} "

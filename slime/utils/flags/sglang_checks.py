@@ -6,6 +6,7 @@ from typing import Any
 
 from slime.utils.errors import ConfigError
 from slime.utils.flags.draft import Draft
+from slime.utils.flags.hf_config import read_hf_config
 from slime.utils.flags.registry import all_flags
 from slime.utils.flags.sglang_options import check_owned, known_version, sglang_argv
 from slime.utils.sglang_install import find_sglang
@@ -25,9 +26,8 @@ def check_sglang(draft: Draft) -> None:
         if name in _ROUTER_OWNED:
             raise ConfigError(f"{all_flags()[name].option} is set by slime: {_ROUTER_OWNED[name]}")
     _check_sizes(draft)
+    _check_model(draft)
     _say_about_drafts(draft)
-    if not draft["rollout_external"]:
-        _check_installed(draft)
 
 
 def check_external(draft: Draft) -> None:
@@ -79,7 +79,7 @@ def _check_sizes(draft: Draft) -> None:
             option = all_flags()[f"sglang_{name}"].option
             raise ConfigError(
                 f"{option} {size} does not divide the {per_engine} GPUs of an engine "
-                "(--rollout-num-gpus-per-engine)"
+                "(--rollout-num-gpus-per-engine): choose one that does"
             )
     dp_size = draft["sglang_dp_size"]
     if dp_size is not None and dp_size > 1 and not draft["sglang_enable_dp_attention"]:
@@ -87,6 +87,37 @@ def _check_sizes(draft: Draft) -> None:
             f"--sglang-dp-size {dp_size} would put {dp_size} copies of the model into one engine: add "
             "--sglang-enable-dp-attention, or start more engines with --rollout-num-gpus"
         )
+
+
+def _check_model(draft: Draft) -> None:
+    """SGLang would find out after it has loaded the weights, or while it does."""
+    fraction = draft["sglang_mem_fraction_static"]
+    if fraction is not None and not 0 < fraction < 1:
+        raise ConfigError(
+            f"--sglang-mem-fraction-static must be between 0 and 1, not {fraction}: 0.7 is a good start "
+            "with --colocate"
+        )
+    config = read_hf_config(draft)
+    heads = config.get("num_attention_heads") or draft["num_attention_heads"]
+    copies = draft["sglang_dp_size"] or 1 if draft["sglang_enable_dp_attention"] else 1
+    ranks = draft["rollout_num_gpus_per_engine"] // (draft["sglang_pp_size"] or 1) // copies
+    if heads and heads % ranks:
+        raise ConfigError(
+            f"the {heads} attention heads of the model cannot be spread over the {ranks} tensor ranks of "
+            "an engine: choose --rollout-num-gpus-per-engine, or --sglang-dp-size, so that they divide"
+        )
+    experts, ep = _experts(config) or draft["num_experts"], draft["sglang_ep_size"] or 1
+    spare = draft["sglang_ep_num_redundant_experts"] or 0
+    if experts and (experts + spare) % ep:
+        raise ConfigError(
+            f"--sglang-ep-size {ep} does not divide the {experts + spare} experts of the model: choose "
+            "one that does"
+        )
+
+
+def _experts(config: dict[str, Any]) -> int | None:
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((config[name] for name in names if config.get(name)), None)
 
 
 def _say_about_drafts(draft: Draft) -> None:
@@ -101,7 +132,10 @@ def _say_about_drafts(draft: Draft) -> None:
     )
 
 
-def _check_installed(draft: Draft) -> None:
+def check_installed(draft: Draft) -> None:
+    """Comes last: what is wrong with the flags is said on any machine."""
+    if draft["rollout_engine"] != "sglang" or draft["rollout_external"]:
+        return
     install = find_sglang()
     if install is None:
         draft.lacking(
