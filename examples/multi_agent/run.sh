@@ -1,14 +1,12 @@
 #!/usr/bin/env bash
 # bash examples/multi_agent/run.sh /path/to/a/huggingface/model [more flags of train.py]
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-model=$1
-shift
-export PYTHONPATH="$here:$here/../..${PYTHONPATH:+:$PYTHONPATH}"
-exec python3 "$here/../../train.py" \
+source "$(dirname -- "${BASH_SOURCE[0]}")/../../scripts/lib/example.sh"
+example "$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)" "$@"
+launch \
   --train-backend fsdp \
-  --hf-checkpoint "$model" \
-  --prompt-data "$here/train.jsonl" --input-key prompt --label-key label --rollout-shuffle \
+  --hf-checkpoint "$MODEL" \
+  --prompt-data "$HERE/train.jsonl" --input-key prompt --label-key label --rollout-shuffle \
   --apply-chat-template \
   --custom-generate-function-path multi_agent.generate \
   --rm-type math \
@@ -16,4 +14,4 @@ exec python3 "$here/../../train.py" \
   --rollout-max-response-len 1024 \
   --use-dynamic-batch-size --max-tokens-per-gpu 8192 \
   --lr 1e-6 \
-  "$@"
+  "${@:2}"

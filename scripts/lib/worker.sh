@@ -1,0 +1,45 @@
+# What runs on a worker node: Ray started and joined, or what was started before ended, by its own id.
+# Before it in the same stream stand HOST, TASK, TOKEN and the settings of the head.
+SAID_BY=$HOST
+umask 077
+mkdir -p ~/.ray
+state=~/.ray/slime-${MASTER_ADDR//[^A-Za-z0-9.]/_}-${HOST//[^A-Za-z0-9.]/_}
+
+end_started() {  # Ray that an earlier start left; the id alone could be somebody else's by now
+    local pid
+    [[ -r $state.pid ]] && pid=$(<"$state.pid") || return 0
+    if tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q "ray start .*--address=$MASTER_ADDR:$RAY_PORT"; then
+        kill "$pid"
+        for _ in $(seq 100); do
+            kill -0 "$pid" 2>/dev/null || break
+            sleep 0.2
+        done
+    fi
+    rm -f "$state.pid" "$state.token"
+}
+
+join() {
+    [[ ! -x $RAY_FOLDER/ray ]] || PATH=$RAY_FOLDER:$PATH
+    command -v ray >/dev/null || refuse "the command ray is missing: install what the head has, at the same place or on PATH"
+    detect_network "$MASTER_ADDR"
+    ! has_address "$HOST" || SLIME_HOST_IP=$HOST
+    printf '%s' "$TOKEN" >"$state.token"
+    export RAY_AUTH_TOKEN_PATH=$state.token
+    local words=(ray start --block --disable-usage-stats "--address=$MASTER_ADDR:$RAY_PORT")
+    words+=(--node-ip-address "$SLIME_HOST_IP")
+    ((RAY_GPUS == 0)) || words+=(--num-gpus "$RAY_GPUS")
+    setsid nohup "${words[@]}" ${RAY_START_ARGS:-} >"$state.log" 2>&1 </dev/null &
+    echo $! >"$state.pid"
+    until grep -q "Ray runtime started" "$state.log"; do
+        kill -0 "$(<"$state.pid")" 2>/dev/null || {
+            grep -v '^[[:space:]]*$' "$state.log" | tail -n 5
+            exit 1
+        }
+        sleep 0.3
+    done
+}
+
+has_address() { [[ -n $(ip -o addr show to "$1" 2>/dev/null) ]]; }
+
+end_started
+[[ $TASK == stop ]] || join

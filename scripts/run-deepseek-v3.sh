@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# DeepSeek-V3 (671B) by GRPO on 16 nodes x 8 H100, trainer and engines on the same GPUs; run it on node 0:
+#
+#   BASE_DIR=/shared MASTER_ADDR=10.0.0.1 HOSTFILE=/shared/mpi_hostfile \
+#     bash scripts/run-deepseek-v3.sh [more flags of train.py]
+#
+# The 61 layers are cut into stages of 16, 16, 16 and 13. PLAN=1 only plans. docs/scaling.md has the steps
+# before it; the published checkpoint is FP8, and --ref-load comes from its bf16 version.
+set -euo pipefail
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${SCRIPT_DIR}/lib/launch.sh"
+source "${SCRIPT_DIR}/models/deepseek-v3.sh"
+settings 16 8
+
+MODEL="${BASE_DIR}/DeepSeek-V3"
+CKPT_ARGS=(
+    --hf-checkpoint "${MODEL}"
+    --ref-load "${MODEL}_torch_dist"
+    --load "${MODEL}_slime"
+    --save "${MODEL}_slime"
+    --save-interval 20
+)
+
+ROLLOUT_ARGS=(
+    --prompt-data "${BASE_DIR}/dapo-math-17k/dapo-math-17k.jsonl"
+    --input-key prompt
+    --label-key label
+    --apply-chat-template
+    --rollout-shuffle
+    --rm-type deepscaler
+    --num-rollout 3000
+    --rollout-batch-size 32
+    --n-samples-per-prompt 8
+    --rollout-max-response-len 8192
+    --rollout-temperature 1
+    --global-batch-size 256
+    --balance-data
+)
+
+EVAL_ARGS=(
+    --eval-interval 20
+    --eval-prompt-data aime "${BASE_DIR}/aime-2024/aime-2024.jsonl"
+    --n-samples-per-eval-prompt 16
+    --eval-max-response-len 16384
+    --eval-top-p 1
+)
+
+PERF_ARGS=(
+    --colocate
+    --tensor-model-parallel-size 8
+    --sequence-parallel
+    --pipeline-model-parallel-size 4
+    --decoder-last-pipeline-num-layers 13
+    --context-parallel-size 4
+    --expert-model-parallel-size 32
+    --expert-tensor-parallel-size 1
+    --max-tokens-per-gpu 16384
+    --recompute-granularity full
+    --recompute-method uniform
+    --recompute-num-layers 1
+    --use-dynamic-batch-size
+)
+
+GRPO_ARGS=(
+    --advantage-estimator grpo
+    --use-kl-loss
+    --kl-loss-coef 0.00
+    --kl-loss-type low_var_kl
+    --entropy-coef 0.00
+    --eps-clip 0.2
+    --eps-clip-high 0.28
+)
+
+OPTIMIZER_ARGS=(
+    --optimizer adam
+    --lr 1e-6
+    --lr-decay-style constant
+    --weight-decay 0.1
+    --adam-beta1 0.9
+    --adam-beta2 0.98
+    --optimizer-cpu-offload
+    --overlap-cpu-optimizer-d2h-h2d
+    --use-precision-aware-optimizer
+)
+
+SGLANG_ARGS=(
+    --rollout-engine sglang
+    --rollout-num-gpus-per-engine 64
+    --sglang-mem-fraction-static 0.7
+    --sglang-enable-dp-attention
+    --sglang-dp-size 8
+    --sglang-ep-size 64
+    --sglang-enable-dp-lm-head
+    --sglang-moe-dense-tp-size 1
+    --sglang-moe-a2a-backend deepep
+    --sglang-deepep-mode auto
+)
+
+MISC_ARGS=(
+    --bf16
+    --attention-dropout 0.0
+    --hidden-dropout 0.0
+    --accumulate-allreduce-grads-in-fp32
+    --attention-softmax-in-fp32
+    --attention-backend flash
+    --moe-enable-deepep
+    --moe-token-dispatcher-type flex
+)
+
+WANDB_ARGS=()
+if [[ -n ${WANDB_API_KEY:-} ]]; then
+    WANDB_ARGS=(--use-wandb --wandb-project slime --wandb-group deepseek-v3)
+fi
+
+JOB_NAME=deepseek-v3
+launch "${CLUSTER_ARGS[@]}" "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" \
+    "${PERF_ARGS[@]}" "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" "${MISC_ARGS[@]}" \
+    "${WANDB_ARGS[@]}" "$@"
