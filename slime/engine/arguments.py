@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from slime.utils.errors import ConfigError
 from slime.utils.flags.embedded import HARMLESS
 
+MOST_DRAFT_TOKENS = 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
@@ -34,6 +36,8 @@ class EngineArgs:
     disable_radix_cache: bool = False
     enable_deterministic_inference: bool = False
     enable_return_routed_experts: bool = False
+    speculative_algorithm: str | None = None  # None or "NGRAM"
+    speculative_num_draft_tokens: int | None = None
     random_seed: int | None = None
     log_level: str = "info"
 
@@ -55,6 +59,17 @@ class EngineArgs:
         fraction = self.mem_fraction_static
         if fraction is not None and not 0 < fraction < 1:
             raise ConfigError(f"--mem-fraction-static must be between 0 and 1, not {fraction}")
+        if self.speculative_algorithm not in (None, "NGRAM"):
+            raise ConfigError(
+                f"--speculative-algorithm {self.speculative_algorithm}: this engine guesses by prompt "
+                "lookup alone; write NGRAM"
+            )
+        window = self.speculative_num_draft_tokens
+        if window is not None and not 2 <= window <= MOST_DRAFT_TOKENS:
+            raise ConfigError(
+                f"--speculative-num-draft-tokens must be between 2 and {MOST_DRAFT_TOKENS} (the newest "
+                f"token is one of them), not {window}"
+            )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, not {self.port}")
 
@@ -126,6 +141,14 @@ _OPTIONS: dict[str, dict[str, dict]] = {
         "enable_deterministic_inference": {
             **_SWITCH,
             "help": "a request's output does not depend on what else is running, bit for bit",
+        },
+        "speculative_algorithm": {
+            "type": str.upper,
+            "help": "NGRAM: guess what followed the same tokens before; same output, fewer steps",
+        },
+        "speculative_num_draft_tokens": {
+            "type": int,
+            "help": "tokens of a request in one forward, the newest and the guessed ones; default 12",
         },
         "random_seed": {"type": int, "help": "seed of requests that bring none"},
     },

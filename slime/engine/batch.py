@@ -26,7 +26,7 @@ class ForwardBatch:
     Works "tokens 0..3 of a, last one sampled" and "token 9 of b, sampled"::
 
         input_ids = [b9, a0, a1, a2]    positions = [9, 0, 1, 2]
-        sample_works = [work b, work a]  sample_rows = [0, 3]
+        sample_works = [work b, work a]  sample_rows = [0, 3]  sample_positions = [10, 3]
     """
 
     input_ids: torch.Tensor  # [T]
@@ -34,6 +34,7 @@ class ForwardBatch:
     plan: AttentionPlan
     sample_works: list[Work]
     sample_rows: np.ndarray
+    sample_positions: np.ndarray  # where the tokens to draw will stand
     score_rows: np.ndarray  # rows whose output gives the log-prob of the prompt token after them
     score_works: list[Work]  # the work each of them belongs to; in order of position for each
 
@@ -65,14 +66,15 @@ def make_batch(
         groups=groups,
     )
     ends = np.cumsum([work.count for work in works]) - 1
-    samples = [i for i, work in enumerate(works) if work.samples]
+    sample_works, sample_rows = _sample_rows(works, ends)
     score_works, score_rows = _score_rows(works, ends)
     return ForwardBatch(
         input_ids=to_device(ids, cache),
         positions=to_device(positions, cache),
         plan=plan,
-        sample_works=[works[i] for i in samples],
-        sample_rows=ends[samples],
+        sample_works=sample_works,
+        sample_rows=sample_rows,
+        sample_positions=positions[sample_rows] + 1,
         score_rows=score_rows,
         score_works=score_works,
     )
@@ -98,6 +100,7 @@ def _cut(work: Work) -> list[Work]:
             start=start,
             count=min(_MOST_QUERIES, end - start),
             samples=work.samples and start + _MOST_QUERIES >= end,
+            draft=work.draft if start + _MOST_QUERIES >= end else [],
         )
         for start in range(work.start, end, _MOST_QUERIES)
     ]
@@ -110,7 +113,7 @@ def _flatten(works: list[Work]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if work.count == 1:
             ids.append(work.request.token_ids[work.start])
         else:
-            ids.extend(work.request.token_ids[work.start : work.start + work.count])
+            ids.extend(work.tokens)
     counts = np.array([work.count for work in works])
     starts = np.array([work.start for work in works])
     firsts = np.cumsum(counts) - counts
@@ -176,6 +179,13 @@ def _make_group(
         kv_len=kv_len,
         valid=valid,
     )
+
+
+def _sample_rows(works: list[Work], ends: np.ndarray) -> tuple[list[Work], np.ndarray]:
+    draws = np.array([work.num_draws for work in works], np.int64)
+    owners = [work for work in works for _ in range(work.num_draws)]
+    behind = np.concatenate([np.arange(count)[::-1] for count in draws])  # rows before its last
+    return owners, np.repeat(ends, draws) - behind.astype(np.int64)
 
 
 def _score_rows(works: list[Work], ends: np.ndarray) -> tuple[list[Work], np.ndarray]:

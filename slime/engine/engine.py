@@ -25,6 +25,7 @@ from slime.engine.page_pool import PagePool
 from slime.engine.request import FinishReason, Request
 from slime.engine.sampling_params import RequestError
 from slime.engine.scheduler import Scheduler
+from slime.engine.speculation import DEFAULT_WINDOW, Drafter
 from slime.engine.step_output import Flight, StepOutput
 from slime.engine.text import TextCodec, load_codec
 from slime.engine.weights import WeightStore
@@ -53,6 +54,7 @@ class Engine:
             max_pages_per_request=self.sizes.max_pages_per_request,
             chunk_size=self.sizes.chunk_size,
             use_prefix_cache=not args.disable_radix_cache,
+            drafter=_make_drafter(args),
         )
         self.runner.prepare(self.sizes.num_pages, self.scheduler)
         self.weights = WeightStore(self.runner.model)
@@ -158,7 +160,9 @@ class Engine:
             self._flights.append(flight)
             self.scheduler.complete(step)
             self.num_steps += 1
-            self._settle(keep=0 if flight.immediate else 1)
+            # A draft is made from the whole text, so nothing may be pending then.
+            wait = flight.immediate or self.scheduler.drafter is not None
+            self._settle(keep=0 if wait else 1)
         elif self._flights:
             self._settle()
         elif self.scheduler.has_requests:
@@ -290,12 +294,14 @@ class Engine:
         for request, log_prob in output.scored:
             request.input_log_probs.append(log_prob)
         self._fail_if_no_numbers(output)
-        updated: list[Request] = []
+        updated: dict[Request, None] = {}  # in order, each once
         version = self.weight_version
         for request, token, log_prob in zip(
             output.requests, output.tokens, output.log_probs, strict=True
         ):
             if request.finish is None:
+                if request.num_pending == 0:  # a draw behind a right guess
+                    self.scheduler.take_guess(request)
                 request.num_pending -= 1
                 request.append(token, log_prob, version)
                 if request.params.stop:
@@ -304,11 +310,11 @@ class Engine:
                 continue
             if request.finish is not None:
                 self._finish(request)
-                updated.append(request)
+                updated[request] = None
             elif request.stream:
-                updated.append(request)
+                updated[request] = None
         if updated:
-            self._on_update(updated)
+            self._on_update(list(updated))
 
     def _finish(self, request: Request) -> None:
         """What is known by its place in the cache is read before the place is given away."""
@@ -334,3 +340,9 @@ class Engine:
         for request in [*self.scheduler.running, *self.scheduler.waiting, *self._held]:
             request.finish = FinishReason(kind="abort", message=message, status_code=500)
             self._on_update([request])
+
+
+def _make_drafter(args: EngineArgs) -> Drafter | None:
+    if args.speculative_algorithm is None:
+        return None
+    return Drafter(args.speculative_num_draft_tokens or DEFAULT_WINDOW)

@@ -39,7 +39,9 @@ def _make_batch(
 ) -> ForwardBatch:
     ids, positions, request_rows = (np.zeros(num_rows, np.int64) for _ in range(3))
     for row, (work, position) in enumerate(chunk):
-        ids[row] = work.request.token_ids[position]
+        ids[row] = (
+            work.tokens[position - work.start] if work.draft else work.request.token_ids[position]
+        )
         positions[row] = position
         request_rows[row] = work.request.row
     real = np.arange(num_rows) < len(chunk)
@@ -47,8 +49,11 @@ def _make_batch(
     pages = table[np.arange(num_rows), positions // cache.page_size]
     slots = pages * cache.page_size + positions % cache.page_size
     samples = [
-        i for i, (work, p) in enumerate(chunk) if work.samples and p == work.start + work.count - 1
+        i
+        for i, (work, position) in enumerate(chunk)
+        if position >= work.start + work.count - work.num_draws
     ]
+    samples.sort(key=lambda i: chunk[i][1])
     scores = [i for i, (work, position) in enumerate(chunk) if wants_score(work, position)]
     scores.sort(key=lambda i: chunk[i][1])
     return ForwardBatch(
@@ -59,6 +64,7 @@ def _make_batch(
         ),
         sample_works=[chunk[i][0] for i in samples],
         sample_rows=np.array(samples, np.int64),
+        sample_positions=positions[samples] + 1,
         score_rows=np.array(scores, np.int64),
         score_works=[chunk[i][0] for i in scores],
     )

@@ -16,6 +16,7 @@ from slime.engine.loading import context_len, load_model
 from slime.engine.plain_runner import PlainRunner
 from slime.engine.routed_experts import RoutedExperts
 from slime.engine.scheduler import Scheduler, Step
+from slime.engine.speculation import GuessFlight
 from slime.engine.step_output import Flight
 from slime.utils.device import device_type
 from slime.utils.errors import UserError
@@ -65,7 +66,10 @@ class ModelRunner:
     def launch(self, step: Step) -> Flight:
         """Start one step: compute all its tokens and draw the next one where one is due."""
         assert self._steps is not None
-        return self._steps.launch(step)
+        flight = self._steps.launch(step)
+        if not step.guesses:
+            return flight
+        return GuessFlight(flight=flight, drafts={g.request: g.draft for g in step.guesses})
 
     def forget(self) -> None:
         """The cache or the weights are about to go away or to move."""

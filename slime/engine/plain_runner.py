@@ -66,7 +66,9 @@ class PlainRunner:
         if self._routed_experts is not None:
             self._routed_experts.keep(batch.plan)
         requests = [work.request for work in batch.sample_works]
-        draw = sample(logits[:num_samples], requests) if requests else Draw(tokens=[], log_probs=[])
+        draw = Draw(tokens=[], log_probs=[])
+        if requests:
+            draw = sample(logits[:num_samples], requests, batch.sample_positions)
         scored: list[tuple[Request, float]] = []
         if num_scores:
             positions = batch.positions.cpu().numpy()[batch.score_rows].tolist()

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 from slime.engine.request import FinishReason, Request
 from slime.engine.sampling_params import RequestError, SamplingParams, parse_sampling_params
+from slime.engine.speculation import Guesses
 from slime.engine.text import TextCodec
 
 # Top-level keys of SGLang's that ask for something this engine does not do. Keys it does not know
@@ -136,6 +137,8 @@ def make_reply(
         meta |= _log_probs(request, output_ids, codec if with_token_text else None)
     if request.routed_experts is not None:
         meta["routed_experts"] = request.routed_experts
+    if request.guesses is not None and request.guesses.num_proposed:
+        meta |= _guess_figures(request.guesses, len(output_ids))
     reply: dict[str, Any] = {"output_ids": output_ids, "meta_info": meta}
     return {"text": codec.decode(request), **reply} if codec.available else reply
 
@@ -157,6 +160,16 @@ def _log_probs(request: Request, output_ids: list[int], codec: TextCodec | None)
         "input_token_logprobs": prompt,
         "output_token_logprobs": triples(request.output_log_probs, output_ids),
         "output_token_logprobs_length": len(output_ids),
+    }
+
+
+def _guess_figures(guesses: Guesses, num_output: int) -> dict[str, Any]:
+    return {
+        "spec_accept_rate": guesses.num_correct / guesses.num_proposed,
+        "spec_accept_length": num_output / guesses.num_steps,
+        "spec_num_correct_drafts": guesses.num_correct,
+        "spec_num_proposed_drafts": guesses.num_proposed,
+        "spec_verify_ct": guesses.num_steps,
     }
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from slime.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from slime.engine.speculation import Guesses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,7 @@ class Request:
     num_retractions: int = 0
     row: int = -1  # row of the page table while running
     cache_epoch: int = -1  # which generation of the prefix cache the pages may go to
+    guesses: Guesses | None = None  # with speculative decoding, from the first step of decoding on
     # filled in step by step
     output_log_probs: list[float] = field(default_factory=list)
     input_log_probs: list[float] = field(default_factory=list)

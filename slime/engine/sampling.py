@@ -15,9 +15,13 @@ import torch
 from slime.engine.request import Request
 
 
-def sample(logits: torch.Tensor, requests: list[Request]) -> Draw:
-    """One token per row of `logits` [R, V], for the requests of the rows."""
-    positions = np.array([len(request.token_ids) for request in requests], np.int64)
+def sample(
+    logits: torch.Tensor, requests: list[Request], positions: np.ndarray | None = None
+) -> Draw:
+    """One token per row of `logits` [R, V], for the requests and positions of the rows; without
+    positions, the next one of every request."""
+    if positions is None:
+        positions = np.array([len(request.token_ids) for request in requests], np.int64)
     tokens, log_probs = SamplingRows(requests, logits.device).draw(logits, positions)
     return Draw(tokens=tokens.tolist(), log_probs=log_probs.tolist())
 

@@ -15,30 +15,48 @@ nobody comes or goes costs a few operations on arrays, however many requests run
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from slime.engine.page_pool import PagePool
 from slime.engine.radix_cache import RadixCache
 from slime.engine.request import Request
+from slime.engine.speculation import Drafter
 
 _EVICT_AT_LEAST = 32  # pages; looking for the oldest costs a walk over the tree
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Run tokens start..start+count of a request through the model, then sample if that is its last."""
+    """Run tokens start..start+count of a request through the model, then sample if that is its last.
+
+    The last of them may be a draft, guesses that are not in the request's text: then the token after
+    its newest one is sampled, and the one after each guess.
+    """
 
     request: Request
     start: int
     count: int
     samples: bool
+    draft: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        end = self.start + self.count - len(self.draft)
+        return self.request.token_ids[self.start : end] + self.draft
+
+    @property
+    def num_draws(self) -> int:
+        """How many of its last tokens a next one is sampled for."""
+        return 1 + len(self.draft) if self.samples else 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
     """One forward: the newest token of each decoding request, and pieces of prompts.
+
+    With speculative decoding the decoding requests are in `guesses`, with their drafts, and nowhere else.
 
     `decoding` and `rows` are the same objects from step to step until a request comes or goes.
     """
@@ -47,6 +65,7 @@ class Step:
     rows: np.ndarray  # their rows of the page table
     positions: np.ndarray  # where their newest token stands
     pieces: list[Work]
+    guesses: list[Work] = field(default_factory=list)
 
     @property
     def works(self) -> list[Work]:
@@ -55,10 +74,10 @@ class Step:
             Work(request=request, start=start, count=1, samples=True)
             for request, start in zip(self.decoding, self.positions.tolist(), strict=True)
         ]
-        return decoding + self.pieces
+        return decoding + self.guesses + self.pieces
 
     def __bool__(self) -> bool:
-        return bool(self.decoding or self.pieces)
+        return bool(self.decoding or self.pieces or self.guesses)
 
 
 class Scheduler:
@@ -70,8 +89,10 @@ class Scheduler:
         max_pages_per_request: int,
         chunk_size: int,
         use_prefix_cache: bool = True,
+        drafter: Drafter | None = None,
     ) -> None:
         self.pool = pool
+        self.drafter = drafter
         self.cache = RadixCache(pool)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
@@ -129,7 +150,10 @@ class Scheduler:
                 r for r, wanted in zip(decoding, unfinished.tolist(), strict=True) if wanted
             ]
             rows, lens = rows[unfinished], lens[unfinished]
-        return Step(decoding=decoding, rows=rows, positions=lens - 1, pieces=pieces)
+        if self.drafter is None:
+            return Step(decoding=decoding, rows=rows, positions=lens - 1, pieces=pieces)
+        guesses = [self._guess(request, self.drafter) for request in decoding]
+        return Step(decoding=[], rows=rows[:0], positions=lens[:0], pieces=pieces, guesses=guesses)
 
     def complete(self, step: Step) -> None:
         """The tokens of this step are in the cache now and the next ones drawn, though not known yet;
@@ -139,6 +163,8 @@ class Scheduler:
         for request in step.decoding:
             request.num_computed += 1
             request.num_pending += 1
+        for guess in step.guesses:
+            self._take_draw(guess.request)
         for piece in step.pieces:
             request = piece.request
             request.num_computed = piece.start + piece.count
@@ -149,6 +175,10 @@ class Scheduler:
                 self._lens[request.row] += 1
                 self._prompts.remove(request)
                 self._stale = True
+
+    def take_guess(self, request: Request) -> None:
+        """Its newest token was guessed: it is in the cache already, and the next one is drawn."""
+        self._take_draw(request)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is, and keep what it computed for others."""
@@ -191,6 +221,22 @@ class Scheduler:
                 budget -= count
                 pieces.append(_piece(request, count))
         return pieces, budget
+
+    def _guess(self, request: Request, drafter: Drafter) -> Work:
+        """The newest token and a draft, as long as there is room for it without pushing anyone out."""
+        length = int(self._lens[request.row])
+        spare = self.pool.num_available - len(self.running)
+        room = (len(request.pages) + max(spare, 0)) * self.pool.page_size
+        most = min(int(self._limits[request.row]) - 1, room) - length
+        draft = drafter.draft(request, most)
+        self._make_room(request, length + len(draft))
+        count = 1 + len(draft)
+        return Work(request=request, start=length - 1, count=count, samples=True, draft=draft)
+
+    def _take_draw(self, request: Request) -> None:
+        self._lens[request.row] += 1
+        request.num_computed += 1
+        request.num_pending += 1
 
     def _admit(self, pieces: list[Work], budget: int) -> None:
         if not (self.waiting and self._free_rows):

@@ -37,9 +37,10 @@ class CpuRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Landed:
-        layout = lay_out(step.pieces)
-        if layout.drawn:
-            note_settings(self._settings, layout.drawn)
+        layout = lay_out(step.guesses + step.pieces)
+        starting = [piece.request for piece in step.pieces if piece.samples]
+        if starting:
+            note_settings(self._settings, starting)
         num_decoding = len(step.decoding)
         rows = torch.from_numpy(np.concatenate([step.rows.astype(np.int32), layout.rows]))
         positions = torch.from_numpy(
@@ -48,10 +49,10 @@ class CpuRunner:
         ids = torch.from_numpy(layout.ids)
         if num_decoding:
             newest = self._settings.last_tokens.index_select(0, rows[:num_decoding])
-            ids = torch.cat([newest, ids]) if step.pieces else newest
+            ids = torch.cat([newest, ids]) if len(ids) else newest
         tokens = Tokens(ids=ids, positions=positions, rows=rows)
         outputs = None
-        if step.pieces:
+        if len(layout.ids):
             at = [layout.drawn_at + num_decoding, layout.scored_at + num_decoding]
             outputs = torch.from_numpy(np.concatenate([np.arange(num_decoding), *at]))
         logits = self._forward(tokens, outputs)
@@ -82,6 +83,7 @@ class CpuRunner:
                 rows[:count],
                 positions[:count],
                 self._settings,
+                positions[:count].numpy(),
             )
             output.tokens, output.log_probs = tokens.tolist(), log_probs.tolist()
         if layout.scored:

@@ -57,17 +57,19 @@ class CudaRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> CudaFlight:
         self._send_pages()
-        layout = lay_out(step.pieces)
-        if layout.drawn:
-            note_settings(self._settings, layout.drawn)
+        starting = [piece.request for piece in step.pieces if piece.samples]
+        if starting:
+            note_settings(self._settings, starting)
         flight = CudaFlight()
         if self._deterministic:
-            self._run_fixed(step, layout, flight)
+            self._run_fixed(step, lay_out(step.guesses + step.pieces), flight)
         else:
             if step.decoding:
                 self._decode(step, flight)
+            if step.guesses:
+                self._verify(lay_out(step.guesses), flight)
             if step.pieces:
-                self._prefill(layout, flight)
+                self._prefill(lay_out(step.pieces), flight)
         flight.take_off()
         return flight
 
@@ -83,9 +85,32 @@ class CudaRunner:
         inputs[2, :count] = step.positions
         outputs = self._graphs.run(_pinned(inputs))
         special = draw_special(
-            outputs.logits, step.decoding, outputs.tokens, outputs.log_probs, self._settings
+            outputs.logits,
+            step.decoding,
+            outputs.tokens,
+            outputs.log_probs,
+            self._settings,
+            step.positions,
         )
         flight.add(step.decoding, outputs.tokens[:count], outputs.log_probs[:count], special)
+
+    def _verify(self, layout: Layout, flight: CudaFlight) -> None:
+        """Newest tokens and drafts, a row each: every one of them has a token drawn after it."""
+        most = len(self._scheduler.page_table) - 1
+        for first in range(0, len(layout.ids), most):
+            part = slice(first, first + most)
+            requests, positions = layout.drawn[part], layout.positions[part]
+            count = len(requests)
+            inputs = self._rows_input(self._graphs.padded(count))
+            inputs[0, :count] = layout.ids[part]
+            inputs[1, :count] = inputs[3, :count] = layout.rows[part]
+            inputs[2, :count] = positions
+            outputs = self._graphs.run(_pinned(inputs))
+            tokens, log_probs = outputs.tokens[:count], outputs.log_probs[:count]
+            special = draw_special(
+                outputs.logits, requests, tokens, log_probs, self._settings, positions
+            )
+            flight.add(requests, tokens, log_probs, special)
 
     def _prefill(self, layout: Layout, flight: CudaFlight) -> None:
         tiles = _tiles(layout.counts)
@@ -108,7 +133,13 @@ class CudaRunner:
         count = len(layout.drawn)
         if count:
             drawn = draw_all(
-                self._kernels, logits[:count], layout.drawn, of[:count], at[:count], self._settings
+                self._kernels,
+                logits[:count],
+                layout.drawn,
+                of[:count],
+                at[:count],
+                self._settings,
+                layout.positions[layout.drawn_at],
             )
             flight.add(layout.drawn, *drawn)
         if layout.scored:
@@ -134,7 +165,7 @@ class CudaRunner:
             inside = np.flatnonzero((drawn_at >= first) & (drawn_at < first + _FIXED_ROWS))
             if len(inside):
                 at = drawn_at[inside] - first
-                self._take_drawn(outputs, [requests[i] for i in inside], at, flight)
+                self._take_drawn(outputs, [requests[i] for i in inside], at, chunk[2, at], flight)
             inside = np.flatnonzero((scored_at >= first) & (scored_at < first + _FIXED_ROWS))
             if len(inside):
                 at = torch.from_numpy(scored_at[inside] - first).to(self._cache.device)
@@ -143,13 +174,18 @@ class CudaRunner:
                 flight.scored += score(outputs.logits[at], owners, positions)
 
     def _take_drawn(
-        self, outputs: RowOutputs, requests: list[Request], at: np.ndarray, flight: CudaFlight
+        self,
+        outputs: RowOutputs,
+        requests: list[Request],
+        at: np.ndarray,
+        positions: np.ndarray,
+        flight: CudaFlight,
     ) -> None:
         index = torch.from_numpy(at).to(self._cache.device)
         logits, tokens, log_probs = (
             x[index] for x in (outputs.logits, outputs.tokens, outputs.log_probs)
         )
-        special = draw_special(logits, requests, tokens, log_probs, self._settings)
+        special = draw_special(logits, requests, tokens, log_probs, self._settings, positions)
         flight.add(requests, tokens, log_probs, special)
 
     def _forward_rows(self, inputs: torch.Tensor) -> RowOutputs:

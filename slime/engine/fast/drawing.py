@@ -39,6 +39,7 @@ def draw_special(
     tokens: torch.Tensor,  # [R], written to
     log_probs: torch.Tensor,
     settings: DrawSettings,
+    positions: np.ndarray,  # [R], of the tokens before those to draw
 ) -> bool:
     """Draw again for special requests; whether there were any."""
     special = [i for i, request in enumerate(requests) if request.params.special]
@@ -46,8 +47,8 @@ def draw_special(
         return False
     chosen = [requests[i] for i in special]
     index = torch.tensor(special, device=logits.device)
-    positions = np.array([len(request.token_ids) for request in chosen], np.int64)
-    drawn, values = SamplingRows(chosen, logits.device).draw(logits[index], positions)
+    following = positions[special].astype(np.int64) + 1
+    drawn, values = SamplingRows(chosen, logits.device).draw(logits[index], following)
     tokens[index] = drawn.to(tokens.dtype)
     log_probs[index] = values
     rows = torch.tensor([request.row for request in chosen], device=logits.device)
@@ -62,8 +63,9 @@ def draw_all(
     rows: torch.Tensor,
     positions: torch.Tensor,
     settings: DrawSettings,
+    host_positions: np.ndarray,  # `positions`, on the host
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Tokens, log-probs, and whether any request was special."""
     tokens, log_probs = kernels.draw(logits, rows, positions, settings)
-    special = draw_special(logits, requests, tokens, log_probs, settings)
+    special = draw_special(logits, requests, tokens, log_probs, settings, host_positions)
     return tokens, log_probs, special

@@ -13,7 +13,7 @@ from slime.engine.scheduler import Work
 
 @dataclass(kw_only=True, eq=False)
 class Layout:
-    """T tokens of pieces of prompts, end to end.
+    """T tokens of pieces of prompts and of guesses, end to end.
 
     Tokens 0..3 of a request in row 7 whose prompt they end, no log-probs of the prompt wanted::
 
@@ -39,11 +39,10 @@ def lay_out(pieces: list[Work]) -> Layout:
     scored_at: list[int] = []
     for piece in pieces:
         request, first, end = piece.request, len(ids), piece.start + piece.count
-        ids += request.token_ids[piece.start : end]
+        ids += piece.tokens
         positions.append(np.arange(piece.start, end, dtype=np.int32))
-        if piece.samples:
-            drawn.append(request)
-            drawn_at.append(len(ids) - 1)
+        drawn += [request] * piece.num_draws
+        drawn_at += range(len(ids) - piece.num_draws, len(ids))
         if request.logprob_start_len >= 0 and request.num_output == 0:
             wanted = [p for p in range(piece.start, end) if wants_score(piece, p)]
             scored += [request] * len(wanted)

@@ -118,6 +118,12 @@ def check_engine(draft: Draft) -> None:
                 f"{flag.option} is not supported by the embedded engine: leave it out, or use "
                 "--rollout-engine sglang"
             )
+    algorithm = draft["sglang_speculative_algorithm"]
+    if algorithm and algorithm.upper() != "NGRAM":
+        raise ConfigError(
+            f"--sglang-speculative-algorithm {algorithm}: the embedded engine guesses by prompt lookup "
+            "alone: write NGRAM, or use --rollout-engine sglang"
+        )
     if draft["rollout_num_gpus_per_engine"] > 1:
         raise ConfigError(
             f"--rollout-num-gpus-per-engine {draft['rollout_num_gpus_per_engine']}: the embedded engine "

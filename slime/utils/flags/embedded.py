@@ -33,6 +33,8 @@ HONOURED = frozenset(
         "random_seed",
         "served_model_name",
         "skip_tokenizer_init",
+        "speculative_algorithm",
+        "speculative_num_draft_tokens",
         "tokenizer_path",
         "tp_size",
         "trust_remote_code",
