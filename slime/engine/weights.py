@@ -15,7 +15,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from slime.engine.sampling_params import RequestError
-from slime.utils.checksum import format_checksum, tensor_checksum
+from slime.utils.checksum import format_checksum, tensor_checksums
 from slime.utils.hf_views import hf_views, module_weights
 from slime.utils.ipc import import_buffer
 from slime.utils.process_group import destroy_side_group, init_side_group
@@ -42,6 +42,7 @@ class WeightStore:
         self._model = model
         self._model_type: str = model.config.model_type
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._kept: tuple[int, dict[str, torch.Tensor]] | None = None  # views, and where they look
         self.session_open = False
 
     def begin_session(self) -> None:
@@ -55,6 +56,7 @@ class WeightStore:
         if not self.session_open:
             raise RequestError("end_weight_update() without begin_weight_update()")
         self.session_open = False
+        self._kept = None
 
     def require_session(self, route: str) -> None:
         if not self.session_open:
@@ -131,7 +133,8 @@ class WeightStore:
             views[meta.name].copy_(tensor)
 
     def checksums(self) -> dict[str, str]:
-        return {name: format_checksum(tensor_checksum(name, view)) for name, view in self._named()}
+        sums = tensor_checksums(self._named())
+        return {name: format_checksum(value) for name, value in sums.items()}
 
     def _copy_from(self, buffer: torch.Tensor, metas: list[TensorMeta]) -> None:
         views = self._views()
@@ -149,8 +152,17 @@ class WeightStore:
         return list(hf_views(module_weights(self._model), model_type=self._model_type))
 
     def _views(self) -> dict[str, torch.Tensor]:
-        """As `_named`, and the second name of a tied weight (lm_head) too."""
-        return dict(hf_views(self._model.state_dict().items(), model_type=self._model_type))
+        """As `_named`, and the second name of a tied weight (lm_head) too.
+
+        Kept during a session: going through all modules takes longer than copying a bucket.
+        """
+        address = next(self._model.parameters()).data_ptr()  # weights that were moved, moved together
+        if self._kept is not None and self._kept[0] == address:
+            return self._kept[1]
+        views = dict(hf_views(self._model.state_dict().items(), model_type=self._model_type))
+        if self.session_open:
+            self._kept = (address, views)
+        return views
 
     def _check_metas(self, metas: Iterable[TensorMeta]) -> None:
         views = self._views()
