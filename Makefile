@@ -7,7 +7,7 @@ PINS := pyproject.toml constraints.txt tools/install.sh
 CHECKED := slime tests tools benchmarks examples train.py train_async.py
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-sglang check format venv clean
+.PHONY: help quickstart test test-sglang test-cluster check format venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -22,6 +22,9 @@ test-sglang: $(VENV)/.installed-dev  ## both engines by one suite, and runs thro
 	tools/sglang_cpu_env.sh
 	SLIME_SGLANG_PYTHON=$(CURDIR)/build/sglang-cpu/bin/python \
 	  $(BIN)/python -m pytest $(or $(ARGS),tests/conformance tests/sglang)
+
+test-cluster: $(VENV)/.installed-dev  ## runs over three hosts, which are network namespaces; needs root
+	SLIME_TEST_CLUSTER=1 $(BIN)/python -m pytest $(or $(ARGS),tests/cluster)
 
 check: $(VENV)/.installed-dev  ## formatting, lint and types
 	$(BIN)/ruff format --check $(wildcard $(CHECKED))

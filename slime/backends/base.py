@@ -113,7 +113,7 @@ class TrainRayActor(ABC):
 
     def get_master_address(self) -> tuple[str, int]:
         """On rank 0: where the ranks meet."""
-        return self._rendezvous.serve(several_nodes=self.args.actor_num_nodes > 1)
+        return self._rendezvous.serve()
 
     def set_master(self, address: str, port: int) -> None:
         self._rendezvous.set_master(address, port)

@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from slime.backends.addresses import choose_interface, own_host
 from slime.utils.device import collective_backend, current_device, device_type
-from slime.utils.env import read_env
 from slime.utils.process_group import serve_store
 
 
@@ -19,9 +19,9 @@ class Rendezvous:
         self._master = master
         self._store: dist.Store | None = None
 
-    def serve(self, *, several_nodes: bool) -> tuple[str, int]:
+    def serve(self) -> tuple[str, int]:
         """Where the store listens from now on; nobody can take the port in between."""
-        host = read_env().host_ip or (_node_address() if several_nodes else "127.0.0.1")
+        host = own_host()
         self._store, init_method = serve_store(host, self._world_size)
         return host, int(init_method.rsplit(":", 1)[1])
 
@@ -32,6 +32,7 @@ class Rendezvous:
         """Form the default group; one that exists already is taken as it is."""
         if dist.is_initialized():
             return
+        choose_interface()
         if self._store is None:
             self._store = dist.HashStore() if self._world_size == 1 else self._connect(timeout)
         cuda = device_type() == "cuda"
@@ -48,9 +49,3 @@ class Rendezvous:
     def _connect(self, timeout: timedelta) -> dist.Store:
         assert self._master is not None, "set_master comes before join"
         return dist.TCPStore(*self._master, self._world_size, is_master=False, timeout=timeout)
-
-
-def _node_address() -> str:
-    import ray
-
-    return ray.util.get_node_ip_address()

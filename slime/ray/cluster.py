@@ -6,6 +6,7 @@ import os
 import sys
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.utils.env import read_env
 
@@ -33,9 +34,9 @@ def connect() -> bool:
     return True
 
 
-def actor_env(*, processes_here: int, token: str) -> dict[str, str]:
+def actor_env(processes: int, *, token: str, several_nodes: bool) -> dict[str, str]:
     """Environment of an actor: threads, the run's token, importable hooks."""
-    threads = read_env().omp_num_threads or max(1, (os.cpu_count() or 1) // processes_here)
+    threads = read_env().omp_num_threads or max(1, (os.cpu_count() or 1) // max(1, processes))
     paths = [os.getcwd(), *sys.path[:1], read_env().python_path]
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -45,8 +46,15 @@ def actor_env(*, processes_here: int, token: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TQDM_DISABLE": "1",  # bars of libraries; progress is the display's business
         "SLIME_ENGINE_TOKEN": token,
+        "SLIME_SEVERAL_NODES": "1" if several_nodes else "0",
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(p for p in paths if p)),
     }
+
+
+def beside_driver() -> NodeAffinitySchedulingStrategy:
+    """Puts an actor on the node of this process."""
+    node = ray.get_runtime_context().get_node_id()
+    return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def _object_store_bytes() -> int:

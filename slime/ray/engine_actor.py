@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import sys
 import time
 from pathlib import Path
 
 import ray
 
+from slime.backends.addresses import choose_interface, own_host
 from slime.backends.sglang_utils.command import Node, cpu_env, server_command
 from slime.backends.sglang_utils.ports import Ports, find_ports, says_port_taken
 from slime.backends.sglang_utils.process import ServerProcess
@@ -40,6 +40,7 @@ class EngineActor:
     def __init__(self, args: Args, index: int, rank: int = 0, count: int = 1):
         self.args, self.index = args, index
         self.node = Node(host=own_host(), rank=rank, count=count)
+        choose_interface()  # for the server too, which inherits it
         self.process: ServerProcess | None = None
         logs = Path(args.run_dir) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -167,21 +168,3 @@ def engine_command(args: Args, *, host: str, port_file: Path) -> list[str]:
     if "--random-seed" not in command:
         command += ["--random-seed", str(args.rollout_seed)]
     return command
-
-
-def own_host() -> str:
-    """The address of this node: loopback unless the cluster has others."""
-    given = read_env().host_ip
-    if given and _is_here(given):
-        return given
-    several = sum(node["Alive"] for node in ray.nodes()) > 1
-    return ray.util.get_node_ip_address() if several else "127.0.0.1"
-
-
-def _is_here(host: str) -> bool:
-    """SLIME_HOST_IP may have come with the job, from another node."""
-    try:
-        socket.create_server((host, 0)).close()
-    except OSError:
-        return False
-    return True

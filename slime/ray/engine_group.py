@@ -7,9 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from slime.backends.addresses import own_host
 from slime.backends.sglang_utils.flush import flush_until_idle
 from slime.backends.sglang_utils.router import Router, make_router
-from slime.ray.engine_actor import own_host
 from slime.ray.engine_handle import EngineHandle
 from slime.ray.external_group import ExternalGroup
 from slime.ray.health import failed_engines

@@ -7,23 +7,27 @@ colocated, 2 ranks, 2 engines                  bundle  0  1
                                                trainer 0  1
                                                engine  0  1
 
-The critic of PPO has one process on each device of the trainer.
+The critic of PPO has one process on each device of the trainer. Nodes without a GPU have slots without
+end, so there the trainer's nodes are named one by one and engines get the others, see cpu_nodes.py.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime.ray.cpu_nodes import Node, alive_nodes, node_of_bundle
 from slime.utils.arguments import Args
 from slime.utils.errors import ConfigError
 
 # A slot is a process, not a core: any layout can be rehearsed on a laptop.
 _CPU_SLOT = 0.01
 _GPU_SHARES = {"actor": 0.4, "critic": 0.25, "engine": 0.3}  # of one GPU when several sit on it
+_ON_NODE = 0.0001  # of the resource every node has one of
 _READY_TIMEOUT_S = 600
 
 
@@ -35,6 +39,7 @@ class Layout:
     trainer: list[int]
     engines: list[list[int]]
     with_critic: bool = False
+    trainer_nodes: int = 1
 
 
 def plan_layout(
@@ -59,6 +64,7 @@ def plan_layout(
         trainer=list(range(train)),
         engines=engines,
         with_critic=with_critic and with_trainer,
+        trainer_nodes=args.actor_num_nodes if with_trainer else 1,
     )
 
 
@@ -73,12 +79,11 @@ class Placement:
         self.layout = layout
         self.on_gpu = ray.cluster_resources().get("GPU", 0) > 0
         self._check_capacity()
-        bundle = {"CPU": _CPU_SLOT, **({"GPU": 1} if self.on_gpu else {})}
-        self.group: PlacementGroup = placement_group([bundle] * layout.num_bundles, strategy="PACK")
+        self.group: PlacementGroup = placement_group(self._bundles(), strategy="PACK")
         ray.get(self.group.ready(), timeout=_READY_TIMEOUT_S)
-        nodes = placement_group_table(self.group)["bundles_to_node_id"]
-        # Ranks of one node must be neighbours, whatever order Ray filled the nodes in.
-        self._order = sorted(range(layout.num_bundles), key=lambda i: (nodes[i], i))
+        self._order, nodes = self._numbered()
+        self.hosts = [node.address for node in nodes]  # by bundle
+        self.several_nodes = len({node.id for node in nodes} | {_driver_node()}) > 1
 
     def options(self, bundle: int, *, role: str) -> dict:
         """Ray options that put an actor of `role` on a bundle."""
@@ -99,6 +104,32 @@ class Placement:
         """Give the devices back to the cluster."""
         ray.util.remove_placement_group(self.group)
 
+    def _bundles(self) -> list[dict[str, float]]:
+        bundle: dict[str, float] = {"CPU": _CPU_SLOT}
+        if self.on_gpu:
+            return [{**bundle, "GPU": 1}] * self.layout.num_bundles
+        if self.layout.trainer_nodes == 1:
+            return [bundle] * self.layout.num_bundles
+        return [
+            {**bundle, f"node:{node.address}": _ON_NODE}
+            for node in node_of_bundle(self.layout, alive_nodes(first=_driver_node()))
+        ]
+
+    def _numbered(self) -> tuple[list[int], list[Node]]:
+        """Ray's number of each of our bundles, and its node.
+
+        Ranks of one node must be neighbours, whatever order Ray filled the nodes in; the fullest nodes
+        come first, for the trainer needs whole ones.
+        """
+        table = placement_group_table(self.group)["bundles_to_node_id"]
+        nodes = {node.id: node for node in alive_nodes(first=_driver_node())}
+        place = {node: number for number, node in enumerate(nodes)}
+        filled = Counter(table.values())
+        order = list(range(self.layout.num_bundles))
+        if self.on_gpu:
+            order.sort(key=lambda i: (-filled[table[i]], place[table[i]], i))
+        return order, [nodes[table[i]] for i in order]
+
     def _check_capacity(self) -> None:
         if not self.on_gpu:
             return
@@ -110,3 +141,7 @@ class Placement:
                 f"{sum(map(len, self.layout.engines))} for rollout), the Ray cluster has {have}; "
                 "lower --actor-num-gpus-per-node / --rollout-num-gpus, or add --colocate"
             )
+
+
+def _driver_node() -> str:
+    return ray.get_runtime_context().get_node_id()

@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 from slime.ray.engine_group import make_engine_group
+from slime.ray.cluster import beside_driver
 from slime.ray.probe_check import check_probe
 from slime.ray.recorder import Recorder
 from slime.ray.remote import Remote
@@ -39,7 +40,12 @@ class RolloutGroup:
         self.never_stops = False  # whether the rollout function generates between rollouts too
         self._last_begun: int | None = None
         self._generating: Any = None  # the reference of a rollout that was begun
-        options = {"num_cpus": 0, "max_concurrency": _THREADS, "runtime_env": {"env_vars": env}}
+        options = {
+            "num_cpus": 0,
+            "max_concurrency": _THREADS,
+            "runtime_env": {"env_vars": env},
+            "scheduling_strategy": beside_driver(),  # where the run folder is for certain
+        }
         path = "slime.ray.rollout.RolloutManager"
         self._manager = Remote(options, path, args, token)
 

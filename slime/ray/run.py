@@ -25,7 +25,7 @@ from slime.rollout.evaluation import eval_format
 from slime.rollout.hooks import check_hooks
 from slime.utils.arguments import Args
 from slime.utils.data import check_prompts
-from slime.utils.env import read_env
+from slime.utils.env import read_env, set_env
 from slime.utils.load_function import load_function
 from slime.utils.logging import setup_logging
 from slime.utils.run_folder import open_run_folder
@@ -153,8 +153,10 @@ class Run:
         token = secrets.token_hex(16)
         if args.rollout_external:  # their owner's
             token = read_env().engine_token or ""
-        engine_env = actor_env(processes_here=max(1, len(layout.engines)), token=token)
-        train_env = actor_env(processes_here=max(1, len(layout.trainer)), token=token)
+        several = placement.several_nodes
+        set_env(SLIME_SEVERAL_NODES="1" if several else "0")  # the router runs in this process's care
+        engine_env = actor_env(len(layout.engines), token=token, several_nodes=several)
+        train_env = actor_env(len(layout.trainer), token=token, several_nodes=several)
         self.rollout = RolloutGroup(
             args,
             engine_options=[

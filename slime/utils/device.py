@@ -5,10 +5,17 @@ Torch is imported where it is used: processes that only place others start witho
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from slime.utils.env import read_env
 
 if TYPE_CHECKING:
     import torch
+
+_chosen: torch.device | None = None
 
 
 def device_type() -> str:
@@ -20,9 +27,22 @@ def device_type() -> str:
 def current_device() -> torch.device:
     import torch
 
+    if _chosen is not None:
+        return _chosen
     if device_type() == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+@contextmanager
+def use_device(device: torch.device) -> Iterator[None]:
+    """Inside, `current_device` is this one: models are built on the meta device to be counted."""
+    global _chosen
+    before, _chosen = _chosen, device
+    try:
+        yield
+    finally:
+        _chosen = before
 
 
 def device_id() -> str:
@@ -31,7 +51,12 @@ def device_id() -> str:
 
     if device_type() == "cuda":
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    return "cpu"
+    return f"cpu-{_boot_id()}" if read_env().several_nodes else "cpu"
+
+
+def _boot_id() -> str:
+    """Names a running kernel, whatever its containers call themselves."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def collective_backend() -> str:

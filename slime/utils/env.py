@@ -9,6 +9,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class Env:
     host_ip: str | None  # SLIME_HOST_IP: address other nodes reach this one at
+    several_nodes: bool  # SLIME_SEVERAL_NODES=1, set by the run: its processes sit on several nodes
     engine_token: str | None  # SLIME_ENGINE_TOKEN: the run's token for control routes
     sglang_python: str | None  # SLIME_SGLANG_PYTHON: interpreter of an environment with SGLang
     ray_address: str | None  # RAY_ADDRESS: a cluster that is already running
@@ -23,6 +24,7 @@ def read_env() -> Env:
     get = os.environ.get
     return Env(
         host_ip=get("SLIME_HOST_IP"),
+        several_nodes=get("SLIME_SEVERAL_NODES") == "1",
         engine_token=get("SLIME_ENGINE_TOKEN"),
         sglang_python=get("SLIME_SGLANG_PYTHON"),
         ray_address=get("RAY_ADDRESS"),

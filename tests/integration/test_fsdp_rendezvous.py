@@ -15,7 +15,7 @@ from slime.backends.rendezvous import Rendezvous
 def _rank(rank: int, driver: Connection) -> None:
     rendezvous = Rendezvous(rank, 2)
     if rank == 0:
-        driver.send(rendezvous.serve(several_nodes=False))
+        driver.send(rendezvous.serve())
     rendezvous.set_master(*driver.recv())
     rendezvous.join(timedelta(seconds=60))
     value = torch.tensor([float(10**rank)])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from slime.backends.addresses import own_host
 from slime.backends.sglang_utils.layout import ServedSums
 from slime.backends.weight_sync.disk import DiskTransport
 from slime.backends.weight_sync.distributed import DistributedTransport
@@ -204,7 +205,7 @@ class WeightSync:
 
 
 def serving_rank(engine: EngineInfo, rank_devices: list[str]) -> int:
-    """The first trainer rank on a device of the engine; on CPUs, where all share one, rank 0."""
+    """The first trainer rank on a device of the engine; on CPUs the first one of its node."""
     for rank, device in enumerate(rank_devices):
         if device in engine.device_ids:
             return rank
@@ -220,8 +221,7 @@ def _make_transport(args: Args) -> WeightTransport:
         return (SGLangTensorTransport if sglang else TensorTransport)(current_device())
     if args.update_weight_transport == "disk":
         return DiskTransport(args.update_weight_disk_dir, args.hf_checkpoint)
-    host = read_env().host_ip or "127.0.0.1"
-    return DistributedTransport(host=host, backend=collective_backend())
+    return DistributedTransport(host=own_host(), backend=collective_backend())
 
 
 def _fp8_format(args: Args) -> Fp8Format | None:
