@@ -4,13 +4,8 @@ start_head() {
     is_here "$MASTER_ADDR" || refuse "MASTER_ADDR $MASTER_ADDR is no address of this machine ($(uname -n)): run this on that machine, or correct it"
     ! answers "$MASTER_ADDR" "$RAY_PORT" || refuse "port $RAY_PORT of $MASTER_ADDR is taken, by a Ray head that runs already: submit to it with RAY_ADDRESS=http://$MASTER_ADDR:$DASHBOARD_PORT, or end it with: ray stop"
     ! answers "$MASTER_ADDR" "$DASHBOARD_PORT" || refuse "port $DASHBOARD_PORT of $MASTER_ADDR is taken: choose another one for the dashboard with DASHBOARD_PORT"
-    local words=(ray start --head --block --disable-usage-stats)
-    words+=(--node-ip-address "$MASTER_ADDR" --port "$RAY_PORT")
-    words+=(--include-dashboard=true --dashboard-host="$DASHBOARD_HOST" --dashboard-port="$DASHBOARD_PORT")
-    ((RAY_GPUS == 0)) || words+=(--num-gpus "$RAY_GPUS")
-    # A stopped job has time to save its checkpoint.
-    RAY_JOB_STOP_WAIT_TIME_S=${RAY_JOB_STOP_WAIT_TIME_S:-600} \
-        "${words[@]}" ${RAY_START_ARGS:-} >"$LAUNCH_DIR/ray-head.log" 2>&1 </dev/null &
+    ray_start_words head "$MASTER_ADDR"
+    "${WORDS[@]}" >"$LAUNCH_DIR/ray-head.log" 2>&1 </dev/null &
     HEAD_PID=$!
     wait_for_head
     RAY_ADDRESS=http://$MASTER_ADDR:$DASHBOARD_PORT

@@ -10,7 +10,7 @@
 # RAY_PORT DASHBOARD_PORT DASHBOARD_HOST RUNTIME_ENV_VARS SKIP_PLAN; see docs/scaling.md.
 LIB_DIR=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)
 ROOT=$(cd -- "$LIB_DIR/../.." && pwd)
-for part in say network nccl token head workers submit; do source "$LIB_DIR/$part.sh"; done
+for part in say network nccl token ray_start head workers submit; do source "$LIB_DIR/$part.sh"; done
 
 settings() {  # defaults of a script: nodes, GPUs of each
     NUM_NODES=${NUM_NODES:-$1}

@@ -25,10 +25,8 @@ join() {
     ! has_address "$HOST" || SLIME_HOST_IP=$HOST
     printf '%s' "$TOKEN" >"$state.token"
     export RAY_AUTH_TOKEN_PATH=$state.token
-    local words=(ray start --block --disable-usage-stats "--address=$MASTER_ADDR:$RAY_PORT")
-    words+=(--node-ip-address "$SLIME_HOST_IP")
-    ((RAY_GPUS == 0)) || words+=(--num-gpus "$RAY_GPUS")
-    setsid nohup "${words[@]}" ${RAY_START_ARGS:-} >"$state.log" 2>&1 </dev/null &
+    ray_start_words worker "$SLIME_HOST_IP"
+    setsid nohup "${WORDS[@]}" >"$state.log" 2>&1 </dev/null &
     echo $! >"$state.pid"
     until grep -q "Ray runtime started" "$state.log"; do
         kill -0 "$(<"$state.pid")" 2>/dev/null || {

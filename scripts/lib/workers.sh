@@ -49,7 +49,7 @@ worker_program() {
         printf 'export %s=%q\n' "$name" "${!name:-}"
     done
     printf 'HOST=%q TASK=%q TOKEN=%q RAY_FOLDER=%q\n' "$1" "$2" "$(read_token)" "$(dirname "$(command -v ray)")"
-    cat "$LIB_DIR/say.sh" "$LIB_DIR/network.sh" "$LIB_DIR/worker.sh"
+    cat "$LIB_DIR"/{say,network,ray_start,worker}.sh
 }
 
 own_choices() {  # interfaces the user named hold for every node
