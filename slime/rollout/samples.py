@@ -11,10 +11,7 @@ _TRACEBACK_LINES = 6
 
 def clone_sample(sample: Sample) -> Sample:
     """A copy with lists and dictionaries of its own."""
-    clone = object.__new__(type(sample))
-    for name, value in sample.__dict__.items():
-        clone.__dict__[name] = value.copy() if isinstance(value, (list, dict)) else value
-    return clone
+    return sample.clone()
 
 
 def clone_group(group: Group) -> Group:

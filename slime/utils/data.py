@@ -77,7 +77,7 @@ class PromptDataset:
                 raise ConfigError(
                     f"{self._format.data_flag}: the prompt of row {row + 1} has no tokens"
                 )
-        return replace(template, tokens=list(template.tokens), metadata=dict(template.metadata))
+        return template.clone()
 
 
 def load_prompts(
