@@ -7,10 +7,13 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+SILENCE = 0  # in place of a status: no answer at all
+
 
 class FakeService:
     def __init__(self, statuses: list[int], reply: Any) -> None:
         self.bodies: list[Any] = []
+        self.ended = threading.Event()
         service = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -18,9 +21,12 @@ class FakeService:
                 length = int(self.headers["Content-Length"])
                 service.bodies.append(json.loads(self.rfile.read(length)))
                 status = statuses[min(len(service.bodies), len(statuses)) - 1]
+                if status == SILENCE:
+                    service.ended.wait(60)
+                    return
                 self.send_response(status)
                 self.end_headers()
-                self.wfile.write(json.dumps(reply).encode())
+                self.wfile.write(reply if isinstance(reply, bytes) else json.dumps(reply).encode())
 
             def log_message(self, *args: object) -> None:
                 pass
@@ -33,5 +39,6 @@ class FakeService:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.ended.set()
         self._server.shutdown()
         self._server.server_close()

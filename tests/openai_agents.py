@@ -84,6 +84,13 @@ def questioning_agent(base_url, sample):
     ask(client, [*messages, {"role": "user", "content": "sure?"}], max_tokens=10)
 
 
+def careless_agent(base_url, sample):
+    try:
+        ask(make_client(base_url), [{"role": "user", "content": sample.prompt}])
+    except Exception as error:
+        seen.append(error)
+
+
 def breaking_agent(base_url, sample):
     raise RuntimeError("the agent broke")
 
@@ -102,3 +109,4 @@ streams = _recorded(streaming_agent)
 talks_on = _recorded(talking_agent)
 two_questions = _recorded(questioning_agent)
 breaks = _recorded(breaking_agent)
+does_not_care = _recorded(careless_agent)

@@ -19,6 +19,7 @@ import ray
 from slime.ray.debug_data import load_debug_samples, save_debug_samples
 from slime.ray.sample_rows import batch_rows, sample_row
 from slime.ray.train_data import samples_to_batch, split_batch
+from slime.rollout import progress
 from slime.rollout.base_types import (
     DataSource,
     EvalLogFunction,
@@ -123,6 +124,10 @@ class RolloutManager:
         metrics = {**eval_metrics(self.args, output.data), **output.metrics}
         hook = self._hook("custom_eval_rollout_log_function_path", EvalLogFunction)
         return {} if hook and hook(rollout_id, self.args, output.data, metrics) else metrics
+
+    def silence(self) -> str | None:
+        """A line for the user if no sample has come for long."""
+        return progress.silence()
 
     # ---- checkpoint
 

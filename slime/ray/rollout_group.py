@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -17,6 +18,7 @@ from slime.utils.arguments import Args
 from slime.utils.reports import Probe
 from slime.utils.types import EngineInfo
 
+_ANSWER_S = 10.0  # for a question that is answered at once
 _THREADS = 4  # generate, and a save or a question meanwhile
 
 
@@ -81,7 +83,7 @@ class RolloutGroup:
 
     def eval(self, rollout_id: int) -> None:
         """Score the evaluation datasets with the weights after `rollout_id` (-1: before training)."""
-        if not self.has_engines or not self.args.eval_datasets:
+        if self.args.debug_train_only:  # which starts no engine
             return
         with self.recorder.phase("eval"), self.stop_signal.interruptible():
             self.recorder.add(self._watched(self._manager.call("eval", rollout_id)))
@@ -149,6 +151,9 @@ class RolloutGroup:
         first = wait + self.args.rollout_health_check_first_wait
         while not ray.wait([reference], timeout=first)[0]:
             first = wait
+            with suppress(ray.exceptions.GetTimeoutError):  # a hook holds the whole process
+                if silence := self._manager.get("silence", timeout=_ANSWER_S):
+                    self.recorder.message(silence)
             failed = self.replace_failed()
             if failed:
                 self.push_weights(self._engines.unsynced)

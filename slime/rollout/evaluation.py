@@ -15,9 +15,10 @@ from slime.rollout.sampling import eval_sampling_params
 from slime.rollout.turn import Run, current_run
 from slime.utils.data import DataFormat, PromptDataset, load_prompts
 from slime.utils.errors import UserError
-from slime.utils.http import gather, in_thread
+from slime.utils.http import gather
 from slime.utils.tokenizer import load_tokenizer
 from slime.utils.types import Group, Sample, Status
+from slime.utils.user_code import in_thread
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args, EvalDataset
@@ -60,14 +61,11 @@ async def _evaluate_one(args: Args, dataset: EvalDataset, progress: Progress) ->
         max_response_len=dataset.max_response_len,
     )
 
-    def count(sample: Sample) -> None:
-        progress.generated_samples += 1
-        progress.response_tokens += sample.response_length
-
     groups = await in_thread(_make_groups, args, dataset)
     progress.target_groups += len(groups)
     done = await gather(
-        run_group(args, group, params, evaluation=True, on_sample=count) for group in groups
+        run_group(args, group, params, evaluation=True, on_sample=progress.count)
+        for group in groups
     )
     samples = [sample for group in done for sample in group]
     _stop_if_all_failed(samples, dataset.name)

@@ -169,4 +169,4 @@ class Stream:
 
     def _count(self, sample: Sample) -> None:
         if self.verdicts is not None:
-            self.verdicts.count(sample)
+            self.verdicts.progress.count(sample)

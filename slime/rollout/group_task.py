@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from slime.rollout.base_types import GenerateFunction
-from slime.rollout.rm_hub import Reward, async_rm, group_rm
+from slime.rollout.rm_hub import Reward, async_rm, check_number, group_rm
 from slime.rollout.samples import clone_sample, fill_empty_response, mark_failed
 from slime.rollout.sampling import SamplingParams
 from slime.rollout.turn import generate, is_aborting
@@ -16,12 +16,14 @@ from slime.utils.http import gather
 from slime.utils.load_function import accepts, load_function
 from slime.utils.tokenizer import eos_token_id
 from slime.utils.types import Group, Sample, Status
+from slime.utils.user_code import contain
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
 logger = logging.getLogger(__name__)
 
+GENERATE_TIME_LIMIT_S = 7200.0  # of a custom function, as of one request to an engine
 _GENERATED = (Status.COMPLETED, Status.TRUNCATED)
 
 
@@ -80,7 +82,7 @@ def _number_siblings(samples: list[Sample], execution: Sample) -> None:
     for number, one in enumerate(samples):
         one.group_index = execution.group_index
         one.rollout_id = execution.index if execution.rollout_id is None else execution.rollout_id
-        if number and execution.index is not None:
+        if execution.index is not None:
             one.index = execution.index + (number << 40)  # beyond any index a data source counts to
 
 
@@ -97,15 +99,19 @@ async def _generate(
     )
     fn = load_function(path, flag=flag, protocol=GenerateFunction, must_be_async=True)
     extra = {"evaluation": evaluation} if accepts(fn, "evaluation") else {}
-    result = await fn(args, sample, sampling_params, **extra)
+    where = f"{flag} {path}"
+    call = fn(args, sample, sampling_params, **extra)
+    result = await contain(call, what=where, limit_s=GENERATE_TIME_LIMIT_S)
     samples = result if isinstance(result, list) else [result]
-    _check_generated(samples, f"{flag} {path}")
+    _check_generated(samples, where)
     return samples
 
 
 def _check_generated(samples: list[Sample], where: str) -> None:
     if not samples or not all(isinstance(one, Sample) for one in samples):
         raise TypeError(f"{where} returned {samples!r}; expected a Sample or a list of Samples")
+    if len({id(one) for one in samples}) < len(samples):
+        raise ValueError(f"{where} returned the same sample twice: it would be trained on twice")
     for one in samples:
         if one.status == Status.PENDING:
             one.status = Status.COMPLETED
@@ -148,12 +154,14 @@ def _check_key(args: Args, reward: Reward, evaluation: bool) -> Reward:
     """A dictionary without the number the run asks for is a wrong setting, not a bad sample."""
     flag = "--eval-reward-key" if evaluation else "--reward-key"
     key = args.eval_reward_key if evaluation else args.reward_key
-    if isinstance(reward, dict) and key not in reward:
+    if not isinstance(reward, dict):
+        return reward
+    if key not in reward:
         is_now = f", not {key}" if key else ""
         raise UserError(
-            f"the reward is a dictionary: set {flag} to one of {sorted(reward)}{is_now}"
+            f"the reward is a dictionary: set {flag} to one of {sorted(map(str, reward))}{is_now}"
         )
-    return reward
+    return {**reward, key: check_number(reward[key], f"{key!r} of the reward")}
 
 
 async def _guard(

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
+from slime.rollout.engine_pool import EngineRefusedError
 from slime.rollout.recording import Session, Turn
 from slime.rollout.sampling import SamplingParams
 from slime.rollout.turn import current_run, generate
 from slime.utils.data import encode_prompt
-from slime.utils.http import elsewhere, in_thread
+from slime.utils.errors import UserError
 from slime.utils.load_function import is_async
 from slime.utils.openai import replies
 from slime.utils.openai.render import render_after_answer, render_chat
@@ -36,11 +37,14 @@ from slime.utils.openai.requests import ApiError, ChatRequest, parse_chat
 from slime.utils.openai.tool_calls import parse_tool_calls
 from slime.utils.tokenizer import load_tokenizer
 from slime.utils.types import Sample, Status
+from slime.utils.user_code import elsewhere, in_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from slime.utils.arguments import Args
+
+_AGENTS = 512  # that run at a time, if they block
 
 Agent = Callable[[str, Sample], Any] | Callable[[str, Sample], Coroutine[Any, Any, Any]]
 
@@ -60,15 +64,17 @@ async def record_agent(
         call = (
             elsewhere(agent(base_url, sample))
             if is_async(agent)
-            else in_thread(agent, base_url, sample)
+            else in_thread(agent, base_url, sample, num_threads=_AGENTS)
         )
         result = await call
     except Exception:
-        if not session.aborted:  # else the agent only passes on that its request was cut off
+        if session.error is None and not session.aborted:
             raise
-        result = None
+        result = None  # the agent only passes on that its request failed, or was cut off
     finally:
         del endpoint.sessions[session.id]
+    if session.error is not None:
+        raise session.error
     if session.aborted:
         sample.status = Status.ABORTED  # a conversation cannot be resumed half way: it starts over
         return [sample]
@@ -98,14 +104,21 @@ class RecordingEndpoint:
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
+        session = self.sessions.get(http.match_info["session"])
+        if session is None:
+            return _json(ApiError("this session has ended", 404).body(), 404)
         try:
-            session = self._session(http)
             asked = parse_chat(_parse_json(await http.read()))
             if asked.sampling.get("n", 1) != 1:
                 raise ApiError("`n` above 1 is not supported: ask several times")
             answer, num_prompt = await self._answer(session, asked)
         except ApiError as error:
             return _json(error.body(), error.status)
+        except UserError as error:  # ends the run, whatever the agent makes of it
+            session.error = error
+            return _json(ApiError(str(error), 400).body(), 400)
+        except EngineRefusedError as error:
+            return _json(ApiError(str(error), 400).body(), 400)
         name, model = f"chatcmpl-{secrets.token_hex(12)}", asked.model or "policy"
         if asked.stream:
             return await _stream(http, asked, answer, name, model, num_prompt)
@@ -114,12 +127,6 @@ class RecordingEndpoint:
     async def _models(self, http: web.Request) -> web.Response:
         data = [{"id": "policy", "object": "model", "created": 0, "owned_by": "slime"}]
         return _json({"object": "list", "data": data})
-
-    def _session(self, http: web.Request) -> Session:
-        session = self.sessions.get(http.match_info["session"])
-        if session is None:
-            raise ApiError("this session has ended", 404)
-        return session
 
     async def _answer(self, session: Session, asked: ChatRequest) -> tuple[Answer, int]:
         """Generate one turn and record it."""
@@ -197,19 +204,23 @@ def _to_answer(tokenizer: PreTrainedTokenizerBase, made: Sample, asked: ChatRequ
     for stop in [stops] if isinstance(stops, str) else stops:
         text = text.split(stop, 1)[0]
     text, calls = parse_tool_calls(text, secrets.token_hex(6)) if asked.tools else (text, [])
-    assert made.rollout_log_probs is not None
-    log_probs = [
-        TokenLogProb(token=str(tokenizer.decode([token])), log_prob=value)
-        for token, value in zip(tokens, made.rollout_log_probs, strict=True)
-    ]
     return Answer(
         text=text,
         finish="length" if made.status == Status.TRUNCATED else "stop",
         num_tokens=len(tokens),
         calls=calls,
-        log_probs=log_probs if asked.log_probs else None,
+        log_probs=_log_probs(tokenizer, made) if asked.log_probs else None,
         weight_version=str(made.weight_versions[-1]),
     )
+
+
+def _log_probs(tokenizer: PreTrainedTokenizerBase, made: Sample) -> list[TokenLogProb]:
+    assert made.rollout_log_probs is not None
+    tokens = made.tokens[-made.response_length :]
+    return [
+        TokenLogProb(token=str(tokenizer.decode([token])), log_prob=value)
+        for token, value in zip(tokens, made.rollout_log_probs, strict=True)
+    ]
 
 
 async def _stream(
@@ -235,18 +246,25 @@ async def _stream(
     return response
 
 
-_endpoints: dict[str, asyncio.Future[RecordingEndpoint]] = {}  # by checkpoint: its tokenizer
+_endpoints: dict[str, asyncio.Task[RecordingEndpoint]] = {}  # by checkpoint: its tokenizer
 
 
 async def _endpoint(args: Args) -> RecordingEndpoint:
-    """Started once, when first needed."""
+    """Started once, when first needed; by nobody in particular, whom an abort could end half way."""
     key = f"{args.hf_checkpoint} {args.rollout_max_context_len} {args.apply_chat_template_kwargs}"
     if key not in _endpoints:
-        future = _endpoints[key] = asyncio.get_running_loop().create_future()
-        endpoint = RecordingEndpoint(args)
-        await endpoint.start()
-        future.set_result(endpoint)
-    return await _endpoints[key]
+        _endpoints[key] = asyncio.ensure_future(_started(RecordingEndpoint(args)))
+    starting = _endpoints[key]
+    try:
+        return await asyncio.shield(starting)
+    except OSError:
+        _endpoints.pop(key, None)  # the next sample tries again
+        raise
+
+
+async def _started(endpoint: RecordingEndpoint) -> RecordingEndpoint:
+    await endpoint.start()
+    return endpoint
 
 
 def _parse_json(data: bytes) -> Any:

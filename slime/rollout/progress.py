@@ -6,9 +6,13 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 
+from slime.utils.types import Sample, Status
+from slime.utils.user_code import longest_call
+
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 15.0
+_QUIET_S = 120.0  # without a single sample: worth a word, and another each time it has doubled
 
 
 @dataclass(kw_only=True)
@@ -24,14 +28,23 @@ class Progress:
     failed_samples: int = 0
     response_tokens: int = 0
     started: float = field(default_factory=time.monotonic)
+    last_sample: float = field(default_factory=time.monotonic)
     finished: bool = True
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.started
 
+    def count(self, sample: Sample) -> None:
+        """A sample was generated, whatever becomes of its group."""
+        self.generated_samples += 1
+        self.failed_samples += sample.status == Status.FAILED
+        self.response_tokens += sample.response_length
+        self.last_sample = time.monotonic()
+
 
 _current = Progress()
+_told = (0.0, 0.0)  # the last sample before a silence, and how long it was when last told of
 _last_logged = 0.0
 
 
@@ -45,6 +58,22 @@ def start(progress: Progress) -> Progress:
     global _current, _last_logged
     _current, _last_logged = progress, time.monotonic()
     return progress
+
+
+def silence() -> str | None:
+    """One line for the user if nothing has come for long, with the user code that is under way."""
+    global _told
+    progress, now = _current, time.monotonic()
+    quiet = now - progress.last_sample
+    since, told = _told if _told[0] == progress.last_sample else (progress.last_sample, 0.0)
+    if progress.finished or quiet < max(_QUIET_S, 2 * told):
+        return None
+    _told = since, quiet
+    name = "evaluation" if progress.evaluation else "rollout"
+    text = f"{name} {progress.rollout_id}: no sample has been finished for {quiet:.0f} s"
+    if call := longest_call():
+        text += f"; {call.what} has been running for {now - call.since:.0f} s, at {call.place}"
+    return text
 
 
 def log_now_and_then(progress: Progress) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from slime.rollout.samples import clone_sample
 from slime.rollout.sampling import SamplingParams
 from slime.rollout.turn import Run
+from slime.utils.errors import UserError
 from slime.utils.openai.requests import Message
 from slime.utils.openai.tool_calls import same_calls
 from slime.utils.types import Sample, Status
@@ -62,6 +63,7 @@ class Session:
     segments: list[Segment] = field(default_factory=list)
     num_forks: int = 0
     aborted: bool = False
+    error: UserError | None = None  # that one of its requests met, and that ends the run
 
     def place(
         self, messages: list[Message], tools: list[dict[str, Any]]

@@ -91,8 +91,9 @@ class _Collector:
                 )
             for group in groups:
                 params = rollout_sampling_params(self.args)
+                count = self.verdicts.progress.count
                 task = asyncio.create_task(
-                    run_group(self.args, clone_group(group), params, on_sample=self.verdicts.count)
+                    run_group(self.args, clone_group(group), params, on_sample=count)
                 )
                 task.add_done_callback(self.finished.put_nowait)
                 self.undecided[task] = group

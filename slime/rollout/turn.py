@@ -18,9 +18,9 @@ from slime.rollout.samples import clone_sample
 from slime.rollout.sampling import SamplingParams, hash32
 from slime.utils.data import encode_prompt
 from slime.utils.errors import UserError
-from slime.utils.http import on_main_loop
 from slime.utils.tokenizer import load_tokenizer
 from slime.utils.types import Sample, Status
+from slime.utils.user_code import on_main_loop
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout import progress as progress_report
 from slime.rollout.base_types import (
@@ -67,12 +67,6 @@ class Verdicts:
         progress_report.log_now_and_then(self.progress)
         self._stop_when_all_is_rejected()
 
-    def count(self, sample: Sample) -> None:
-        """A sample was generated, whatever becomes of its group."""
-        self.progress.generated_samples += 1
-        self.progress.failed_samples += sample.status == Status.FAILED
-        self.progress.response_tokens += sample.response_length
-
     def output(self, source: DataSource) -> RolloutFnTrainOutput:
         """The batch in group order; the data source learns which groups are done."""
         args = self.args
@@ -104,10 +98,7 @@ class Verdicts:
         fn = load_function(
             path, flag="--dynamic-sampling-filter-path", protocol=DynamicSamplingFilter
         )
-        verdict = fn(self.args, group)
-        if isinstance(verdict, DynamicFilterOutput):
-            return verdict
-        return DynamicFilterOutput(keep=bool(verdict))
+        return _as_verdict(fn(self.args, group), path)
 
     def _watch_failures(self, group: Group) -> None:
         """Stop once a whole batch was generated and every sample of it failed."""
@@ -148,6 +139,18 @@ class Verdicts:
                 self.rollout_id, len(failed), failed[0].metadata["error_stage"],
                 failed[0].metadata["error"],
             )  # fmt: skip
+
+
+def _as_verdict(result: Any, path: str) -> DynamicFilterOutput:
+    """A forgotten `return` or a pair would otherwise reject or keep every group without a word."""
+    if isinstance(result, DynamicFilterOutput):
+        return result
+    if result is None or isinstance(result, (str, bytes, tuple, list, dict, set)):
+        raise UserError(
+            f"--dynamic-sampling-filter-path {path} returned {result!r}; expected a bool or "
+            "DynamicFilterOutput(keep=..., reason=...)"
+        )
+    return DynamicFilterOutput(keep=bool(result))
 
 
 def group_index(group: Group) -> int:

@@ -9,9 +9,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 import aiohttp
@@ -24,8 +22,6 @@ _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSe
 )
 _loops: dict[str, asyncio.AbstractEventLoop] = {}  # by the name of their thread
 _loop_lock = threading.Lock()
-# Not the loop's default executor: that one resolves host names, which must not wait for user code.
-_threads = ThreadPoolExecutor(max_workers=32, thread_name_prefix="slime-hook")
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -48,21 +44,6 @@ def background_loop(name: str = "slime-http") -> asyncio.AbstractEventLoop:
         return loop
 
 
-async def elsewhere(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Await user code on a second loop, which it may block without holding up the first."""
-    loop = background_loop("slime-rewards")
-    if loop is asyncio.get_running_loop():
-        return await coroutine
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
-
-
-async def on_main_loop(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Await, also from the second loop, what belongs to the first: the engines and their slots."""
-    if asyncio.get_running_loop() is not _loops.get("slime-rewards"):
-        return await coroutine
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop()))
-
-
 def _close(loop: asyncio.AbstractEventLoop) -> None:
     existing = _sessions.pop(loop, None)
     if existing is not None and loop.is_running():
@@ -80,11 +61,6 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-async def in_thread(fn: Callable[..., T], *args: Any) -> T:
-    """Run a blocking function without holding up the event loop."""
-    return await asyncio.get_running_loop().run_in_executor(_threads, partial(fn, *args))
 
 
 def session() -> aiohttp.ClientSession:
@@ -126,7 +102,7 @@ async def post_once(
         body = await response.read()
         if response.status != 200:
             raise HttpStatusError(url, response.status, _error_text(body))
-        return orjson.loads(body) if body else None
+        return _parse(url, body) if body else None
 
 
 async def post(
@@ -147,6 +123,8 @@ async def post(
         try:
             return await post_once(url, payload, timeout_s=max(left_s, 0.1), headers=headers)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, HttpStatusError) as error:
+            if time.monotonic() + wait_s > end and isinstance(error, asyncio.TimeoutError):
+                raise TimeoutError(f"{url} gave no answer in {deadline_s:.0f} s") from error
             if not is_temporary(error) or time.monotonic() + wait_s > end:
                 raise
         await asyncio.sleep(wait_s)
@@ -158,6 +136,14 @@ def is_temporary(error: Exception) -> bool:
     if isinstance(error, HttpStatusError):
         return error.status >= 500 or error.status in (408, 429)
     return isinstance(error, (aiohttp.ClientError, asyncio.TimeoutError, OSError))
+
+
+def _parse(url: str, body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        start = body[:100].decode(errors="replace")
+        raise ValueError(f"{url} answered with what is not JSON ({error}): {start!r}") from None
 
 
 def _error_text(body: bytes) -> str:

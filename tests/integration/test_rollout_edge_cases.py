@@ -126,18 +126,3 @@ def test_a_response_that_fills_the_whole_context(tmp_path, fake_engines, context
     assert len(tokens) == context + 2 and mask.tolist() == [0]
     assert {s.status for s in flat(output)} == {Status.TRUNCATED}
     assert all(len(r.input_ids) == 2 for r in engine.requests)
-
-
-def test_remote_reward_service_is_retried_and_has_a_deadline(tmp_path, fake_engines):
-    from slime.rollout.rm_hub import remote_rm
-    from slime.utils.http import run
-    from slime.utils.types import Sample
-    from tests.fake_service import FakeService
-
-    with FakeService([503, 503, 200], {"score": 2.5}) as service:
-        sample = Sample(prompt="p", response="r", label="l")
-        assert run(remote_rm.grade(sample, service.url)) == {"score": 2.5}
-        assert service.bodies == [{"prompt": "p", "response": "r", "label": "l"}] * 3
-    with FakeService([400], {}) as service, pytest.raises(Exception, match="400"):
-        run(remote_rm.grade(Sample(prompt="p"), service.url))
-    assert len(service.bodies) == 1  # a refusal is not repeated

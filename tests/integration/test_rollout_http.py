@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 from aiohttp import web
 
-from slime.utils.http import HttpStatusError, gather, in_thread, post, post_once, run
+from slime.utils.http import HttpStatusError, gather, post, post_once, run
+from slime.utils.user_code import in_thread
 
 
 @pytest.fixture

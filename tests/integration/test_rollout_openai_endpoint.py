@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 openai = pytest.importorskip("openai")
 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
-from slime.rollout.engine_pool import EnginePool, install_pool  # noqa: E402
+from slime.rollout.engine_pool import EnginePool, EngineUnreachableError, install_pool  # noqa: E402
+from slime.rollout.openai_endpoint import _endpoint  # noqa: E402
 from slime.rollout.sglang_rollout import generate_rollout  # noqa: E402
+from slime.utils.errors import UserError  # noqa: E402
 from slime.utils.types import Status  # noqa: E402
 from tests import openai_agents  # noqa: E402
 from tests.engines import engine_server  # noqa: E402
@@ -34,8 +37,8 @@ def run(tmp_path, fake_engines):
     make_tokenizer_folder(tmp_path / "model", TEMPLATE)
     openai_agents.seen.clear()
 
-    def start(agent, script, **flags):
-        (engine,) = fake_engines(script)
+    def start(agent, script, pool=None, **flags):
+        (engine,) = fake_engines(script, **(pool or {}))
         values = {
             "rollout_batch_size": 1, "n_samples_per_prompt": 1, "rollout_max_response_len": 400,
             "custom_generate_function_path": f"{AGENTS}.{agent}", **flags,
@@ -133,6 +136,32 @@ def test_the_length_of_the_run_bounds_a_conversation(run):
 def test_an_agent_that_fails_marks_its_sample(run):
     with pytest.raises(Exception, match="the agent broke"):
         run("breaks", lambda r: Reply(text="a"))
+
+
+def test_engines_that_are_gone_end_the_run_whatever_the_agent_makes_of_it(run):
+    with pytest.raises(EngineUnreachableError, match=r"no engine answered for 0 s"):
+        run("does_not_care", lambda r: Reply(drop=True), pool={"deadline_s": 0.3})
+    assert "no engine answered" in str(openai_agents.seen[0])
+
+
+def test_what_an_engine_refuses_is_told_to_the_agent(run):
+    with pytest.raises(UserError, match="answered 400"):
+        run("two_questions", lambda r: Reply(status=400))
+
+
+def test_an_abort_while_the_endpoint_starts_ends_one_waiter_only(tmp_path):
+    """The first to need it is cancelled half way: all others would wait for it for ever."""
+    args = rollout_args(tmp_path, rollout_max_context_len=77)
+
+    async def scenario():
+        first, second = (asyncio.ensure_future(_endpoint(args)) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        endpoint = await asyncio.wait_for(second, 5)
+        return endpoint.url, first.cancelled()
+
+    url, cancelled = asyncio.run(scenario())
+    assert url.startswith("http://127.0.0.1:") and cancelled
 
 
 def test_the_endpoint_in_front_of_the_embedded_engine(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -25,9 +26,10 @@ from slime.rollout.rm_hub.boxed import last_boxed
 from slime.rollout.rm_hub.types import BOXED, check_rm_type
 from slime.utils.arguments import Args
 from slime.utils.errors import ConfigError
-from slime.utils.http import elsewhere, gather, in_thread
+from slime.utils.http import gather
 from slime.utils.load_function import is_async, load_function
 from slime.utils.types import Sample
+from slime.utils.user_code import contain, elsewhere, in_thread
 
 CUSTOM_TIME_LIMIT_S = 600.0
 Reward = float | dict[str, Any]
@@ -47,7 +49,7 @@ async def async_rm(args: RewardArgs, sample: Sample) -> Reward:
     path, flag = _custom_path(args, sample)
     if path is not None:
         fn = load_function(path, flag=flag, protocol=RewardFunction)
-        return check_reward(await _call(fn, args, sample), f"{flag} {path}")
+        return check_reward(await _call(fn, args, sample, f"{flag} {path}"), f"{flag} {path}")
     rm_type = sample.metadata.get("rm_type") or args.rm_type
     if not rm_type:
         raise ConfigError("samples need a reward: set --rm-type or --custom-rm-path")
@@ -66,7 +68,7 @@ async def group_rm(args: RewardArgs, samples: list[Sample]) -> list[Reward]:
     if path is None:
         return await batched_async_rm(args, samples)
     fn = load_function(path, flag=flag, protocol=GroupRewardFunction)
-    rewards = await _call(fn, args, samples)
+    rewards = await _call(fn, args, samples, f"{flag} {path}")
     if not isinstance(rewards, (list, tuple)) or len(rewards) != len(samples):
         what = f"{len(rewards)} rewards" if isinstance(rewards, (list, tuple)) else repr(rewards)
         raise TypeError(f"{flag} {path} returned {what} for a group of {len(samples)}")
@@ -77,13 +79,18 @@ def check_reward(reward: Any, where: str) -> Reward:
     """A number (or what turns into one, such as a 0-d array), or a dictionary."""
     if isinstance(reward, dict):
         return reward
+    return check_number(reward, where, "a number or a dictionary")
+
+
+def check_number(value: Any, where: str, expected: str = "a number") -> float:
+    """Nothing else may reach a group's statistics: one infinite reward makes NaN of all of them."""
     try:
-        value = float(reward)
+        number = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{where} returned {reward!r}; expected a number or a dictionary") from None
-    if value != value:
-        raise ValueError(f"{where} returned NaN")
-    return value
+        raise TypeError(f"{where} returned {value!r}; expected {expected}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{where} returned {number}")
+    return number
 
 
 def _custom_path(args: RewardArgs, sample: Sample) -> tuple[str | None, str]:
@@ -129,16 +136,18 @@ async def _within(call: Awaitable[float], seconds: float) -> float:
         return 0.0
 
 
-async def _call(fn: Any, args: RewardArgs, samples: Sample | list[Sample]) -> Any:
+async def _call(fn: Any, args: RewardArgs, samples: Sample | list[Sample], what: str) -> Any:
     """Async functions run on an event loop of their own, plain ones in a thread: slow ones, and those
     that block, hold up other rewards at most, never the generation."""
-    call = elsewhere(fn(args, samples)) if is_async(fn) else in_thread(fn, args, samples)
-    task = asyncio.ensure_future(call)
-    try:
-        done, _ = await asyncio.wait([task], timeout=CUSTOM_TIME_LIMIT_S)
-        if not done:
-            raise TimeoutError(f"the reward took longer than {CUSTOM_TIME_LIMIT_S:.0f} s")
-    finally:
-        task.cancel()
-    result = task.result()
-    return await result if inspect.isawaitable(result) else result
+    return await contain(_called(fn, args, samples), what=what, limit_s=CUSTOM_TIME_LIMIT_S)
+
+
+async def _called(fn: Any, args: RewardArgs, samples: Sample | list[Sample]) -> Any:
+    if is_async(fn):
+        return await elsewhere(fn(args, samples))
+    result = await in_thread(fn, args, samples)
+    return await elsewhere(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result

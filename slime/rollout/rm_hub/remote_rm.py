@@ -11,9 +11,11 @@ from slime.utils.types import Sample
 DEADLINE_S = 300.0
 
 
-async def grade(sample: Sample, url: str | None) -> float | dict[str, Any]:
+async def grade(
+    sample: Sample, url: str | None, deadline_s: float = DEADLINE_S
+) -> float | dict[str, Any]:
     """The JSON the service answers: a number, or an object for `--reward-key`."""
     if not url:
         raise ConfigError("--rm-type remote_rm needs the address of the service: --rm-url")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
-    return await post(url, payload, deadline_s=DEADLINE_S)
+    return await post(url, payload, deadline_s=deadline_s)

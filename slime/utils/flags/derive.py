@@ -130,7 +130,8 @@ def _derive_placement(draft: Draft) -> None:
 
 
 def _needs_no_engine(draft: Draft) -> bool:
-    evaluates = draft["eval_prompt_data"] or draft["eval_config"]
+    custom = draft["eval_interval"] and draft["eval_function_path"]
+    evaluates = draft["eval_prompt_data"] or draft["eval_config"] or custom
     return draft["rollout_function_path"] == SFT_ROLLOUT and not evaluates
 
 

@@ -1,0 +1,176 @@
+"""Calls into user code: off the event loop that generates, with a deadline, and whatever it does stays there.
+
+A hook may block, never come back, exit the interpreter, raise what is no Exception, or take no notice of
+a cancellation. None of these may end the event loop or leave anybody waiting for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slime.utils.http import background_loop
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_REWARDS = "slime-rewards"  # the loop of async hooks that may block
+_THREADS = 32
+_ASYNCIO = str(Path(asyncio.__file__).parent)
+_CANCEL_S = 5.0  # for what is cancelled to end
+
+
+class HookEndedError(Exception):
+    """The code did not return, and what it raised instead is no Exception."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Call:
+    """User code under way."""
+
+    what: str  # e.g. "--custom-rm-path my.judge"
+    since: float  # time.monotonic()
+    place: str  # where it stands: "judge.py:12 in score"
+
+
+_under_way: dict[asyncio.Task[Any], tuple[str, float, Coroutine[Any, Any, Any]]] = {}
+
+
+async def contain(call: Coroutine[Any, Any, T], *, what: str, limit_s: float) -> T:
+    """Await user code in a task of its own; what comes out is its result or an Exception.
+
+    An exit would end the event loop, and a cancellation that the code brought about itself would look
+    like one from outside.
+    """
+    task = asyncio.get_running_loop().create_task(_without_exits(call))
+    _under_way[task] = (what, time.monotonic(), call)
+    try:
+        done, _ = await asyncio.wait([task], timeout=limit_s)
+        if not done:
+            raise TimeoutError(f"{what} took longer than {limit_s:.0f} s")
+    finally:
+        await _end(task, what)
+        del _under_way[task]
+        if task.done():
+            call.close()  # in case it was cancelled before it had begun
+    if task.cancelled():
+        raise HookEndedError("CancelledError: it cancelled itself")
+    error = task.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise HookEndedError(f"{type(error).__name__}: {error}") from error
+    return task.result()
+
+
+def longest_call() -> Call | None:
+    """The contained call that has been under way for longest; from any thread."""
+    calls = list(_under_way.values())
+    if not calls:
+        return None
+    what, since, coroutine = min(calls, key=lambda entry: entry[1])
+    return Call(what=what, since=since, place=_place(coroutine))
+
+
+async def elsewhere(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await user code on a second loop, which it may block without holding up the first."""
+    loop = background_loop(_REWARDS)
+    if loop is asyncio.get_running_loop():
+        return await coroutine
+    call = asyncio.run_coroutine_threadsafe(_without_exits(coroutine), loop)
+    return await asyncio.wrap_future(call)
+
+
+async def on_main_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await, also from the second loop, what belongs to the first: the engines and their slots."""
+    if threading.current_thread().name != _REWARDS:
+        return await coroutine
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop()))
+
+
+async def in_thread(fn: Callable[..., T], *args: Any, num_threads: int = _THREADS) -> T:
+    """Run a blocking function without holding up the event loop, in a thread of its own.
+
+    `num_threads` of the callers with the same number run at a time; one that is given up on no longer
+    counts, though its thread ends only when it ends.
+    """
+    async with _slots(num_threads):
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def body() -> None:
+            outcome: tuple[Any, BaseException | None]
+            try:
+                outcome = fn(*args), None
+            except BaseException as error:
+                outcome = None, error
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+                loop.call_soon_threadsafe(_settle, future, *outcome)
+
+        threading.Thread(target=body, name="slime-hook", daemon=True).start()
+        with _no_exits():
+            return await future
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    elif isinstance(error, StopIteration):  # which no future takes
+        future.set_exception(RuntimeError(f"StopIteration: {error}"))
+    else:
+        future.set_exception(error)
+
+
+async def _without_exits(call: Coroutine[Any, Any, T]) -> T:
+    with _no_exits():
+        return await call
+
+
+@contextlib.contextmanager
+def _no_exits() -> Iterator[None]:
+    """Either of these, leaving a task, ends the loop that runs it."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise HookEndedError(f"{type(error).__name__}: {error}") from error
+
+
+async def _end(task: asyncio.Task[Any], what: str) -> None:
+    task.cancel()
+    if not task.done():
+        await asyncio.wait([task], timeout=_CANCEL_S)
+    if not task.done():
+        logger.warning("%s was cancelled and goes on; it is left to itself", what)
+
+
+def _place(coroutine: Any) -> str:
+    """The innermost place that can be seen from outside, asyncio's own functions left out."""
+    frame = None
+    while coroutine is not None:
+        inner = getattr(coroutine, "cr_frame", None)
+        if inner is not None and _ASYNCIO not in inner.f_code.co_filename:
+            frame = inner
+        coroutine = getattr(coroutine, "cr_await", None)
+    if frame is None:
+        return "an unknown place"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+_by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _slots(count: int) -> asyncio.Semaphore:
+    slots = _by_loop.setdefault(asyncio.get_running_loop(), {})
+    if count not in slots:
+        slots[count] = asyncio.Semaphore(count)
+    return slots[count]

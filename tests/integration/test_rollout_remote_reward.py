@@ -1,0 +1,79 @@
+"""`--rm-type remote_rm` against services that fail in every way services do."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.rm_hub import remote_rm
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils.errors import UserError
+from slime.utils.http import run
+from slime.utils.types import Sample
+from tests.fake_service import SILENCE, FakeService
+from tests.prompts import flat, rollout_args
+
+SAMPLE = Sample(prompt="p", response="r", label="l")
+
+
+def rollout(tmp_path, url, **flags):
+    args = rollout_args(tmp_path, rm_type="remote_rm", rm_url=url, **flags)
+    return generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+
+
+def test_a_service_that_fails_for_a_while_is_asked_again():
+    with FakeService([503, 500, 200], {"score": 2.5}) as service:
+        assert run(remote_rm.grade(SAMPLE, service.url)) == {"score": 2.5}
+    assert service.bodies == [{"prompt": "p", "response": "r", "label": "l"}] * 3
+
+
+def test_a_refusal_is_not_repeated():
+    refused = pytest.raises(Exception, match="answered 400: no such field")
+    with FakeService([400], {"error": "no such field"}) as service, refused:
+        run(remote_rm.grade(SAMPLE, service.url))
+    assert len(service.bodies) == 1
+
+
+def test_errors_end_at_the_deadline():
+    with FakeService([500], "down") as service:
+        start = time.monotonic()
+        with pytest.raises(Exception, match="answered 500"):
+            run(remote_rm.grade(SAMPLE, service.url, deadline_s=1.0))
+        assert time.monotonic() - start < 10
+    assert len(service.bodies) >= 2
+
+
+def test_a_service_that_never_answers_is_named_with_the_time_it_had():
+    silent = pytest.raises(TimeoutError, match=r"http://127.0.0.1:\d+/score gave no answer in 1 s")
+    with FakeService([SILENCE], None) as service, silent:
+        run(remote_rm.grade(SAMPLE, service.url, deadline_s=0.6))
+    assert len(service.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (b"<html>It works!</html>", "answered with what is not JSON .*<html>It works!</html>"),
+        (b"", "--rm-type remote_rm returned None; expected a number or a dictionary"),
+        (b"null", "--rm-type remote_rm returned None; expected a number or a dictionary"),
+        (b"[1.0]", r"--rm-type remote_rm returned \[1.0\]; expected a number"),
+        (b'"good"', "--rm-type remote_rm returned 'good'; expected a number"),
+        (b"1e999", "--rm-type remote_rm returned inf|not JSON"),
+        (b'{"score": null}', "'score' of the reward returned None; expected a number"),
+        (b'{"points": 1}', r"set --reward-key to one of \['points'\], not score"),
+    ],
+)
+def test_what_is_no_reward_stops_a_run_of_nothing_else(tmp_path, fake_engines, reply, message):
+    fake_engines()
+    with FakeService([200], reply) as service, pytest.raises(UserError, match=message):
+        rollout(tmp_path, service.url, reward_key="score")
+
+
+def test_one_bad_answer_fails_one_sample(tmp_path, fake_engines):
+    fake_engines()
+    with FakeService([400, 200], 1.5) as service:
+        output = rollout(tmp_path, service.url)
+    assert sorted(s.reward for s in flat(output)) == [0.0, 1.5, 1.5, 1.5]
+    assert output.metrics["rollout/failed"] == 1 and output.metrics["rollout/reward_mean"] == 1.5

@@ -1,0 +1,32 @@
+"""What a user is told while nothing comes."""
+
+import time
+
+from slime.rollout import progress
+from slime.rollout.progress import Progress
+from slime.utils.types import Sample, Status
+
+
+def test_counts_are_those_of_the_samples():
+    made = Progress(rollout_id=1)
+    made.count(Sample(response_length=3, status=Status.COMPLETED))
+    made.count(Sample(response_length=4, status=Status.FAILED))
+    assert (made.generated_samples, made.failed_samples, made.response_tokens) == (2, 1, 7)
+
+
+def test_silence_is_told_after_two_minutes_and_each_time_it_has_doubled():
+    def quiet_for(seconds):
+        running.last_sample = beginning = time.monotonic() - seconds
+        return beginning
+
+    running = progress.start(Progress(rollout_id=7, finished=False))
+    quiet_for(119)
+    assert progress.silence() is None
+    beginning = quiet_for(130)
+    assert progress.silence() == "rollout 7: no sample has been finished for 130 s"
+    assert progress.silence() is None  # told already
+    progress._told = (beginning, 60.0)
+    assert "for 130 s" in (progress.silence() or "")
+    running.finished = True
+    quiet_for(1000)
+    assert progress.silence() is None
