@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import math
 import os
 import subprocess
@@ -24,9 +25,12 @@ from pathlib import Path
 
 from slime.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 _CHILD = str(Path(__file__).with_name("sandbox_child.py"))
-_NOT_ISOLATED = 97
+_PROGRAM = "program.py"
 _MOST_OUTPUT = 1 << 20  # bytes; a program that prints more is ended
+_REAP_S = 10.0
 _START_S = 2.0  # for starting the interpreter, on top of the program's own time
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
@@ -62,8 +66,9 @@ async def run_python(
                 "memory_bytes": memory_bytes,
                 "folder": folder,
             }
+            _write_program(folder, program)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, _CHILD, json.dumps(settings), _clean(program),
+                sys.executable, _CHILD, json.dumps(settings),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -74,12 +79,12 @@ async def run_python(
                 return await _finish(process, stdin, time_limit_s)
             finally:
                 _kill(process)
-                await _reap(process)
+                await _reap_in_time(process)
 
 
-def _clean(program: str) -> str:
-    """What an argument of a process cannot hold becomes a question mark, or nothing."""
-    return program.encode(errors="replace").decode().replace("\x00", "")
+def _write_program(folder: str, program: str) -> None:
+    """Half a character (a lone surrogate) becomes a question mark."""
+    (Path(folder) / _PROGRAM).write_bytes(program.encode(errors="replace"))
 
 
 @functools.cache
@@ -87,8 +92,9 @@ def check_isolation() -> None:
     """UserError, with the way out, where the system refuses the namespaces."""
     with tempfile.TemporaryDirectory(prefix="slime-code-") as folder:
         settings = {"isolate": True, "cpu_s": 10, "memory_bytes": 1 << 30, "folder": folder}
+        _write_program(folder, "print('ok')")
         probe = subprocess.run(
-            [sys.executable, _CHILD, json.dumps(settings), "print('ok')"],
+            [sys.executable, _CHILD, json.dumps(settings)],
             capture_output=True, text=True, env=_ENVIRONMENT, timeout=60, check=False,
         )  # fmt: skip
     if probe.stdout != "ok\n":
@@ -173,6 +179,16 @@ def _kill(process: asyncio.subprocess.Process) -> None:
     """The whole session it leads; in a process namespace everything ends with its first process."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
+
+
+async def _reap_in_time(process: asyncio.subprocess.Process) -> None:
+    """What cannot be killed (a call into a file system that hangs) is left behind, not waited for."""
+    try:
+        await asyncio.wait_for(_reap(process), _REAP_S)
+    except asyncio.TimeoutError:
+        logger.warning(
+            "a program of the model did not end when it was killed (pid %d)", process.pid
+        )
 
 
 async def _reap(process: asyncio.subprocess.Process) -> None:

@@ -1,4 +1,6 @@
-"""Runs a program in a box of its own: `python sandbox_child.py '{"isolate": true, ...}' PROGRAM`.
+"""Runs a program in a box of its own: `python sandbox_child.py '{"isolate": true, ...}'`.
+
+The program is in the working folder, from where it goes into memory: an argument holds 128 KiB at most.
 
 Started by file path, without slime on its way. Isolated means: namespaces of its own for network (no
 interface at all), processes (all end with the first), and mounts (everything read-only but an empty
@@ -17,6 +19,7 @@ import resource  # noqa: E402
 import signal  # noqa: E402
 import struct  # noqa: E402
 
+PROGRAM = "program.py"
 NOT_ISOLATED = 97  # exit status: the system refused a namespace
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _PROCESS_CALLS = {"x86_64": (56, 435, (57, 58)), "aarch64": (220, 435, ())}  # clone, clone3, forks
@@ -29,8 +32,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    settings, program = json.loads(sys.argv[1]), sys.argv[2]
+    settings = json.loads(sys.argv[1])
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    program = take_program(settings["folder"])
     if settings["isolate"]:
         try:
             isolate(settings["folder"])
@@ -40,7 +44,20 @@ def main() -> None:
     limit(settings)
     forbid_processes()
     os.chdir(settings["folder"])
-    os.execv(sys.executable, [sys.executable, "-I", "-c", program])
+    os.execv(sys.executable, [sys.executable, "-I", f"/dev/fd/{program}"])
+
+
+def take_program(folder: str) -> int:
+    """The program as a file without a name, and nothing in the folder any more."""
+    path = os.path.join(folder, PROGRAM)
+    with open(path, "rb") as file:
+        text = file.read()
+    os.unlink(path)
+    program = os.memfd_create(PROGRAM, 0)
+    with open(program, "wb", closefd=False) as file:
+        file.write(text)
+    os.lseek(program, 0, os.SEEK_SET)
+    return program
 
 
 def isolate(folder: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import threading
 import time
 from pathlib import Path
 
@@ -93,10 +95,36 @@ def test_programs_see_no_environment_and_no_other_process():
     ["while True: pass", "import time; time.sleep(60)"],
 )
 def test_time_is_limited_whatever_a_program_does(program):
+    program += f"  # {secrets.token_hex(8)}"
     start = time.monotonic()
     assert not sandboxed(program, time_limit_s=2.0).ok
     assert time.monotonic() - start < 20
-    assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if program.encode() in read(p)]
+    assert not [p for p in Path("/proc").glob("[0-9]*/fd/3") if program.encode() == read(p)]
+
+
+def test_a_running_program_can_be_found_by_its_text():
+    """What the test above looks for is there while a program runs."""
+    program = "import time; time.sleep(60)  # " + secrets.token_hex(8)
+    thread = threading.Thread(target=lambda: sandboxed(program, time_limit_s=3.0))
+    thread.start()
+    found = False
+    while thread.is_alive() and not found:
+        found = any(program.encode() == read(p) for p in Path("/proc").glob("[0-9]*/fd/3"))
+    thread.join()
+    assert found
+
+
+def test_programs_and_tests_may_be_longer_than_an_argument_of_a_process():
+    """128 KiB is all that Linux takes; a response of garbage must be wrong, not an error."""
+    assert grade("汉" * 90_000, metadata={"tests": ASSERTS}) == 0.0
+    padding = [f"assert add({i}, 1) == {i + 1}  # {'x' * 1000}" for i in range(200)]
+    assert grade(ADD, metadata={"tests": padding}) == 1.0
+
+
+def test_a_traceback_names_no_random_folder():
+    """It becomes part of the tokens that a model sees, which must not differ from run to run."""
+    first, second = (sandboxed("import nothing_of_this_name").stderr for _ in range(2))
+    assert first == second and "ModuleNotFoundError" in first
 
 
 def read(path):
