@@ -13,6 +13,7 @@ _USAGE = """usage: slime COMMAND [OPTIONS]
 
   quickstart    make a tiny model and train it, from nothing to a rising reward
   train         the training loop; the same as python train.py
+  plan          memory and layout of a run, before anything is started
   engine        serve a model with the embedded inference engine
   convert       weights between Hugging Face and torch_dist
   report        write report.html of a run folder
@@ -103,6 +104,12 @@ def _report(argv: list[str]) -> int:
     return 0
 
 
+def _plan(argv: list[str]) -> int:
+    from slime.planner.command import main as plan
+
+    return plan(argv)
+
+
 def _doctor(argv: list[str]) -> int:
     from slime.doctor import main as examine
 
@@ -120,6 +127,7 @@ def _loop() -> Callable[..., int]:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "quickstart": _quickstart,
     "train": _train,
+    "plan": _plan,
     "engine": _engine,
     "convert": _convert,
     "report": _report,

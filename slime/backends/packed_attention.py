@@ -130,6 +130,11 @@ def _call_kernel(
 _VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters if varlen_attn is not None else {}
 
 
+def repeats_keys() -> bool:
+    """Whether keys and values are kept once per query head, as this torch's kernel wants them."""
+    return "enable_gqa" not in _VARLEN_OPTIONS
+
+
 def _padded(
     query: torch.Tensor,
     key: torch.Tensor,

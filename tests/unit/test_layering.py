@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "rollout": {"utils", "rollout"},
     "engine": {"utils", "engine"},
     "dashboard": {"utils", "dashboard"},
-    "planner": {"utils", "planner"},
+    "planner": {"utils", "backends", "planner"},
     "backends": {"utils", "algorithms", "backends"},
     "ray": {"utils", "algorithms", "backends", "rollout", "dashboard", "planner", "ray"},
 }

@@ -25,10 +25,10 @@ def freeze(args: Args, chunks: Sequence[torch.nn.Module], weights: WeightMap) ->
     only, frozen = args.only_train_params_name_list, args.freeze_params_name_list
     if only is None and not frozen:
         return
-    params = {param.data_ptr(): param for chunk in chunks for param in chunk.parameters()}
+    params = {_place(param): param for chunk in chunks for param in chunk.parameters()}
     names: list[str] = []
     for weight in local_weights(chunks, weights, current_layout()):
-        param = params.get(weight.tensor.data_ptr())
+        param = params.get(_place(weight.tensor))
         if param is not None:
             names += weight.match.hf_names
             param.requires_grad_(any(is_trained(n, only, frozen) for n in weight.match.hf_names))
@@ -36,3 +36,8 @@ def freeze(args: Args, chunks: Sequence[torch.nn.Module], weights: WeightMap) ->
     dist.all_reduce(count)
     if not count:
         refuse_nothing_trained(names)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where it lies; also on the meta device, which has no addresses."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()

@@ -1,0 +1,64 @@
+"""One rank of an FSDP run, built without memory: the real module, sharded over a fake process group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from slime.backends.fsdp_utils.loading import build_model
+from slime.backends.rank_model import RankModel
+from slime.backends.trained_names import trained_names
+from slime.utils.device import use_device
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+
+def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) -> RankModel:
+    """Parameters in fp32, of which the rank has a part of each; gradients come and go with a step."""
+    with _as_rank(rank, world_size), use_device(torch.device("meta")):
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+        model = build_model(args, mesh, trainable=True, critic=critic)
+        local = {name: param.to_local() for name, param in model.params.items()}
+        buffers = list(model.module.hf.buffers())
+    only, frozen = args.only_train_params_name_list, args.freeze_params_name_list
+    trained = set(local) if critic else set(trained_names(list(local), only, frozen))
+    config = model.module.hf.config
+    layers = config.num_hidden_layers
+    return RankModel(
+        rank=rank,
+        parameters=sum(t.numel() for t in local.values()),
+        expert_parameters=sum(t.numel() for n, t in local.items() if ".experts." in n),
+        trained_parameters=sum(t.numel() for n, t in local.items() if n in trained),
+        weight_sizes=dict(Counter(t.nbytes for t in local.values())),
+        weight_storages=[sum(t.nbytes for t in [*local.values(), *buffers])],
+        gradient_storages=[],
+        master_sizes={},
+        moment_sizes=dict(Counter(t.numel() for n, t in local.items() if n in trained)),
+        dense_layers=0 if _num_experts(config) else layers,
+        moe_layers=layers if _num_experts(config) else 0,
+        has_embedding=True,
+        has_head=True,
+    )
+
+
+def _num_experts(config: object) -> int:
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((getattr(config, n) for n in names if getattr(config, n, None)), 0)
+
+
+@contextmanager
+def _as_rank(rank: int, world_size: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

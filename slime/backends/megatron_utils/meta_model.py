@@ -1,0 +1,133 @@
+"""One rank of a Megatron run, built without memory: real model, gradient buffers and optimizer.
+
+Tensors are on the meta device and torch's fake process group stands for the other ranks, so a process on
+a laptop can be rank 37 of 64. Meant for a process that does nothing else (`slime.backends.count_model`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from slime.backends.lr import lr_schedule
+from slime.backends.megatron_utils.cpu import install_cpu_adapter
+from slime.backends.rank_model import RankModel
+from slime.utils.device import use_device
+
+install_cpu_adapter()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
+
+from slime.backends.megatron_utils.freezing import freeze  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.families import weight_map  # noqa: E402
+from slime.backends.megatron_utils.model import build_chunks, wrap_chunks  # noqa: E402
+from slime.backends.megatron_utils.model_config import (  # noqa: E402
+    gpt_options,
+    model_config,
+    read_config,
+    virtual_stages,
+)
+from slime.backends.megatron_utils.optimizer import MegatronAdamW  # noqa: E402
+from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
+from slime.backends.megatron_utils.passes import prepare_config  # noqa: E402
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+_META = torch.device("meta")
+# Need packages or a GPU, and change neither what is held nor where.
+_WITHOUT = {"moe_enable_deepep": False, "moe_grouped_gemm": False}
+
+
+def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) -> RankModel:
+    args = args.replace(**_WITHOUT, moe_token_dispatcher_type="alltoall")
+    hf_config = read_config(args.hf_checkpoint)
+    with _as_rank(rank, world_size), _ShortTypes(), use_device(_META):
+        init_parallel(args, virtual_stages(args, hf_config.num_hidden_layers))
+        config = model_config(hf_config, args)
+        config.transformer_impl = "local"
+        prepare_config(config)
+        chunks = build_chunks(args, config, gpt_options(hf_config, args), critic=critic)
+        if not critic:
+            freeze(args, chunks, weight_map(hf_config, args))
+        wrapped = wrap_chunks(args, config, chunks)
+        optimizer = MegatronAdamW(args, wrapped, lr_schedule(args))
+        return _count(rank, chunks, wrapped, list(optimizer.tensors()))
+
+
+def _count(
+    rank: int, chunks: Sequence[Any], wrapped: Sequence[Any], shards: list[torch.Tensor]
+) -> RankModel:
+    params = [p for chunk in chunks for p in chunk.parameters()]
+    buffers = [b for chunk in chunks for b in chunk.buffers()]
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    sparse = sum(isinstance(layer.mlp, MoELayer) for layer in layers)
+    own = {tensor.untyped_storage()._cdata for tensor in params}
+    copies = [shard for shard in shards if shard.untyped_storage()._cdata not in own]
+    gradients = [
+        buffer.grad_data.nbytes
+        for chunk in wrapped
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
+    ]
+    return RankModel(
+        rank=rank,
+        parameters=sum(p.numel() for p in params),
+        expert_parameters=sum(p.numel() for p in params if _is_expert(p)),
+        trained_parameters=sum(p.numel() for p in params if p.requires_grad),
+        weight_sizes=dict(Counter(t.nbytes for t in [*params, *buffers])),
+        weight_storages=_storages([*params, *buffers]),
+        gradient_storages=gradients,
+        master_sizes=dict(Counter(shard.numel() for shard in copies)),
+        moment_sizes=dict(Counter(shard.numel() for shard in shards)),
+        dense_layers=len(layers) - sparse,
+        moe_layers=sparse,
+        has_embedding=any(chunk.pre_process for chunk in chunks),
+        has_head=any(chunk.post_process for chunk in chunks),
+    )
+
+
+def _is_expert(param: torch.Tensor) -> bool:
+    return not getattr(param, "allreduce", True)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[int]:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return list(storages.values())
+
+
+@contextmanager
+def _as_rank(rank: int, world_size: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    current_device = torch.cuda.current_device
+    torch.cuda.current_device = lambda: _META  # type: ignore[assignment,return-value]
+    try:
+        yield
+    finally:
+        torch.cuda.current_device = current_device
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+class _ShortTypes(TorchFunctionMode):
+    """Optimizers look for names such as torch.cuda.FloatTensor."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.type and isinstance(result, str):
+            return result.replace("meta.", "")
+        return result

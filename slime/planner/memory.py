@@ -1,0 +1,52 @@
+"""Bytes with names: what a plan is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    name: str
+    nbytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """What lies on one GPU at the fullest moment of a phase.
+
+    `without_offload` is the total if trainer and engine both stayed on the GPU.
+    """
+
+    name: str  # training, log_probs, rollout, weight_update
+    where: str  # "trainer", "engine", or "shared" when colocated
+    rank: int
+    items: list[Item]
+    without_offload: int = 0
+
+    @property
+    def total(self) -> int:
+        return total(self.items)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """Of the fullest machine."""
+
+    node: int
+    items: list[Item] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return total(self.items)
+
+
+def total(items: list[Item]) -> int:
+    return sum(item.nbytes for item in items)
+
+
+def gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f}"
