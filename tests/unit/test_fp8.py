@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime.backends.sglang_utils.layout import ModelFacts
 from slime.backends.weight_sync.sync import WeightSync
 from slime.utils.errors import UserError
 from slime.utils.fp8 import FP8, Fp8Format, declaration, dequantize, format_of, quantize
@@ -149,7 +150,7 @@ def test_what_an_update_sends_is_what_the_tool_writes(model, tmp_path, layout):
     transport, engine = Recorded(), FakeEngine({}, token="t")
     engine.version = "1"
     try:
-        sync = WeightSync(transport, token="t", verify=False, fp8=layout)
+        sync = WeightSync(transport, token="t", verify=False, model=ModelFacts(fp8=layout))
         tensors = list(load_file(model / "model.safetensors").items())
         sync.update([tensors[:9], tensors[9:]], [engine.info], 1)
     finally:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from slime.backends.weight_sync.engine_client import EngineClient
+from slime.backends.weight_sync.engine_client import EngineClient, on_all
 from slime.backends.weight_sync.types import Bucket, WeightSyncError
 from slime.utils.process_group import destroy_side_group, init_side_group, serve_store
 from slime.utils.sync_http import HttpError
 
-_JOIN_TIMEOUT = timedelta(minutes=2)
+_TIMEOUT = timedelta(minutes=10)
+_LEAVE_TIMEOUT_S = 10.0
+_COMPLETES_S = 2.0
 
 
 class DistributedTransport:
@@ -25,11 +29,12 @@ class DistributedTransport:
 
     shares_device = False
 
-    def __init__(self, *, host: str, backend: str) -> None:
-        self._host, self._backend = host, backend
+    def __init__(self, *, host: str, backend: str, timeout: timedelta = _TIMEOUT) -> None:
+        self._host, self._backend, self._timeout = host, backend, timeout
         self._group: dist.ProcessGroup | None = None
         self._group_name = ""
         self._engines: list[EngineClient] = []
+        self._stuck: list[tuple[dist.ProcessGroup, dist.Work]] = []
 
     def open(self, engines: list[EngineClient], version: int) -> None:
         self._version = version
@@ -61,15 +66,14 @@ class DistributedTransport:
             for engine in self._engines
         }
         work = dist.broadcast(flat, group=self._group, group_src=0, async_op=True)
+        assert work is not None
         failed = _first_failure(calls)
         if failed is not None:
-            # Not destroyed: that would wait, with Python's lock held, for the broadcast to time out.
-            self._group = None
             engine, error = failed
+            self._break_up(work)
             raise WeightSyncError(
                 f"bucket {bucket.index} did not arrive: engine {engine.url}: {error}"
             ) from error
-        assert work is not None
         work.wait()
 
     def finish(self) -> None:
@@ -105,7 +109,7 @@ class DistributedTransport:
                 world_size,
                 *group,
                 store=store,
-                timeout=_JOIN_TIMEOUT,
+                timeout=self._timeout,
             )
         )
         invited = {
@@ -122,14 +126,35 @@ class DistributedTransport:
 
     def _leave(self) -> None:
         """Take leave of engines that may be gone."""
-        for engine in self._engines:
-            try:
-                engine.post("/destroy_weights_update_group", {"group_name": self._group_name}, 10.0)
-            except HttpError:  # gone, with its share of the group
-                continue
+        self._send_away()
         if self._group is not None:
             destroy_side_group(self._group)
             self._group = None
+
+    def _break_up(self, work: dist.Work) -> None:
+        """End a group that lost a member, so that the others can be members of a new one.
+
+        Its connections close, which is how engines that wait for the broadcast hear of it. Dropping a
+        group waits, with Python's lock held, for what is under way in it: a stuck one is kept.
+        """
+        group, self._group = self._group, None
+        assert group is not None
+        if self._backend == "nccl":
+            group.abort()
+        if _completes(work):
+            destroy_side_group(group)
+        else:
+            self._stuck.append((group, work))
+        del group, work
+        self._send_away()
+
+    def _send_away(self) -> None:
+        def leave(engine: EngineClient) -> None:
+            with suppress(HttpError):  # gone, with its share of the group
+                body = {"group_name": self._group_name}
+                engine.post("/destroy_weights_update_group", body, _LEAVE_TIMEOUT_S)
+
+        on_all(self._engines, leave)
 
 
 def flatten(bucket: Bucket) -> torch.Tensor:
@@ -137,6 +162,16 @@ def flatten(bucket: Bucket) -> torch.Tensor:
     return torch.cat(
         [tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in bucket.tensors]
     )
+
+
+def _completes(work: dist.Work) -> bool:
+    """Whether it ends, well or not; a member that is gone ends it at once."""
+    deadline = time.monotonic() + _COMPLETES_S
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _first_failure(

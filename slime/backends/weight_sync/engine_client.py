@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slime.utils.sync_http import HttpError, get_json, post_json
@@ -15,6 +16,14 @@ _BUCKET_TIMEOUT_S = 600.0
 _FLUSH_TIMEOUT_S = 30.0
 
 Result = TypeVar("Result")
+
+
+@dataclass(kw_only=True, frozen=True)
+class RankSums:
+    """Checksums of the parameters that one rank of an engine holds."""
+
+    tp_rank: int
+    sums: dict[str, str]
 
 
 class EngineClient:
@@ -72,10 +81,13 @@ class EngineClient:
                 total[name] = (total.get(name, 0) + int(value, 16)) % 2**64
         return total
 
-    def served_checksums(self) -> list[dict[str, str]]:
-        """SGLang's checksums by its own parameter names, one dictionary per rank."""
+    def served_checksums(self) -> list[RankSums]:
+        """SGLang's checksums by its own parameter names, of each rank."""
         reply = self.post("/weights_checker", {"action": "checksum"}, timeout=_BUCKET_TIMEOUT_S)
-        return [rank["checksums"] for rank in reply["ranks"]]
+        return [_rank_sums(rank) for rank in reply["ranks"]]
+
+    def server_info(self) -> dict[str, Any]:
+        return get_json(f"{self.url}/server_info", timeout=_CONTROL_TIMEOUT_S)
 
     def architectures(self) -> list[str] | None:
         return get_json(f"{self.url}/model_info", timeout=_CONTROL_TIMEOUT_S).get("architectures")
@@ -88,6 +100,13 @@ class EngineClient:
 
     def post(self, route: str, payload: dict[str, Any], timeout: float = _CONTROL_TIMEOUT_S) -> Any:
         return post_json(self.url + route, payload, token=self._token, timeout=timeout)
+
+
+def _rank_sums(reply: dict[str, Any]) -> RankSums:
+    """Version 0.5.23 says where a rank is once per model of a server, 0.5.16 once."""
+    where = reply["parallelism_info"]
+    where = where[0] if isinstance(where, list) else where
+    return RankSums(tp_rank=where["tp_rank"], sums=reply["checksums"])
 
 
 def on_all(engines: Sequence[EngineClient], call: Callable[[EngineClient], Result]) -> list[Result]:

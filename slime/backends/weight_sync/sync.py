@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,19 +15,20 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.addresses import own_host
-from slime.backends.sglang_utils.layout import ServedSums
+from slime.backends.sglang_utils.layout import ModelFacts, model_facts
 from slime.backends.weight_sync.disk import DiskTransport
 from slime.backends.weight_sync.distributed import DistributedTransport
 from slime.backends.weight_sync.engine_client import EngineClient, on_all
+from slime.backends.weight_sync.served import ServedCheck
 from slime.backends.weight_sync.sglang_tensor import SGLangTensorTransport
 from slime.backends.weight_sync.tensor import TensorTransport
 from slime.backends.weight_sync.types import Bucket, WeightSyncError, WeightTransport
-from slime.backends.weight_sync.verify import check_checksums, check_served, check_versions
+from slime.backends.weight_sync.verify import check_checksums, check_versions
 from slime.utils.checksum import tensor_checksums
 from slime.utils.device import collective_backend, current_device, device_id
 from slime.utils.env import read_env
 from slime.utils.errors import WeightMismatchError
-from slime.utils.fp8 import Fp8Format, format_of, quantize_all
+from slime.utils.fp8 import quantize_all
 from slime.utils.ipc import remove_stale_segments
 from slime.utils.reports import SyncReport
 from slime.utils.sync_http import HttpError
@@ -55,7 +57,7 @@ def make_weight_sync(args: Args) -> WeightSync:
         _make_transport(args),
         token=read_env().engine_token,
         verify=args.check_weight_update_equal,
-        fp8=_fp8_format(args),
+        model=_model_facts(args),
     )
 
 
@@ -79,10 +81,10 @@ class WeightSync:
         token: str | None,
         verify: bool = True,
         pause_mode: str = "retract",
-        fp8: Fp8Format | None = None,
+        model: ModelFacts | None = None,
     ) -> None:
-        """`fp8`: what the engines hold their matrices in, where that is not what the trainer has."""
-        self.transport, self._fp8 = transport, fp8
+        """`model.fp8`: what engines hold matrices in, where that is not what the trainer has."""
+        self.transport, self._model = transport, model or ModelFacts()
         self._token, self._verify, self._pause_mode = token, verify, pause_mode
         self._rank_devices: list[str] = []
         remove_stale_segments()
@@ -94,10 +96,11 @@ class WeightSync:
         started = time.perf_counter()
         self._checksum_seconds = 0.0
         self._kinds = {info.kind for info in engines}
-        self._served = ServedSums()
+        self._served: ServedCheck | None = None
         clients = [EngineClient(info, self._token) for info in engines]
-        if self._fp8 is not None:
-            buckets = (list(quantize_all(bucket, self._fp8)) for bucket in buckets)
+        fp8 = self._model.fp8
+        if fp8 is not None:
+            buckets = (list(quantize_all(bucket, fp8)) for bucket in buckets)
         try:
             sums, nbytes, num_buckets = self._transfer(buckets, clients, version)
             with _on_all_ranks("finishing the update"):
@@ -145,6 +148,9 @@ class WeightSync:
         if _rank() == 0:
             on_all(clients, lambda engine: engine.pause(self._pause_mode))
             on_all(clients, EngineClient.begin)
+            sglang = [engine for engine in clients if engine.info.kind == "sglang"]
+            if self._verify and sglang:
+                self._served = ServedCheck(sglang, self._model)
         if mine:
             self.transport.open(mine, version)
 
@@ -162,8 +168,8 @@ class WeightSync:
             with self._checksum_time():
                 embedded = [engine for engine in clients if engine.info.kind == "slime"]
                 check_checksums(embedded, sums, version)
-                sglang = [engine for engine in clients if engine.info.kind == "sglang"]
-                check_served(sglang, self._served, version, exact=self._fp8 is None)
+                if self._served is not None:
+                    self._served.compare(version)
         on_all(clients, EngineClient.resume)
 
     def _abandon(self, clients: list[EngineClient]) -> None:
@@ -180,7 +186,7 @@ class WeightSync:
             sums.update(dict.fromkeys(names, 0))
             return
         with self._checksum_time():
-            if "sglang" in self._kinds:
+            if self._served is not None:
                 for name, tensor in bucket.tensors:
                     self._served.add(name, tensor)
             if "slime" in self._kinds:
@@ -221,14 +227,15 @@ def _make_transport(args: Args) -> WeightTransport:
         return (SGLangTensorTransport if sglang else TensorTransport)(current_device())
     if args.update_weight_transport == "disk":
         return DiskTransport(args.update_weight_disk_dir, args.hf_checkpoint)
-    return DistributedTransport(host=own_host(), backend=collective_backend())
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    return DistributedTransport(host=own_host(), backend=collective_backend(), timeout=timeout)
 
 
-def _fp8_format(args: Args) -> Fp8Format | None:
-    """That of --hf-checkpoint, which SGLang serves as it is; the embedded engine holds it unpacked."""
+def _model_facts(args: Args) -> ModelFacts:
+    """SGLang serves FP8 of --hf-checkpoint as it is; the embedded engine holds it unpacked."""
     if args.rollout_engine != "sglang":
-        return None
-    return format_of(json.loads((Path(args.hf_checkpoint) / "config.json").read_text()))
+        return ModelFacts()
+    return model_facts(json.loads((Path(args.hf_checkpoint) / "config.json").read_text()))
 
 
 def _several_ranks() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from slime.backends.sglang_utils.layout import ServedSums, is_exact
 from slime.backends.weight_sync.engine_client import EngineClient, on_all
 from slime.utils.errors import WeightMismatchError
 
@@ -35,49 +34,6 @@ def check_checksums(engines: list[EngineClient], sent: dict[str, int], version: 
         raise WeightMismatchError(f"weights {version} did not arrive intact. {'; '.join(problems)}")
 
 
-def check_served(
-    engines: list[EngineClient], served: ServedSums, version: int, *, exact: bool = True
-) -> None:
-    """SGLang's own checksums: against what was sent where its layout is known, and among engines.
-
-    What neither shows is left to the probe prompt. Quantised weights (`exact` is False) are summed by
-    SGLang in a form of its own.
-    """
-    held = on_all(engines, EngineClient.served_checksums)
-    if not held:
-        return
-    for engine, ranks in zip(engines, held, strict=True):
-        if exact and len(ranks) == 1 and is_exact(engine.architectures()):
-            problem = _served_difference(served.sums, ranks[0])
-            if problem:
-                raise WeightMismatchError(
-                    f"weights {version} did not arrive intact. engine {engine.url}: {problem}"
-                )
-        if len(ranks) == len(held[0]) and ranks != held[0]:
-            names = [
-                name
-                for mine, first in zip(ranks, held[0], strict=True)
-                for name, value in mine.items()
-                if first.get(name) != value
-            ]
-            raise WeightMismatchError(
-                f"weights {version}: engines {engine.url} and {engines[0].url} hold different values "
-                f"of {len(names)} parameters ({_some(names)})"
-            )
-
-
-def _served_difference(expected: dict[str, str], held: dict[str, str]) -> str:
-    """A tied output layer is sent once and may be held once or twice."""
-    wrong = [name for name in held if name in expected and held[name] != expected[name]]
-    unsent = [name for name in held if name not in expected and not name.startswith("lm_head.")]
-    groups = {"differ": wrong, "are in the engine but were not sent": unsent}
-    return ", ".join(
-        f"{len(names)} of {len(held)} parameters {what} ({_some(names)})"
-        for what, names in groups.items()
-        if names
-    )
-
-
 def difference(sent: dict[str, int], held: dict[str, int]) -> str:
     """What is wrong with `held`, in words; empty when nothing is."""
     groups = {
@@ -86,12 +42,12 @@ def difference(sent: dict[str, int], held: dict[str, int]) -> str:
         "are in the engine but were not sent": [name for name in held if name not in sent],
     }
     return ", ".join(
-        f"{len(names)} of {len(sent)} tensors {what} ({_some(names)})"
+        f"{len(names)} of {len(sent)} tensors {what} ({some(names)})"
         for what, names in groups.items()
         if names
     )
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
     more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
