@@ -12,7 +12,7 @@ from slime.backends.sglang_utils.flush import flush_until_idle
 from slime.backends.sglang_utils.router import Router, make_router
 from slime.ray.engine_handle import EngineHandle
 from slime.ray.external_group import ExternalGroup
-from slime.ray.health import failed_engines
+from slime.ray.health import failed_engines, health_route
 from slime.utils.arguments import Args
 from slime.utils.errors import UserError
 from slime.utils.sync_http import post_json
@@ -74,11 +74,11 @@ class EngineGroup:
         """Engines that are up."""
         return [info for index, info in enumerate(self.all) if index not in self._down]
 
-    def failed(self) -> list[int]:
+    def failed(self, *, paused: bool = False) -> list[int]:
         """Engines that died or hang."""
         timeout = self.args.rollout_health_check_timeout
         # SGLang's health check generates a token, which needs the memory it may have given away.
-        route = "/model_info" if self._gave_away() else "/health"
+        route = "/model_info" if self._gave_away() else health_route(paused)
         return failed_engines(self._handles, self.all, timeout=timeout, route=route)
 
     def restart(self, index: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from slime.backends.sglang_utils.external import find_external
-from slime.ray.health import answers
+from slime.ray.health import answers, health_route
 from slime.utils.arguments import Args
 from slime.utils.types import EngineInfo
 
@@ -36,16 +36,17 @@ class ExternalGroup:
     def infos(self) -> list[EngineInfo]:
         return [info for index, info in enumerate(self.all) if index not in self._silent]
 
-    def failed(self) -> list[int]:
-        timeout = self.args.rollout_health_check_timeout
+    def failed(self, *, paused: bool = False) -> list[int]:
+        timeout, route = self.args.rollout_health_check_timeout, health_route(paused)
         with ThreadPoolExecutor(max(1, self.count)) as pool:
-            healthy = list(pool.map(lambda info: answers(info.url, timeout), self.all))
+            healthy = list(pool.map(lambda info: answers(info.url, timeout, route), self.all))
         return [i for i, ok in enumerate(healthy) if not ok or i in self._silent]
 
     def restart(self, index: int) -> str:
         """Take an engine out that does not answer, or back in when it does again."""
         info = self.all[index]
-        if not answers(info.url, self.args.rollout_health_check_timeout):
+        route = health_route(paused=index in self._silent)  # an update may have left it so
+        if not answers(info.url, self.args.rollout_health_check_timeout, route):
             self._silent.add(index)
             return f"the engine at {info.url} does not answer; going on without it"
         self._silent.discard(index)

@@ -31,6 +31,15 @@ def failed_engines(
     return [index for index, ok in enumerate(healthy) if not ok]
 
 
+def health_route(paused: bool) -> str:
+    """What a server that works answers in time.
+
+    SGLang's /health generates a token, which a paused server does not; its /server_info asks the
+    scheduler too, and is answered meanwhile.
+    """
+    return "/server_info" if paused else "/health"
+
+
 def answers(url: str, timeout: float, route: str = "/health") -> bool:
     try:
         get_json(url + route, timeout=timeout, retries=0)

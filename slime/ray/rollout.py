@@ -59,7 +59,12 @@ class RolloutManager:
         )
         source = load_class(args.data_source_path, flag="--data-source-path", protocol=DataSource)
         self.data_source: Any = source(args)
-        self.pool = EnginePool([], token=token, concurrency=args.sglang_server_concurrency)
+        self.pool = EnginePool(
+            [],
+            token=token,
+            concurrency=args.sglang_server_concurrency,
+            deadline_s=args.rollout_no_engine_timeout,
+        )
         install_pool(self.pool)
         config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
         self.shape = ModelShape.from_hf_config(config)

@@ -105,13 +105,14 @@ class RolloutGroup:
         following = None if rollout_id is None else rollout_id + 1
         self._manager.get("set_weight_version", version, following)
 
-    def replace_failed(self, *, all_if_any: bool = False) -> list[int]:
-        """Restart what died or hangs; it gets no request before it has the current weights."""
+    def replace_failed(self, *, paused: bool = False) -> list[int]:
+        """Restart what died or hangs; it gets no request before it has the current weights.
+
+        `paused`: generation is, as an update that failed leaves it.
+        """
         if not self.args.use_fault_tolerance:
             return []
-        failed = self._engines.failed()
-        if failed and all_if_any:
-            failed = list(range(self._engines.count))
+        failed = self._engines.failed(paused=paused)
         if failed:
             self._generate_with(
                 [info for i, info in enumerate(self._engines.all) if i not in failed]

@@ -139,16 +139,15 @@ class TrainGroup:
     def _push(self, rollout: RolloutGroup) -> list[Any]:
         """To all engines; once more from the start if one of them died meanwhile.
 
-        A broadcast that lost a member keeps the others waiting for it, so then all start again.
+        The others are left paused, with weights of two versions, until it succeeds.
         """
-        broadcast = self.args.update_weight_transport == "distributed"
         while True:
             try:
                 return self._actor.all("update_weights", rollout.engine_infos, self.weight_version)
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error, WeightMismatchError):
                     raise
-                if not rollout.replace_failed(all_if_any=broadcast):
+                if not rollout.replace_failed(paused=True):
                     raise
 
     def save(self, rollout_id: int, path: str, critic_path: str | None = None) -> None:

@@ -117,6 +117,9 @@ class FaultTolerance:
     rollout_health_check_first_wait: float = flag(
         0.0, "seconds to wait after the start before the first check"
     )
+    rollout_no_engine_timeout: float = flag(
+        1800.0, "seconds without any engine, while they are restarted, until the run saves and ends"
+    )
 
 
 @dataclass(kw_only=True)

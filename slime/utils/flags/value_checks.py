@@ -64,7 +64,12 @@ _AT_LEAST_ZERO = (
     "opd_kl_coef",
     "rollout_health_check_first_wait",
 )
-_ABOVE_ZERO = ("rollout_health_check_interval", "rollout_health_check_timeout", "value_clip")
+_ABOVE_ZERO = (
+    "rollout_health_check_interval",
+    "rollout_health_check_timeout",
+    "rollout_no_engine_timeout",
+    "value_clip",
+)
 _FRACTIONS = ("gamma", "lambd", "lr_warmup_fraction", "adam_beta1", "adam_beta2", "eps_clip")
 
 
