@@ -14,14 +14,20 @@ def score(completion: str, label: str) -> float:
 
 
 def response_length(lengths: str, index: int) -> int:
-    """Tokens of the run's sample number `index`: "64" for all of them, or "mixed"."""
-    if lengths == "mixed":
-        return random.Random(index).randint(SHORTEST, LONGEST)
-    return int(lengths)
+    """Tokens of the run's sample number `index`: "64" for all of them, "16-256", or "mixed", the same."""
+    low, high = _bounds(lengths)
+    return low if low == high else random.Random(index).randint(low, high)
 
 
 def longest_response(lengths: str) -> int:
-    return LONGEST if lengths == "mixed" else int(lengths)
+    return _bounds(lengths)[1]
+
+
+def _bounds(lengths: str) -> tuple[int, int]:
+    if lengths == "mixed":
+        return SHORTEST, LONGEST
+    low, _, high = lengths.partition("-")
+    return int(low), int(high or low)
 
 
 def make_rows(count: int, seed: int = 0) -> list[dict[str, str]]:

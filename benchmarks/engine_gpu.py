@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--prefix", action="store_true", help="also 32 prompts x 8 samples")
     parser.add_argument("--sglang-path", help="folder of packages that holds sglang")
     parser.add_argument("--sglang-attention", default="flashinfer")
+    parser.add_argument("--start-limit", type=float, default=400.0, help="seconds an engine has")
     args = parser.parse_args()
     config = {**COMMON, **SHAPES[args.shape]}
     config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
@@ -126,7 +127,7 @@ def run(args: argparse.Namespace, config: dict, checkpoint: Path) -> None:
     rates: dict[str, float] = {}
     for name, command in commands.items():
         extra = args.sglang_path if name == "sglang" else None
-        with Server(name, command, checkpoint.parent, extra) as server:
+        with Server(name, command, checkpoint.parent, extra, args.start_limit) as server:
             rates[name] = measure(server, rows, tokens, limit, args.rounds)
             if args.prefix:
                 measure_prefix(server)
@@ -203,8 +204,15 @@ def sglang_command(checkpoint: Path, attention: str) -> list[str]:
 class Server:
     """An engine in its own process, reached over HTTP by all requests at once."""
 
-    def __init__(self, name: str, command: list[str], folder: Path, extra_path: str | None) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        folder: Path,
+        extra_path: str | None,
+        start_limit: float,
+    ) -> None:
+        self.name, self._start_limit = name, start_limit
         port = 32000 + os.getpid() % 1000
         self._url = f"http://127.0.0.1:{port}"
         path = ([extra_path] if extra_path else [str(REPO)]) + [os.environ.get("PYTHONPATH", "")]
@@ -218,7 +226,7 @@ class Server:
     def __enter__(self) -> Server:
         start = time.perf_counter()
         while not self._answers():
-            if self._process.poll() is not None or time.perf_counter() - start > 400:
+            if self._process.poll() is not None or self._is_late(start):
                 self._process.kill()
                 raise SystemExit(f"{self.name} did not start:\n{self._log.read_text()[-6000:]}")
             time.sleep(0.5)
@@ -243,10 +251,13 @@ class Server:
         """Seconds until each reply."""
         return asyncio.run(self._generate(rows))
 
+    def _is_late(self, start: float) -> bool:
+        return time.perf_counter() - start > self._start_limit
+
     def _answers(self) -> bool:
         body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
         try:
-            post_json(f"{self._url}/generate", body, timeout=120)
+            post_json(f"{self._url}/generate", body, timeout=60)
         except (HttpError, OSError):
             return False
         return True

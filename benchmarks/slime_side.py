@@ -1,4 +1,4 @@
-"""Hooks of slime's side of vs_trl_cpu.py: the reward, and responses of a given number of tokens."""
+"""Hooks of slime's side of vs_trl_cpu.py and step_gpu.py: the reward, and responses of a given number of tokens."""
 
 from __future__ import annotations
 
@@ -21,4 +21,13 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     wanted = response_length(os.environ[LENGTHS], sample.index)
     return await generate_one(
         args, sample, {**sampling_params, "min_new_tokens": wanted, "max_new_tokens": wanted}
+    )
+
+
+async def generate_past_ends(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """As `generate`, by leaving ends of text unheeded: forbidding them takes the engine's slow draw."""
+    assert sample.index is not None
+    wanted = response_length(os.environ[LENGTHS], sample.index)
+    return await generate_one(
+        args, sample, {**sampling_params, "ignore_eos": True, "max_new_tokens": wanted}
     )

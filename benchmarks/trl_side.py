@@ -1,6 +1,6 @@
-"""TRL's side of vs_trl_cpu.py; run by it, with the Python of TRL's own environment.
+"""TRL's side of vs_trl_cpu.py and step_gpu.py; run by them, with the packages of TRL's own environment.
 
-usage: python trl_side.py CKPT DATA.jsonl --lengths 64|mixed --steps 3 --micro-batch 128
+usage: python trl_side.py CKPT DATA.jsonl --lengths 64|mixed|128-1024 --steps 3 --micro-batch 128 [--cuda]
 
 The clock runs from the end of one step to the end of the next, so data loading, rewards and logging
 are inside it. The first step is warm-up. Prints one line of JSON.
@@ -28,8 +28,10 @@ from trl import GRPOConfig, GRPOTrainer
 class EndAt(LogitsProcessor):
     """Rows end by themselves: no end-of-text before their own length, nothing else at it."""
 
-    def __init__(self, prompt_width: int, lengths: list[int], eos_id: int) -> None:
-        self.last = prompt_width + torch.tensor(lengths) - 1
+    def __init__(
+        self, prompt_width: int, lengths: list[int], eos_id: int, device: torch.device
+    ) -> None:
+        self.last = prompt_width + torch.tensor(lengths, device=device) - 1
         self.eos_id = eos_id
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -53,7 +55,7 @@ class LengthControl:
         wanted = [response_length(self.lengths, index) for index in indices]
         self.num_samples += rows
         self.num_tokens += sum(wanted)
-        processor = EndAt(width, wanted, self.eos_id)
+        processor = EndAt(width, wanted, self.eos_id, kwargs["input_ids"].device)
         output = self.generate(*args, logits_processor=LogitsProcessorList([processor]), **kwargs)
         assert output.shape[1] - width == max(wanted), "a row did not end at its length"
         return output
@@ -78,6 +80,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
+    parser.add_argument("--cuda", action="store_true", help="one GPU, bf16 with fp32 weights")
     return parser.parse_args()
 
 
@@ -107,8 +110,8 @@ def main() -> None:
             learning_rate=args.lr,
             lr_scheduler_type="constant",
             optim="adamw_torch_fused",
-            use_cpu=True,
-            bf16=False,
+            use_cpu=not args.cuda,
+            bf16=args.cuda,
             fp16=False,
             gradient_checkpointing=False,
             logging_steps=1,

@@ -186,20 +186,25 @@ def run_slime(
     ]  # there is no GPU memory to make room in
     command += options.slime_args.split()
     run(command, lengths)
-    metrics: dict[int, dict[str, float]] = {}
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        metrics.setdefault(row["rollout_id"], {}).update(row)
-    timed = [metrics[rollout_id] for rollout_id in range(1, 1 + options.steps)]
+    timed = timed_metrics(run_dir, options.steps)
     lens = [row["rollout/response_len_mean"] for row in timed]
     return [row["perf/step_time"] for row in timed], statistics.mean(lens)
 
 
-def run(command: list[object], lengths: str) -> str:
+def timed_metrics(run_dir: Path, steps: int) -> list[dict[str, float]]:
+    """All metrics of each rollout after the first."""
+    metrics: dict[int, dict[str, float]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        metrics.setdefault(row["rollout_id"], {}).update(row)
+    return [metrics[rollout_id] for rollout_id in range(1, 1 + steps)]
+
+
+def run(command: list[object], lengths: str, **env: str) -> str:
     words = [str(word) for word in command]
     done = subprocess.run(
         words,
-        env={**os.environ, **MALLOC, LENGTHS: lengths},
+        env={**os.environ, **MALLOC, LENGTHS: lengths, **env},
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
