@@ -29,6 +29,7 @@ import train_gpu  # noqa: E402
 
 from slime.planner.memory import GIB, Phase  # noqa: E402
 from slime.planner.plan import Machine, Plan, make_plan  # noqa: E402
+from slime.utils.env import child_env  # noqa: E402
 from slime.utils.machine import gpus  # noqa: E402
 
 CASES = ("0.6B-fsdp", "4B-megatron", "engine", "0.6B-megatron", "4B-fsdp")
@@ -74,9 +75,9 @@ def measure_training(case: str, folder: Path, machine: Machine) -> list[tuple[st
         model = train_gpu.write_model(folder, shape)
     predicted = training_phase(backend, str(model), machine)
     command = [sys.executable, str(ROOT / "benchmarks" / "train_gpu.py"), *STEP]
-    done = subprocess.run(
-        [*command, "--worker", backend, str(model)], capture_output=True, text=True
-    )
+    env = child_env(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    command += ["--worker", backend, str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not found:
         print(f"{case} failed:\n{(done.stdout + done.stderr)[-1500:]}")

@@ -40,8 +40,8 @@ def main(argv: list[str]) -> int:
 
         return suggest(rest, options)
     with planned_args(rest, options) as args:
-        _need_megatron(args.train_backend)
-        plan = _advised(make_plan(args, machine_of(options)), options)
+        need_megatron(args.train_backend)
+        plan = with_best_advice(make_plan(args, machine_of(options)), options)
     show(plan, options)
     return 1 if plan.verdict == "does not fit" else 0
 
@@ -63,12 +63,12 @@ def show(plan: Plan, options: PlanOptions) -> None:
         print_plan(plan)
 
 
-def _advised(plan: Plan, options: PlanOptions) -> Plan:
+def with_best_advice(plan: Plan, options: PlanOptions) -> Plan:
     found = find_advice(plan, machine_of(options)) if plan.verdict != "fits" else []
     return with_advice(plan, [str(advice) for advice in found[:3]])
 
 
-def _need_megatron(backend: str) -> None:
+def need_megatron(backend: str) -> None:
     if backend == "megatron" and not is_installed("megatron"):
         raise ConfigError(
             "the plan builds the real Megatron model and megatron-core is not installed here: "
