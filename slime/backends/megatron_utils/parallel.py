@@ -6,6 +6,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import megatron.core
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -36,14 +37,24 @@ def init_parallel(args: Args, virtual_stages: int | None) -> ParallelInfo:
         "distributed_timeout_minutes": args.distributed_timeout_minutes,
     }
     if sizes != _sizes or not parallel_state.model_parallel_is_initialized():
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
+        _drop_groups()
         parallel_state.initialize_model_parallel(
             **sizes, create_gloo_process_groups=device_type() == "cuda"
         )
         _sizes = sizes
     model_parallel_cuda_manual_seed(args.seed, force_reset_rng=True)
     return parallel_info()
+
+
+def _drop_groups() -> None:
+    """End the groups of another layout: Megatron only forgets them, and each keeps its threads."""
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    groups = [group for group in parallel_state._global_process_group_list or [] if group]
+    dist.barrier()  # nobody is still talking in them
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def parallel_info() -> ParallelInfo:
