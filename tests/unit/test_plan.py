@@ -1,0 +1,314 @@
+"""The planner's arithmetic, on counts that are written out here; nothing is built."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slime.backends.rank_model import ModelCount, RankModel, WholeModel
+from slime.planner import host as host_module
+from slime.planner.activations import layer_cost
+from slime.planner.advice import find_advice
+from slime.planner.as_json import plan_json
+from slime.planner.layout import Sizes, cluster_layout, stage_ranks
+from slime.planner.model_args import config_from_flags
+from slime.planner.model_shape import shape_of
+from slime.planner.page import render_page
+from slime.planner.plan import Machine, plan_from_count
+from slime.planner.request import PlanOptions, planned_args, split_options
+from slime.utils.errors import ConfigError
+from slime.utils.flags.parser import read_command_line
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}
+
+
+def model_args(name):
+    script = f'source "{ROOT}/scripts/models/{name}.sh"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
+    return subprocess.check_output(["bash", "-c", script], text=True).split()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    return str(tmp_path)
+
+
+def argv(folder, *more):
+    return [
+        *("--hf-checkpoint", folder, "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "8"),
+        *("--num-rollout", "10", "--rollout-batch-size", "32", "--n-samples-per-prompt", "8"),
+        *("--rollout-max-response-len", "1024", "--rollout-max-prompt-len", "1024"),
+        *("--prompt-data", "x.jsonl", "--rm-type", "math", "--colocate"),
+        *more,
+    ]
+
+
+def count(parameters, *, ranks=1, step=8, dense=36):
+    sizes = {parameters: 1}
+    rank = {
+        "parameters": parameters,
+        "expert_parameters": 0,
+        "trained_parameters": parameters,
+        "weight_sizes": {2 * parameters: 1},
+        "weight_storages": [2 * parameters],
+        "gradient_storages": [4 * parameters],
+        "master_sizes": sizes,
+        "moment_sizes": sizes,
+        "dense_layers": dense,
+        "moe_layers": 0,
+    }
+    last = ranks - 1
+    return ModelCount(
+        whole=WholeModel(
+            total=4_000_000_000,
+            by_part={"attention": 4_000_000_000},
+            layer=100_000_000,
+            buffers=0,
+            largest_tensor=10,
+        ),
+        ranks=[
+            RankModel(rank=i * step, has_embedding=i == 0, has_head=i == last, **rank)
+            for i in range(ranks)
+        ],
+        attention_repeats_keys=False,
+        torch_version="2",
+    )
+
+
+def plan_of(folder, counted, *more, gib=80.0, host=None):
+    with planned_args(argv(folder, *more), PlanOptions()) as args:
+        return plan_from_count(
+            args, counted, Machine(gpu_bytes=gib * GIB, source="test", host_bytes=host)
+        )
+
+
+def phase(plan, name):
+    return next(phase for phase in plan.phases if phase.name == name)
+
+
+def item(items, name):
+    return next(item.nbytes for item in items if item.name == name)
+
+
+# ---- layout
+
+
+def test_world_is_tp_pp_cp_dp_and_experts_lie_inside():
+    sizes = Sizes(world=64, tp=8, pp=4, cp=2, ep=16, etp=1)
+    assert sizes.dp == 1  # 8 x 4 x 2 = 64: expert parallelism is not a factor
+    assert sizes.expert_dp == 1
+    assert stage_ranks(sizes) == [0, 16, 32, 48]
+
+
+def test_groups_partition_the_ranks(folder):
+    flags = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+    with planned_args(argv(folder, *flags), PlanOptions()) as args:
+        layout = cluster_layout(args)
+    assert layout.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.groups("dp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    for axis in ("tp", "dp", "pp", "cp", "ep"):
+        assert sorted(r for group in layout.groups(axis) for r in group) == list(range(8))
+
+
+def test_engines_beside_the_trainer_are_on_machines_of_their_own(folder):
+    flags = argv(folder, "--rollout-num-gpus", "8", "--rollout-num-gpus-per-engine", "4")
+    flags.remove("--colocate")
+    with planned_args(flags, PlanOptions()) as args:
+        layout = cluster_layout(args)
+    assert [engine.gpus for engine in layout.engines] == [[8, 9, 10, 11], [12, 13, 14, 15]]
+    assert [engine.nodes for engine in layout.engines] == [[1], [1]]
+    assert layout.nodes == 2
+
+
+# ---- the command line
+
+
+def test_options_of_the_plan_are_taken_out():
+    options, rest = split_options(
+        ["--gpu-memory", "141", "--json", "--lr", "1e-6", "--gpus=16", "--dry-run"]
+    )
+    assert options == PlanOptions(gpu_memory=141, as_json=True, gpus=16)
+    assert rest == ["--lr", "1e-6"]
+
+
+def test_more_gpus_than_there_are_is_one_sentence(folder):
+    flags = argv(folder, "--rollout-num-gpus", "8")
+    flags.remove("--colocate")
+    wanted = r"8 GPUs for training \+ 8 for rollout = 16, and there are 8: add --colocate"
+    with pytest.raises(ConfigError, match=wanted), planned_args(flags, PlanOptions(gpus=8)):
+        pass
+
+
+def test_without_a_shape_there_is_no_plan():
+    wanted = "give --hf-checkpoint with a folder that has a config.json"
+    with (
+        pytest.raises(ConfigError, match=wanted),
+        planned_args(["--hf-checkpoint", "/nowhere"], PlanOptions()),
+    ):
+        pass
+
+
+def test_model_args_alone_are_enough():
+    with planned_args(model_args("qwen3-4B"), PlanOptions()) as args:
+        config = json.loads(Path(args.hf_checkpoint, "config.json").read_text())
+    assert {name: config[name] for name in QWEN3_4B if name != "max_position_embeddings"} == {
+        name: value for name, value in QWEN3_4B.items() if name != "max_position_embeddings"
+    }
+    assert args.precision == "bf16"
+    assert args.rollout_engine == "sglang"
+
+
+@pytest.mark.parametrize(
+    ("script", "model_type"),
+    [
+        ("glm4.5-355B-A32B", "glm4_moe"),
+        ("deepseek-v3", "deepseek_v3"),
+        ("gpt-oss-20B", "gpt_oss"),
+        ("qwen3-30B-A3B", "qwen3_moe"),
+        ("qwen2.5-7B", "qwen2"),
+        ("glm4-9B", "glm4"),
+        ("llama3.1-8B", "llama"),
+    ],
+)
+def test_the_family_follows_from_the_parts(script, model_type):
+    config = config_from_flags(read_command_line(model_args(script)))
+    assert config is not None
+    assert config["model_type"] == model_type
+
+
+# ---- memory
+
+
+def test_a_layer_keeps_what_the_docstring_lists(folder):
+    """Qwen3-4B, one rank: the sum of the table in activations.py, by hand."""
+    shape = shape_of(QWEN3_4B)
+    flags = ("--recompute-granularity", "selective", "--recompute-modules", "layernorm")
+    with planned_args(argv(folder, *flags), PlanOptions()) as args:
+        cost = layer_cost(args, shape, Sizes(world=1), repeats_keys=True)
+    h, q, kv, f = 2560, 4096, 1024, 9728
+    by_hand = 2 * h + (q + 2 * kv) + q + q + 2 * q + q + 2 * f
+    log_sums = 32 * 2
+    assert cost.dense.total == by_hand + log_sums
+
+
+def test_resident_bytes_of_a_rank(folder):
+    plan = plan_of(folder, count(10**9))
+    items = phase(plan, "training").items
+    assert item(items, "parameters") == 2e9
+    assert item(items, "gradients") == 4e9
+    assert item(items, "fp32 master weights") == 4e9
+    assert item(items, "Adam's moments") == 8e9
+
+
+def test_cpu_adam_moves_sixteen_bytes_per_parameter(folder):
+    flags = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
+    plan = plan_of(folder, count(2**28), *flags)
+    names = {item.name for item in phase(plan, "training").items}
+    assert not names & {"fp32 master weights", "Adam's moments"}
+    adam = [i.nbytes for i in plan.host.items if i.name.startswith("CPU Adam")]
+    assert sum(adam) == 8 * 2**28 * (4 + 8 + 4)  # eight ranks; a power of two is not rounded up
+
+
+def test_pinned_memory_is_rounded_up_to_powers_of_two():
+    assert host_module._pinned([1, 3, 4, 5, 0]) == 1 + 4 + 4 + 8
+
+
+def test_offload_is_the_difference(folder):
+    plan = plan_of(folder, count(10**9))
+    training = phase(plan, "training")
+    engine = sum(
+        i.nbytes
+        for i in phase(plan, "rollout").items
+        if i.name in ("engine weights", "KV cache", "engine activations", "CUDA graphs")
+    )
+    assert training.without_offload - training.total == engine
+
+
+def test_the_first_stage_holds_micro_batches_of_all_stages(folder):
+    flags = ("--pipeline-model-parallel-size", "4")
+    one = plan_of(folder, count(10**8, ranks=4, step=2, dense=9), *flags)
+    kept = item(phase(one, "training").items, "activations")
+    assert phase(one, "training").rank == 0
+    alone = plan_of(folder, count(10**8, dense=9))
+    assert kept == 4 * item(phase(alone, "training").items, "activations")
+
+
+def test_kv_cache_by_hand(folder):
+    flags = ("--sglang-mem-fraction-static", "0.5", "--rollout-num-gpus-per-engine", "2")
+    plan = plan_of(folder, count(10**8), *flags)
+    per_token = 36 * 2 * (8 // 2) * 128 * 2
+    overhead = 0.5 * GIB + 2 * int(0.2 * GIB)
+    room = (80 * GIB - overhead) * 0.5 - 4_000_000_000 * 2 / 2
+    assert plan.cache is not None
+    assert plan.cache.bytes_per_token == per_token
+    assert plan.cache.tokens == int(room // per_token)
+    assert plan.cache.requests_at_full_length == plan.cache.tokens // 2048
+
+
+# ---- verdict
+
+
+def test_verdicts(folder):
+    assert plan_of(folder, count(10**8), gib=80).verdict == "fits"
+    needed = plan_of(folder, count(10**9), gib=200).fullest.total / GIB
+    assert plan_of(folder, count(4 * 10**9), gib=24).verdict == "does not fit"
+    assert needed > 0
+
+
+def test_too_little_host_memory_does_not_fit(folder):
+    plan = plan_of(folder, count(10**8), host=2 * GIB)
+    assert plan.verdict == "does not fit"
+    assert "host memory" in plan.reason
+
+
+def test_advice_is_what_the_same_plan_says_with_the_flag(folder):
+    flags = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "65536")
+    plan = plan_of(folder, count(10**9), *flags, gib=80)
+    assert plan.verdict == "does not fit"
+    best = find_advice(plan, Machine(gpu_bytes=80 * GIB, source="test"))[0]
+    assert best.flags.startswith("--recompute-granularity full")
+    assert best.fits
+    again = plan_of(folder, count(10**9), *flags, *best.flags.split(), gib=80)
+    assert again.verdict != "does not fit"
+    assert plan.fullest.total - again.fullest.total == best.saves
+
+
+# ---- output
+
+
+def test_json_has_its_keys(folder):
+    found = json.loads(json.dumps(plan_json(plan_of(folder, count(10**8)))))
+    wanted = {"total_parameters", "per_rank", "memory", "verdict", "host_memory", "kv_cache"}
+    assert wanted <= set(found)
+    assert found["total_parameters"] == 4_000_000_000
+    assert {one["phase"] for one in found["memory"]} == {
+        "training",
+        "log_probs",
+        "rollout",
+        "weight_update",
+    }
+    for one in found["memory"]:
+        assert one["total_bytes"] == sum(part["bytes"] for part in one["items"])
+
+
+def test_page_shows_every_gpu_and_asks_for_nothing(folder):
+    page = render_page(plan_of(folder, count(10**8)))
+    for rank in range(8):
+        assert f"rank {rank}<" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+    assert "weight update" in page
