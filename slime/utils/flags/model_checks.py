@@ -39,10 +39,10 @@ def check_model(draft: Draft) -> None:
     check_against_config(draft, config)
     check_parallel(draft, config)
     check_precision_aware(draft)
-    check_hooks(draft)
-    check_packages(draft)
     check_recompute(draft)
     check_dispatcher(draft)
+    check_hooks(draft)
+    check_packages(draft)
     check_replay(draft, config)
 
 
@@ -204,14 +204,14 @@ def _check_layers(draft: Draft, config: dict[str, Any]) -> None:
     layers = _found(config, "num_layers") if draft["num_layers"] is None else draft["num_layers"]
     pp = draft["pipeline_model_parallel_size"]
     uneven = (
+        draft["num_layers_in_first_pipeline_stage"] or draft["num_layers_in_last_pipeline_stage"]
+    )
     per_stage = draft["num_layers_per_virtual_pipeline_stage"]
     if per_stage and pp == 1:
         raise ConfigError(
             f"--num-layers-per-virtual-pipeline-stage {per_stage} cuts the stages of a pipeline and "
             "--pipeline-model-parallel-size is 1: leave one out or raise the other"
         )
-        draft["num_layers_in_first_pipeline_stage"] or draft["num_layers_in_last_pipeline_stage"]
-    )
     if layers is None or pp == 1 or uneven or draft["pipeline_model_parallel_layout"]:
         return
     if layers % pp:
