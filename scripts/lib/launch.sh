@@ -34,7 +34,7 @@ launch() {
     if [[ -n ${DRY_RUN:-} ]]; then
         printf '%q\n' "$@"
     elif [[ -n ${PLAN:-} ]]; then
-        exec "$PYTHON" -m slime.cli plan "$@"
+        exec "$PYTHON" -m slime.cli plan --gpus $((NUM_NODES * GPUS_PER_NODE)) "$@"
     else
         check_folders "$@"
         check_plan "$@"
@@ -100,7 +100,7 @@ base_dir() { [[ $1 != "$BASE_DIR"/* ]] || echo ", or set BASE_DIR (now $BASE_DIR
 check_plan() {  # before anything starts; minutes of loading later it would fail anyway
     [[ -z ${SKIP_PLAN:-} ]] || return 0
     local status=0 plan
-    plan=$("$PYTHON" -m slime.cli plan "$@" 2>&1) || status=$?
+    plan=$("$PYTHON" -m slime.cli plan --gpus $((NUM_NODES * GPUS_PER_NODE)) "$@" 2>&1) || status=$?
     ((status != 0)) || return 0
     echo "$plan" >&2
     ((status == 2)) && exit 2

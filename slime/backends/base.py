@@ -51,9 +51,9 @@ from slime.backends.weight_sync import SyncReport, WeightSync, make_weight_sync
 from slime.utils.debug_train_data import save_train_data
 from slime.utils.device import device_type
 from slime.utils.errors import UserError
-from slime.utils.logging import setup_logging
 from slime.utils.metrics import add_up, prefixed, reduce_metrics
 from slime.utils.packing import pack, unpack
+from slime.utils.process_log import open_process_log
 from slime.utils.reports import TrainReport
 from slime.utils.timer import Timer
 from slime.utils.tokenizer import refuse_other_vocabulary
@@ -119,8 +119,8 @@ class TrainRayActor(ABC):
         self._rendezvous.set_master(address, port)
 
     def log_to_file(self, name: str) -> None:
-        """Records of this process go to the run's folder."""
-        setup_logging(self.args.run_dir, role=f"{name}_{self.rank}", console=False)
+        """What this process says goes to the run's folder."""
+        open_process_log(self.args.run_dir, f"{name}_{self.rank}", self.args.train_env_vars)
 
     def parallel_info(self) -> ParallelInfo:
         return self.parallel

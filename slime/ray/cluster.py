@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -13,12 +14,17 @@ from slime.utils.env import read_env
 _OBJECT_STORE_BYTES = 2 * 1024**3
 
 
-def connect() -> bool:
-    """Join or start a cluster; True when this process started it and must end it."""
+def connect(say: Callable[[str], None] = lambda text: None) -> bool:
+    """Join or start a cluster; True when this process started it and must end it.
+
+    `say` is told where the dashboard of a cluster is that was joined.
+    """
     if ray.is_initialized():
         return False
     if read_env().ray_address:
-        ray.init(address="auto", log_to_driver=False, logging_level="warning")
+        context = ray.init(address="auto", log_to_driver=False, logging_level="warning")
+        if context.dashboard_url:
+            say(f"Ray dashboard: http://{context.dashboard_url}")
         return False
     ray.init(
         address="local",

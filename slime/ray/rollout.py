@@ -35,7 +35,7 @@ from slime.utils.arguments import Args
 from slime.utils.flops import ModelShape, train_flops
 from slime.utils.http import run
 from slime.utils.load_function import load_class, load_function
-from slime.utils.logging import setup_logging
+from slime.utils.process_log import open_process_log
 from slime.utils.reports import RolloutResult
 from slime.utils.sample_log import append_samples
 from slime.utils.types import Sample
@@ -48,7 +48,7 @@ class RolloutManager:
     """A Ray actor; `generate` runs in one of its threads, so a save can be asked for meanwhile."""
 
     def __init__(self, args: Args, token: str):
-        setup_logging(args.run_dir, role="rollout", console=False)
+        open_process_log(args.run_dir, "rollout")
         self.args = args
         self.generate_rollout = load_function(
             args.rollout_function_path, flag="--rollout-function-path", protocol=RolloutFunction

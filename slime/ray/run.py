@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -13,6 +14,7 @@ from slime.dashboard.report import write_report
 from slime.dashboard.summary import closing_lines
 from slime.ray.checkpointing import Checkpointer
 from slime.ray.cluster import actor_env, connect
+from slime.ray.log_collection import collect_logs
 from slime.ray.placement_group import Placement, needs_critic, plan_layout
 from slime.ray.recorder import Recorder
 from slime.ray.rollout_group import RolloutGroup
@@ -147,7 +149,7 @@ class Run:
             with_engines=engines and not args.rollout_external,
             with_critic=needs_critic(args),
         )
-        self._owns_ray = connect()
+        self._owns_ray = connect(self.recorder.message)
         self.stop_signal.install()
         self._placement = placement = Placement(layout)
         token = secrets.token_hex(16)
@@ -218,10 +220,17 @@ class Run:
         for part in ("rollout", "actor", "_placement"):  # what had come up before an error
             if part in self.__dict__:
                 self.__dict__[part].stop()
+        self._collect_logs()
         if self._owns_ray:
             ray.shutdown()
         self.stop_signal.restore()
         self.recorder.close()
+
+    def _collect_logs(self) -> None:
+        if "_placement" in self.__dict__ and self._placement.several_nodes:
+            folder = Path(self.args.run_dir) / "logs"
+            with suppress(ray.exceptions.RayError):  # the cluster itself may be what broke
+                collect_logs(folder, folder)
 
 
 def _check_data(args: Args) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -34,6 +35,19 @@ def read_env() -> Env:
         omp_num_threads=get("OMP_NUM_THREADS"),
         plain_output=bool(get("NO_COLOR") or get("CI")),
     )
+
+
+_OF_LIBRARIES = ("CUDA_", "GLOO_", "NCCL_", "NVSHMEM_", "OMP_", "SLIME_HOST_IP", "TORCH_NCCL_")
+
+
+def library_env(names: Iterable[str] = ()) -> dict[str, str]:
+    """Variables that decide how collectives and devices behave, and those with these names."""
+    names = set(names)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_OF_LIBRARIES) or name in names
+    }
 
 
 def child_env(**extra: str) -> dict[str, str]:

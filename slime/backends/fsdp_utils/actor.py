@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,8 @@ from slime.utils.types import RolloutBatch, TrainBatch
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
+_SAVE_MINUTES = 30  # at least: writing takes longer than an exchange of gradients
+
 
 class FSDPTrainRayActor(TrainRayActor):
     def init(
@@ -45,7 +48,8 @@ class FSDPTrainRayActor(TrainRayActor):
         super().init(args, role, with_ref, with_opd_teacher)
         args = self.args
         self.mesh = init_device_mesh(device_type(), (self.world_size,), mesh_dim_names=("dp",))
-        self._checkpointer = Checkpointer()
+        minutes = max(_SAVE_MINUTES, self.args.distributed_timeout_minutes)
+        self._checkpointer = Checkpointer(timedelta(minutes=minutes))
         self._asleep: Offloaded | None = None
         self.model = build_model(args, self.mesh, trainable=True, critic=role == "critic")
         trained = self._trained_names()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -42,9 +43,9 @@ class CheckpointFacts:
 class Checkpointer:
     """Writes and reads checkpoints of one model; all ranks call every method together."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta | None = None) -> None:
         # Its own group: a save in the background must not mix its messages with training's.
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._pending: Future[object] | None = None
 
     def save(

@@ -1,0 +1,49 @@
+"""Logs of nodes that do not share the run's folder, brought to the driver's node when the run ends."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+_LARGEST = 16 * 1024**2  # of a longer file its end
+_TIMEOUT_S = 30.0  # a node that is cut off must not keep the run from ending
+
+
+def collect_logs(there: Path, here: Path) -> list[str]:
+    """Copy what other nodes have in the folder `there` and this one does not have in `here`.
+
+    The names of what came; with a shared filesystem nothing is missing.
+    """
+    known = [path.name for path in here.iterdir()]
+    mine = ray.get_runtime_context().get_node_id()
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != mine]
+    asked = [_read_others.options(**_on(node)).remote(str(there), known) for node in others]
+    came: list[str] = []
+    if not asked:
+        return came
+    for answer in ray.wait(asked, num_returns=len(asked), timeout=_TIMEOUT_S)[0]:
+        with suppress(ray.exceptions.RayError):  # a node that went away meanwhile
+            for name, content in ray.get(answer).items():
+                (here / name).write_bytes(content)
+                came.append(name)
+    return sorted(came)
+
+
+def _on(node: str) -> dict[str, object]:
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
+@ray.remote(max_retries=0)
+def _read_others(folder: str, known: list[str]) -> dict[str, bytes]:
+    """On another node: the ends of its log files that are not known."""
+    paths = [path for path in Path(folder).glob("*.log") if path.name not in known]
+    return {path.name: _end_of(path) for path in paths}
+
+
+def _end_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _LARGEST))
+        return file.read()

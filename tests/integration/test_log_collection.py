@@ -1,0 +1,42 @@
+"""Logs of another node come to the driver's folder; what it has already is left alone."""
+
+import shutil
+import tempfile
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from slime.ray.log_collection import _LARGEST, collect_logs
+
+
+@pytest.fixture
+def two_nodes():
+    folder = tempfile.mkdtemp(prefix="ray")
+    options = {"num_cpus": 1, "object_store_memory": 100_000_000}
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={**options, "include_dashboard": False, "_temp_dir": folder},
+    )
+    cluster.add_node(**options)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_what_is_missing_comes(two_nodes, tmp_path):
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    here.mkdir()
+    (there / "trainer_1.log").write_bytes(b"rank 1\n")
+    (there / "engine_0.log").write_bytes(b"x" * 10 + b"y" * _LARGEST)
+    (there / "trainer_0.log").write_bytes(b"another's\n")
+    (there / "engine_0.port").write_bytes(b"1")
+    (here / "trainer_0.log").write_bytes(b"mine\n")
+    assert collect_logs(there, here) == ["engine_0.log", "trainer_1.log"]
+    assert (here / "trainer_1.log").read_bytes() == b"rank 1\n"
+    assert (here / "trainer_0.log").read_bytes() == b"mine\n"
+    assert (here / "engine_0.log").read_bytes() == b"y" * _LARGEST
+    assert collect_logs(there, here) == []
