@@ -9,8 +9,6 @@ from slime.backends.rank_model import RankModel
 from slime.planner.memory import Item, Phase
 from slime.planner.plan import Plan
 
-SEEDS_HOST_BYTES = (1.4e12, 1.5e12)
-
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     layout = plan.layout

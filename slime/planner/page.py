@@ -66,14 +66,16 @@ def render_page(plan: Plan) -> str:
         lstrip_blocks=True,
     )
     environment.filters["gib"] = lambda nbytes: f"{nbytes / GIB:.1f}"
-    colours = _colours(plan)
+    items = [item for phase in plan.phases for item in phase.items]
+    colours, on_host = _colours(items), _colours(plan.host.items)
     return environment.get_template("plan.html.jinja").render(
         plan=plan,
         lines=summary_lines(plan),
         nodes=node_boxes(plan),
         bars=[_phase_bar(phase, plan.capacity, colours) for phase in plan.phases],
-        host=_bar("host memory", plan.host.items, _scale(plan.host.total), None, colours),
+        host=_bar("host memory", plan.host.items, _scale(plan.host.total), None, on_host),
         colours=colours,
+        on_host=on_host,
         stages=plan.layout.sizes.pp,
         width=_WIDTH,
     )
@@ -112,10 +114,10 @@ def _labels(plan: Plan, place: Place | None, engine: int | None) -> list[str]:
     return [first, second, third]
 
 
-def _colours(plan: Plan) -> dict[str, int]:
-    items = [item for phase in plan.phases for item in phase.items] + plan.host.items
+def _colours(items: list[Item]) -> dict[str, int]:
+    """Seven colours, then the same in two lighter shades."""
     names = list(dict.fromkeys(item.name for item in items))
-    return {name: number % 7 for number, name in enumerate(names)}
+    return {name: number % 21 for number, name in enumerate(names)}
 
 
 def _phase_bar(phase: Phase, capacity: float, colours: dict[str, int]) -> Bar:

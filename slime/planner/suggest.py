@@ -12,13 +12,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from slime.planner.memory import GIB
 from slime.planner.model_shape import Shape, read_shape
 from slime.planner.plan import Machine, Plan, make_plans, plan_from_count
 from slime.planner.request import PlanOptions, gpu_capacity, planned_args
+from slime.planner.table import wide_console
 from slime.utils.arguments import Args
 from slime.utils.errors import ConfigError, UserError
 
@@ -187,7 +187,7 @@ def _show(found: list[Suggestion], options: PlanOptions) -> None:
     if options.as_json:
         print(json.dumps({"version": 1, "suggestions": [_json(s) for s in found]}, indent=1))
         return
-    console = Console()
+    console = wide_console()
     if not found:
         console.print(
             f"nothing fits on {options.gpus} GPUs, not even with all activations recomputed and Adam on the "
