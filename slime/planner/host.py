@@ -13,7 +13,7 @@ from slime.backends.rank_model import RankModel
 from slime.planner.engine import Engine
 from slime.planner.layout import ClusterLayout
 from slime.planner.memory import GIB, HostMemory, Item
-from slime.planner.trainer import Trainer, frozen_models
+from slime.planner.trainer import Trainer, frozen_models, has_critic
 from slime.utils.arguments import Args
 
 # Assumed: resident memory of processes with CUDA, torch and their libraries loaded.
@@ -37,10 +37,11 @@ class Host:
 
     def _node(self, node: int) -> HostMemory:
         ranks = [self._model_of(p.pp) for p in self.layout.ranks if p.node == node]
-        items: list[Item] = []
-        for parts in (self._adam, self._frozen, self._asleep, self._offloaded):
-            items += parts(ranks)
-        items += self._processes(node, len(ranks))
+        items = self._frozen(ranks)
+        processes = ranks * 2 if has_critic(self.args) else ranks
+        for parts in (self._adam, self._asleep, self._offloaded):
+            items += parts(processes)
+        items += self._processes(node, len(processes))
         return HostMemory(node=node, items=[item for item in items if item.nbytes])
 
     def _model_of(self, stage: int) -> RankModel:

@@ -39,6 +39,9 @@ class Trainer:
         items.append(Item(name="fp32 master weights", nbytes=master))
         items.append(Item(name="Adam's moments", nbytes=moments))
         items += self._frozen(rank)
+        if has_critic(self.args) and not self.args.offload_train:  # else they take turns
+            both = sum(item.nbytes for item in items)
+            items.append(Item(name="critic", nbytes=both, note="as much as the actor"))
         return [item for item in items if item.nbytes]
 
     def overhead(self) -> list[Item]:
@@ -208,6 +211,10 @@ class Trainer:
 def frozen_models(args: Args) -> list[str]:
     names = ["reference"] if args.use_kl_loss or args.kl_coef else []
     return [*names, "teacher"] if args.use_opd and args.opd_type == "megatron" else names
+
+
+def has_critic(args: Args) -> bool:
+    return args.advantage_estimator == "ppo" and args.loss_type != "sft_loss"
 
 
 def virtual_stages(args: Args, layers: int) -> int:

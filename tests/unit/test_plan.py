@@ -224,6 +224,17 @@ def test_cpu_adam_moves_sixteen_bytes_per_parameter(folder):
     assert sum(adam) == 8 * 2**28 * (4 + 8 + 4)  # eight ranks; a power of two is not rounded up
 
 
+def test_a_critic_takes_as_much_again_unless_they_take_turns(folder):
+    flags = ("--advantage-estimator", "ppo", "--no-offload-train")
+    alone, both = plan_of(folder, count(10**8), flags[2]), plan_of(folder, count(10**8), *flags)
+    extra = phase(both, "log_probs").total - phase(alone, "log_probs").total
+    assert extra == (2 + 4 + 4 + 8) * 10**8
+    turns = plan_of(folder, count(10**8), *flags[:2])
+    assert (
+        phase(turns, "log_probs").total == phase(plan_of(folder, count(10**8)), "log_probs").total
+    )
+
+
 def test_pinned_memory_is_rounded_up_to_powers_of_two():
     assert host_module._pinned([1, 3, 4, 5, 0]) == 1 + 4 + 4 + 8
 
