@@ -48,7 +48,7 @@ class Site:
             self.command(name, text.replace("$1 $2", '"$1 $2"'))
         fake = Path(__file__).with_name("fake_ray.py").read_text()
         self.command("ray", f"#!{sys.executable}\n{fake}")
-        self.ports = [_free_port(), _free_port()]
+        self.ports = [free_port(), free_port()]
 
     def command(self, name: str, text: str) -> None:
         path = self.commands / name
@@ -107,7 +107,7 @@ class Site:
         (base / "dapo-math-17k" / "dapo-math-17k.jsonl").touch()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

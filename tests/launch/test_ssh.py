@@ -3,6 +3,7 @@
 import re
 import shlex
 import signal
+import subprocess
 import time
 
 import pytest
@@ -136,6 +137,28 @@ def test_one_node_needs_neither_hostfile_nor_address(site):
     assert status == 0, output
     (head,) = site.calls("start")
     assert f"--dashboard-host={HEAD}" in head["words"]  # nobody else needs it
+
+
+def test_workers_that_join_by_hand(site, three_nodes):
+    settings = {**three_nodes, "NUM_NODES": "2", "HOSTFILE": "", "JOIN_BY_HAND": "1"}
+    process = site.start(GLM, **settings)
+    _until(lambda: site.calls("list", "nodes"))
+    assert site.calls("job", "submit") == []
+    address = f"--address={HEAD}:{site.ports[0]}"
+    worker = subprocess.Popen([site.commands / "ray", "start", address], env=site.env())
+    output, _ = process.communicate(timeout=60)
+    worker.terminate()
+    worker.wait()
+    assert process.returncode == 0, output
+    assert f"RAY_AUTH_MODE=token ray start {address} --num-gpus 8" in output  # what to type there
+    assert not (site.folder / "ssh").exists()
+
+
+def test_workers_that_do_not_come(site, three_nodes):
+    settings = {**three_nodes, "NUM_NODES": "2", "JOIN_BY_HAND": "1", "JOIN_TIMEOUT_S": "1"}
+    status, output = site.run(GLM, **settings)
+    assert status == 2 and "only 1 of 2 nodes joined within 1 s" in output
+    assert site.calls("job", "submit") == []
 
 
 def _value(call: dict, option: str) -> str:
