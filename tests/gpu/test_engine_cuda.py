@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slime.engine.weights import TensorMeta
+from slime.utils.fp8 import Fp8Format
+from slime.utils.fp8_checkpoint import convert_to_fp8
 from tests.engines import local_engine
 from tests.tiny import make_tiny_checkpoint
 
@@ -82,6 +85,52 @@ def test_deterministic_mode_on_the_gpu(qwen3: Path):
         crowd = engine.generate(prompts, seeds=list(range(10)), **params)
     assert [r.output_ids for r in alone] == [r.output_ids for r in crowd]
     assert [r.output_log_probs for r in alone] == [r.output_log_probs for r in crowd]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_guesses_change_no_token(checkpoint: Path, deterministic: bool):
+    """More rows of one request in one forward; without deterministic mode fp32 keeps rounding small."""
+    prompts = [*make_prompts(6), [5, 6, 7] * 9]
+    options = {**SIZES, "dtype": "float32", "enable_deterministic_inference": deterministic}
+    found = []
+    for algorithm in (None, "NGRAM"):
+        with local_engine(checkpoint, speculative_algorithm=algorithm, **options) as engine:
+            requests = engine.generate(prompts, temperature=0, max_new_tokens=40, ignore_eos=True)
+            requests += engine.generate(prompts, temperature=0.5, top_p=0.9, max_new_tokens=20)
+            found.append([(r.output_ids, r.output_log_probs) for r in requests])
+    guesses = [r.guesses for r in requests if r.guesses is not None]
+    assert sum(g.num_correct for g in guesses) > 0
+    if deterministic:
+        assert found[0] == found[1]
+    for (ids, values), (ids2, values2) in zip(*found, strict=True):
+        assert ids == ids2
+        assert values2 == pytest.approx(values, abs=1e-3)
+
+
+def test_fp8_blocks_serve_as_the_weights_they_stand_for(tmp_path: Path):
+    """Scales of blocks of 128 x 128, unpacked by a loop here; both served in bf16: same bits."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+    plain = make_tiny_checkpoint(tmp_path / "plain", dtype=torch.bfloat16, **sizes)
+    convert_to_fp8(plain, tmp_path / "fp8", Fp8Format(strategy="block", block=(128, 128)))
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+    held = load_file(tmp_path / "fp8" / "model.safetensors")
+    packed = [name for name, tensor in held.items() if tensor.dtype == torch.float8_e4m3fn]
+    for name in packed:
+        whole, scales = held[name].float(), held[f"{name}_scale_inv"].float()
+        for i in range(0, whole.shape[0], 128):
+            for j in range(0, whole.shape[1], 128):
+                whole[i : i + 128, j : j + 128] *= scales[i // 128, j // 128]
+        model.state_dict()[name].copy_(whole.bfloat16())
+    model.save_pretrained(tmp_path / "unpacked")
+    outcomes = []
+    for folder in ("fp8", "unpacked", "plain"):
+        options = {"skip_tokenizer_init": True, "dtype": "bfloat16", **SIZES}
+        with local_engine(tmp_path / folder, **options) as engine:
+            requests = engine.generate(make_prompts(6), max_new_tokens=30, ignore_eos=True)
+        outcomes.append([(r.output_ids, r.output_log_probs) for r in requests])
+    assert len(packed) == 14  # seven matrices in each of two layers
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] != outcomes[2]
 
 
 def test_memory_goes_back_and_returns(qwen3: Path):

@@ -1,0 +1,54 @@
+"""Engine and trainer by turns on one GPU: whole runs of five rollouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.colocate_gpu import Watch, card_memory
+from tests.e2e import runs
+from tests.tiny import make_tiny_checkpoint
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    rows = [{"input": f"{a}+{b}=", "label": str(a + b)} for a in range(5) for b in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# bf16 keeps 8 bits: with log-probs of about -6 a difference of a few hundredths is rounding.
+@pytest.mark.parametrize(("precision", "gap"), [("bf16", 0.3), ("fp32", 1e-3)])
+def test_five_rollouts_take_turns_on_the_card(data: Path, tmp_path: Path, precision, gap):
+    model = make_tiny_checkpoint(tmp_path / "m", weight_scale=2.0, hidden_size=128, head_dim=64)
+    words = runs.command(
+        model,
+        data,
+        tmp_path / "run",
+        colocate=True,
+        rollout_num_gpus=None,
+        num_rollout=5,
+        rollout_max_response_len=32,
+        max_tokens_per_gpu=2048,
+        sglang_mem_fraction_static=0.5,
+        **{precision: True},
+    )
+    with Watch(card_memory, 0.05) as watch:
+        status, output = runs.run(words)
+    assert status == 0, output
+    trained = runs.metrics(tmp_path / "run", "train")
+    assert len(trained) == 5
+    assert all(row["train/log_prob_gap_max"] < gap for row in trained), trained
+    assert all(row["train/grad_norm"] > 0 for row in trained), trained
+    perf = [row for row in runs.metrics(tmp_path / "run") if "perf/weight_version" in row]
+    assert perf[-1]["perf/weight_version"] == perf[0]["perf/weight_version"] + 4  # one a rollout
+    total = torch.cuda.get_device_properties(0).total_memory
+    used = [values["card"] for _, values in watch.readings]
+    assert max(used) > 0.4 * total  # the engine took what it was given
+    assert min(used[len(used) // 2 :]) < 0.3 * total  # and gave it back while the trainer worked
