@@ -11,10 +11,12 @@ import pickle
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import slime
 from slime.backends.rank_model import ModelCount
-from slime.utils.env import child_env
+from slime.utils.env import child_env, read_env
 from slime.utils.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -36,7 +38,8 @@ class CountRequest:
 def count_models(requests: list[CountRequest]) -> list[ModelCount | UserError]:
     """One answer per request; an error where the model or its layout is refused."""
     command = [sys.executable, "-m", "slime.backends.count_model"]
-    env = child_env(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    path = [str(Path(slime.__file__).parents[1]), read_env().python_path or ""]
+    env = child_env(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONPATH=":".join(path))
     done = subprocess.run(
         command, input=pickle.dumps(requests), capture_output=True, env=env, timeout=_TIMEOUT_S
     )
