@@ -1,5 +1,7 @@
 """The command line of SGLang servers, for the versions slime knows, without SGLang."""
 
+import json
+
 import pytest
 
 from slime.backends.sglang_utils.command import Node, nodes_of_engine, server_command
@@ -7,6 +9,7 @@ from slime.backends.sglang_utils.ports import Ports, find_ports, says_port_taken
 from slime.utils.errors import ConfigError
 from slime.utils.flags.registry import all_flags
 from slime.utils.flags.sglang_options import OWNED, known_version, sglang_argv
+from slime.utils.fp8 import Fp8Format, declaration
 from slime.utils.sglang_install import SGLangInstall
 from tests.args import make_args
 
@@ -220,6 +223,23 @@ def test_without_sglang_the_run_says_how_to_get_it(monkeypatch):
     assert "SLIME_SGLANG_PYTHON" in refusal()
     assert any("needs the package sglang" in w for w in
                make_args(rollout_engine="sglang", dry_run=True).warnings)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "refused"),
+    [("block", False), ("channel", True), ("tensor", True)],
+)
+def test_fp8_that_sglang_cannot_update_is_refused(tmp_path, layout, refused):
+    quantized = declaration(Fp8Format(strategy=layout), [])
+    config = {"model_type": "qwen3", "quantization_config": quantized}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    values = {"rollout_engine": "sglang", "hf_checkpoint": str(tmp_path)}
+    if refused:
+        with pytest.raises(ConfigError, match="--strategy block"):
+            make_args(**values)
+        make_args(**values, debug_rollout_only=True)
+    else:
+        make_args(**values)
 
 
 def test_draft_weights_that_stay_behind_are_said():

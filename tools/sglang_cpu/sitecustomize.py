@@ -1,4 +1,4 @@
-"""Stand-ins that let SGLang be imported on a machine without a GPU; read by Python at start-up.
+"""Stand-ins that let SGLang run on a machine without a GPU; read by Python at start-up.
 
 `torchvision` and `sgl_kernel` exist for CUDA only. SGLang imports them at the top of modules but calls
 nothing in them on the torch-native CPU path, so an import that yields inert objects is enough.
@@ -10,7 +10,6 @@ import sys
 import types
 
 STAND_INS = {"torchvision", "sgl_kernel"}
-HOST_POOL = "sglang.srt.mem_cache.pool_host.common"
 
 
 class Inert:
@@ -60,11 +59,11 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__version__ = "0.0.0"
 
 
-class HostPool(importlib.abc.MetaPathFinder):
-    """Pinning host memory for a GPU would ask the CUDA driver."""
+class Mended(importlib.abc.MetaPathFinder):
+    """Modules of SGLang that are changed as soon as they have been read."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != HOST_POOL:
+        if name not in MENDED:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
@@ -72,10 +71,72 @@ class HostPool(importlib.abc.MetaPathFinder):
 
             def exec_module(module):
                 original(module)
-                module._cuda_host_register = lambda *args, **kwargs: None
+                MENDED[name](module)
 
             spec.loader.exec_module = exec_module
         return spec
 
 
-sys.meta_path[:0] = [HostPool(), StandIns()]
+def pin_nothing(module):
+    """Pinning host memory for a GPU would ask the CUDA driver."""
+    module._cuda_host_register = lambda *args, **kwargs: None
+
+
+def multiply_in_torch(module):
+    """The products of FP8 layers, which SGLang's kernels for AMX do: weights unpacked, in full precision."""
+    import torch
+
+    def by_block(x, weight, scales, block, bias, dtype, is_vnni):
+        spread = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        wide = weight.float() * spread[: weight.shape[0], : weight.shape[1]]
+        return torch.nn.functional.linear(x.float(), wide, _wide(bias)).to(dtype)
+
+    def by_tensor(x, weight, scale, bias, dtype, is_vnni):
+        wide = weight.float() * scale.float().reshape(-1, 1)
+        return torch.nn.functional.linear(x.float(), wide, _wide(bias)).to(dtype)
+
+    torch.ops.sgl_kernel.fp8_scaled_mm_cpu = by_block
+    torch.ops.sgl_kernel.fp8_per_tensor_scaled_mm_cpu = by_tensor
+    module._is_cpu = False  # weights are kept as for a GPU: those for AMX cannot be updated
+    module.use_intel_amx_backend = lambda layer: hasattr(layer, "weight")
+    take_float32(module.Fp8Config)
+
+
+def multiply_channels_in_torch(module):
+    """The same for the layout of compressed-tensors, whose kernels exist for GPUs only."""
+    import torch
+
+    def linear(input, weight, weight_scale, bias=None, **kwargs):
+        wide = weight.t().float() * weight_scale.float().reshape(-1, 1)
+        return torch.nn.functional.linear(input.float(), wide, _wide(bias)).to(input.dtype)
+
+    module.apply_fp8_linear = linear
+
+
+def allow_channels(module):
+    """A GPU would be asked how new it is."""
+    config = module.CompressedTensorsConfig
+    config._check_scheme_supported = lambda self, min_capability, error=True: True
+    take_float32(config)
+
+
+def take_float32(config):
+    """So that results can be compared closely."""
+    import torch
+
+    every = [torch.float32, torch.bfloat16, torch.float16]
+    config.get_supported_act_dtypes = classmethod(lambda cls: every)
+
+
+def _wide(bias):
+    return None if bias is None else bias.float()
+
+
+_FP8 = "sglang.srt.layers.quantization"
+MENDED = {
+    "sglang.srt.mem_cache.pool_host.common": pin_nothing,
+    f"{_FP8}.fp8": multiply_in_torch,
+    f"{_FP8}.compressed_tensors.compressed_tensors": allow_channels,
+    f"{_FP8}.compressed_tensors.schemes.compressed_tensors_w8a8_fp8": multiply_channels_in_torch,
+}
+sys.meta_path[:0] = [Mended(), StandIns()]

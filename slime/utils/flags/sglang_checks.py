@@ -27,6 +27,7 @@ def check_sglang(draft: Draft) -> None:
             raise ConfigError(f"{all_flags()[name].option} is set by slime: {_ROUTER_OWNED[name]}")
     _check_sizes(draft)
     _check_model(draft)
+    _check_fp8(draft)
     _say_about_drafts(draft)
 
 
@@ -118,6 +119,20 @@ def _check_model(draft: Draft) -> None:
 def _experts(config: dict[str, Any]) -> int | None:
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     return next((config[name] for name in names if config.get(name)), None)
+
+
+def _check_fp8(draft: Draft) -> None:
+    """SGLang turns other layouts round when it has loaded them, and then takes no new values."""
+    declared = read_hf_config(draft).get("quantization_config") or {}
+    method = declared.get("quant_method")
+    if method not in ("fp8", "compressed-tensors") or declared.get("weight_block_size"):
+        return
+    if not draft["debug_rollout_only"]:
+        raise ConfigError(
+            f"--hf-checkpoint {draft['hf_checkpoint']}: SGLang takes weight updates of FP8 in blocks only, "
+            "and this has one scale per channel or tensor: make one with tools/convert_hf_to_fp8.py "
+            "--strategy block, or use --rollout-engine slime"
+        )
 
 
 def _say_about_drafts(draft: Draft) -> None:
