@@ -30,6 +30,8 @@ class Checkpointer:
                 f"--load {self.loaded} was written by the {meta.train_backend} backend; "
                 f"use --train-backend {meta.train_backend}"
             )
+        if meta and meta.release:  # nothing to continue: the trainer takes the weights itself
+            self.loaded = meta = None
         self.weight_version = meta.weight_version if meta else 0
         self.start_rollout_id = meta.rollout_id + 1 if meta else 0
         if args.start_rollout_id is not None:
