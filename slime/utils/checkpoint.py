@@ -28,6 +28,7 @@ class CheckpointMeta:
     rollout_id: int  # the last rollout trained on
     weight_version: int  # the version the engines had before this rollout's update
     train_backend: str
+    release: bool = False  # weights that no run has trained: a run that loads them starts at 0
 
 
 class CheckpointFolder:

@@ -15,6 +15,8 @@ TRAINED = (
     "qwen3",
     "qwen3_moe",
 )
+LATENT = ("deepseek_v3",)  # their attention
+_ROPES = ("default", "linear", "llama3", "yarn")
 _MISSING = {
     "qwen3_vl": "its vision tower and positions in images are missing",
     "qwen3_vl_moe": "its vision tower and positions in images are missing",
@@ -30,3 +32,13 @@ def check_model_type(model_type: str) -> None:
         f"--train-backend megatron does not train models of type {model_type}: {why}. Use "
         "--train-backend fsdp"
     )
+
+
+def check_rope(model_type: str, rope_type: str) -> None:
+    """Whether the way a config.json scales rotary frequencies can be trained with."""
+    known = ("default", "yarn") if model_type in LATENT else _ROPES
+    if rope_type not in known:
+        raise ConfigError(
+            f"config.json of --hf-checkpoint says rope_type {rope_type}: --train-backend megatron trains "
+            f"{model_type} with {', '.join(known[:-1])} or {known[-1]}. Use --train-backend fsdp"
+        )

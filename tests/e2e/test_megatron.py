@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -76,6 +78,24 @@ def test_a_checkpoint_of_another_layout_is_continued(apart, tiny_model, tiny_dat
     (trained,) = runs.metrics(tmp_path / "run", "train")
     assert trained["rollout_id"] == 4
     assert trained["train/log_prob_gap_max"] < 1e-4
+
+
+def test_a_converted_model_is_where_a_run_starts(tiny_model, tiny_data, tmp_path):
+    """Another model than --hf-checkpoint's, which is the reference: they differ from the first step on."""
+    other = make_tiny_checkpoint(tmp_path / "other", seed=1, weight_scale=2.0)
+    convert = [sys.executable, runs.ROOT / "tools" / "convert_hf_to_torch_dist.py"]
+    converted = tmp_path / "torch_dist"
+    flags = [f"--hf-checkpoint={other}", f"--save={converted}"]
+    done = subprocess.run([*convert, *flags], cwd=runs.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    flags = {**TP2, "load": converted, "save": tmp_path / "saved", "num_rollout": 2}
+    status, output = runs.run(runs.command(tiny_model, tiny_data, tmp_path / "run", **flags))
+    assert status == 0, output
+    first, second = runs.metrics(tmp_path / "run", "train")
+    assert (first["rollout_id"], second["rollout_id"]) == (0, 1)
+    assert first["train/log_prob_gap_max"] < 1e-4
+    assert first["train/kl_loss"] > 0.01
+    assert (tmp_path / "saved" / "iter_0000001").is_dir()
 
 
 def test_training_repeats_the_engines_experts(tiny_data, tmp_path):

@@ -20,7 +20,7 @@ from tests import naive_rl
 from tests.integration.test_distillation import taught
 from tests.integration.test_fsdp_algorithms import make
 from tests.megatron import CP, PP, SP, whole_weights
-from tests.ranks import run_ranks
+from tests.rank_pool import run_megatron_ranks
 from tests.tiny import make_tiny_checkpoint
 
 LAYOUTS = {"TP SP": SP, "PP": PP, "CP": CP}
@@ -123,7 +123,7 @@ def naive(models: tuple[str, str], rollouts: list[list[Sample]]) -> dict[str, na
 @pytest.fixture(scope="module")
 def trained(models, rollouts, tmp_path_factory) -> dict[str, dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("checkpoint"))
-    return run_ranks(_train_all, 2, models, rollouts, folder)[0]
+    return run_megatron_ranks(_train_all, 2, models, rollouts, folder)[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

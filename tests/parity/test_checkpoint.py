@@ -13,7 +13,7 @@ from slime.utils.errors import UserError
 from tests.args import make_args
 from tests.parity.test_families import different_tensors, tokens
 from tests.parity.tiny_families import FAMILIES, MOE, make_family
-from tests.ranks import run_ranks
+from tests.rank_pool import run_megatron_ranks
 
 SAVED_AS: dict[str, Any] = {
     "tensor_model_parallel_size": 2,
@@ -21,10 +21,22 @@ SAVED_AS: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
 }
 _BIASED_EXPERTS = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("qwen3", {}),
-    "experts": ("qwen3_moe", {}),
-    "without the distributed optimizer": ("qwen3", {"use_distributed_optimizer": False}),
+SPREAD = {"expert_model_parallel_size": 2}
+PLAIN = {"use_distributed_optimizer": False}
+VIRTUAL = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+# A family, and the layouts it is trained in before and after a checkpoint.
+TRAINED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dense": ("qwen3", SAVED_AS, {}),
+    "pipeline to tensor": ("qwen3", VIRTUAL, {"tensor_model_parallel_size": 4}),
+    "experts": ("qwen3_moe", SAVED_AS, SPREAD),
+    "dense, plain optimizer": ("qwen3", SAVED_AS | PLAIN, PLAIN),
+    "pipeline to tensor, plain optimizer": (
+        "qwen3",
+        VIRTUAL | PLAIN,
+        {"tensor_model_parallel_size": 2} | PLAIN,
+    ),
+    "experts, plain optimizer": ("qwen3_moe", SAVED_AS | PLAIN, SPREAD | PLAIN),
+    "experts together again, plain optimizer": ("qwen3_moe", SPREAD | PLAIN, SAVED_AS | PLAIN),
 }
 
 
@@ -63,8 +75,10 @@ def save_and_load(rank: int, folder: str) -> dict[str, Any]:
         }
     results["refused"] = refused(root, rank)
     results["other precision"] = other_precision(root / "qwen3", rank)
-    for case, (family, flags) in TRAINED.items():
-        results[case] = continue_elsewhere(root / family, family, flags, rank)
+    for number, (case, (family, saved, loaded)) in enumerate(TRAINED.items()):
+        folder = new_folder(root / family / f"trained{number}", rank)
+        results[case] = continue_elsewhere(root / family, folder, saved, loaded)
+    results["other optimizer"] = other_optimizer(root / "qwen3")
     return results
 
 
@@ -114,19 +128,31 @@ def other_precision(checkpoint: Path, rank: int) -> bool:
     )
 
 
+def other_optimizer(checkpoint: Path) -> str:
+    """What is said by the distributed optimizer of a checkpoint that another one has made."""
+    from slime.backends.megatron_utils.checkpoint import Checkpointer
+    from tests.parity.megatron_model import MegatronTrainer
+
+    model = MegatronTrainer(args_for(checkpoint, {}))
+    saved = checkpoint / f"trained{list(TRAINED).index('dense, plain optimizer')}"
+    with pytest.raises(UserError) as error:
+        Checkpointer("qwen3").load(saved, model.chunks, model.optimizer)
+    return str(error.value)
+
+
 def continue_elsewhere(
-    checkpoint: Path, family: str, flags: dict[str, Any], rank: int
+    checkpoint: Path, folder: Path, saved_in: dict[str, Any], loaded_in: dict[str, Any]
 ) -> dict[str, float]:
     """A step, a save in the background, a second step; and that step after loading elsewhere."""
     from slime.backends.megatron_utils.checkpoint import Checkpointer
     from tests.parity.megatron_model import MegatronTrainer
 
-    trainer = MegatronTrainer(args_for(checkpoint, saved_as(family) | flags))
+    family = checkpoint.name
+    trainer = MegatronTrainer(args_for(checkpoint, saved_in))
     trainer.load(checkpoint)
     before = trainer.exported()
     trainer.train(tokens())
     checkpointer = Checkpointer(family)
-    folder = new_folder(checkpoint / f"trained{len(flags)}", rank)
     checkpointer.save(
         folder,
         7,
@@ -139,7 +165,7 @@ def continue_elsewhere(
     trainer.train(tokens())
     unbroken = trainer.exported()
     checkpointer.wait()
-    other = MegatronTrainer(args_for(checkpoint, loaded_as(family) | flags))
+    other = MegatronTrainer(args_for(checkpoint, loaded_in))
     Checkpointer(family).load(folder, other.chunks, other.optimizer)
     loaded = other.exported()
     other.train(tokens())
@@ -164,7 +190,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         make_family(folder / family, family)
     make_family(folder / "wide", "qwen3", hidden_size=48)
     assert load_file(folder / "wide" / "model.safetensors")["model.norm.weight"].shape == (48,)
-    return run_ranks(save_and_load, 4, str(folder))
+    return run_megatron_ranks(save_and_load, 4, str(folder))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -187,6 +213,12 @@ def test_foreign_checkpoints_are_refused(results: list[dict]) -> None:
     assert "another architecture (glm4_moe)" in other_family and "absent" in other_family
     assert "another architecture" in other_size and "48" in other_size and "32" in other_size
     assert "is not a checkpoint of the Megatron trainer" in none
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(results: list[dict]) -> None:
+    for rank in results:
+        assert "has no optimizer state" in rank["other optimizer"]
+        assert "--use-distributed-optimizer" in rank["other optimizer"]
 
 
 def test_checkpoint_of_another_precision(results: list[dict]) -> None:

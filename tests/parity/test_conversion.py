@@ -12,9 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime.utils.arguments import Args
 from slime.utils.checkpoint import TRACKER, find_checkpoint, read_meta
 from slime.utils.env import child_env
+from tests.args import make_args
+from tests.megatron import whole_weights
 from tests.parity.tiny_families import UNTRAINED, make_family
+from tests.rank_pool import run_megatron_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,11 +82,42 @@ def test_one_process_there_and_back(tmp_path: Path) -> None:
     assert (tmp_path / "saved" / TRACKER).read_text().strip() == "0"
     checkpoint = find_checkpoint(str(tmp_path / "saved"))
     assert checkpoint is not None and read_meta(checkpoint).train_backend == "megatron"
+    assert read_meta(checkpoint).release
     done = to_hf(tmp_path / "saved", tmp_path / "back", origin)
     assert done.returncode == 0, done.stderr
     assert_same(origin, tmp_path / "back")
     assert set(UNTRAINED["glm4_moe"]) <= tensors_in(tmp_path / "back").keys()
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+    _assert_runs_start_from(tmp_path / "saved", origin, tmp_path)
+
+
+def _assert_runs_start_from(saved: Path, origin: Path, folder: Path) -> None:
+    """As --load, and as --ref-load with an empty --load; --hf-checkpoint has other weights."""
+    other = make_family(folder / "other", "glm4_moe", seed=1)
+    common = {"train_backend": "megatron", "hf_checkpoint": str(other), "num_rollout": 1}
+    cases = {
+        "load": make_args(**common, load=str(saved)),
+        "ref_load": make_args(**common, ref_load=str(saved), load=str(folder / "empty")),
+    }
+    (started,) = run_megatron_ranks(_first_weights, 1, cases)
+    stored = tensors_in(origin)
+    for start, weights in started.values():
+        assert start == 0
+        assert weights.keys() == stored.keys() - set(UNTRAINED["glm4_moe"])
+        assert all(torch.equal(weights[name], stored[name].float()) for name in weights)
+
+
+def _first_weights(rank: int, cases: dict[str, Args]) -> dict[str, tuple[int, dict]]:
+    from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+    from slime.ray.checkpointing import Checkpointer
+
+    started = {}
+    for name, args in cases.items():
+        actor = MegatronTrainRayActor(args, rank, 1)
+        checkpoint = Checkpointer(args).loaded
+        start = actor.init(args, checkpoint=str(checkpoint) if checkpoint else None)
+        started[name] = start, whole_weights(actor)
+    return started
 
 
 def test_torchrun_spreads_uneven_stages_and_holds_no_more_than_its_share(tmp_path: Path) -> None:

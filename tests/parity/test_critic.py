@@ -10,7 +10,7 @@ import torch
 from tests.fsdp import Case
 from tests.megatron import CP, PP, SP, megatron_args, my_rows, whole_weights
 from tests.ppo import ROLLOUTS, ppo_naively
-from tests.ranks import run_ranks
+from tests.rank_pool import run_megatron_ranks
 from tests.tiny import make_tiny_checkpoint
 
 LIMIT = 2e-5  # of the largest entry of each tensor
@@ -35,7 +35,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 def test_actor_and_critic_follow_the_naive_loop(case: Case):
     expected = ppo_naively(case)
     cases = {name: megatron_args(case, 2, layout) for name, layout in LAYOUTS.items()}
-    first, last = run_ranks(_train_pairs, 2, 2, cases)
+    first, last = run_megatron_ranks(_train_pairs, 2, 2, cases)
     for name in cases:
         _compare(f"{name}: actor", first[name]["actor"], expected.actor)
         body = {n: t for n, t in expected.critic.items() if n != "lm_head.weight"}

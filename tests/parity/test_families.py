@@ -17,12 +17,21 @@ from safetensors.torch import load_file
 from slime.utils.errors import UserError
 from slime.utils.hf_views import hf_views
 from tests.args import make_args
-from tests.parity.tiny_families import FAMILIES, MOE, UNTRAINED, VOCAB_SIZE, make_family, make_model
-from tests.ranks import run_ranks
+from tests.parity.tiny_families import (
+    FAMILIES,
+    MOE,
+    ROPES,
+    UNTRAINED,
+    VOCAB_SIZE,
+    make_family,
+    make_model,
+)
+from tests.rank_pool import run_megatron_ranks, start_workers
 
 LENS = [7, 12, 3]
 TOLERANCE = 1e-4  # of the largest logit, and of the largest gradient of a tensor
 
+NAMES = [*FAMILIES, *ROPES]
 ONE = {"tensor_model_parallel_size": 1}
 DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": ONE,
@@ -54,6 +63,8 @@ CONTEXT = {"CP2": {"context_parallel_size": 2}}
 
 def layouts_of(family: str) -> dict[str, dict[str, Any]]:
     """All layouts for families with experts and two dense ones, two for the others."""
+    if family in ROPES:
+        return {"one process": ONE}
     if family in MOE:
         return {"one process": ONE, **MOE_LAYOUTS, **CONTEXT}
     if family in ("qwen3", "glm4"):
@@ -66,9 +77,16 @@ def tokens() -> list[np.ndarray]:
     return [rng.integers(0, VOCAB_SIZE, length) for length in LENS]
 
 
-def reference(family: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def model_of(name: str) -> tuple[str, dict[str, Any]]:
+    """A family and what is changed of its config."""
+    family, rope = ROPES.get(name, (name, None))
+    return family, {} if rope is None else {"rope_parameters": rope}
+
+
+def reference(name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Logits, and the gradients of the negative log-probs of the next tokens by checkpoint name."""
-    model = make_model(family)
+    family, changes = model_of(name)
+    model = make_model(family, **changes)
     rows = [torch.from_numpy(row)[None] for row in tokens()]
     logits = [model(row).logits[0] for row in rows]
     pairs = zip(logits, rows, strict=True)
@@ -82,7 +100,7 @@ def check_everything(rank: int, folder: str) -> dict[tuple[str, str], dict[str, 
     from tests.parity.megatron_model import MegatronTrainer
 
     results: dict[tuple[str, str], dict[str, Any]] = {}
-    for family in FAMILIES:
+    for family in NAMES:
         checkpoint = Path(folder) / family
         logits, gradients = torch.load(checkpoint / "reference.pt")
         for layout, flags in layouts_of(family).items():
@@ -150,7 +168,7 @@ def largest_gap(gradients: dict[str, torch.Tensor], wanted: dict[str, torch.Tens
 def different_tensors(exported: dict[str, torch.Tensor], checkpoint: Path, family: str) -> float:
     """How many tensors are missing, too many, or not the same to the bit."""
     stored = load_file(checkpoint / "model.safetensors")
-    for name in UNTRAINED.get(family, []):
+    for name in UNTRAINED.get(model_of(family)[0], []):
         del stored[name]
     different = len(stored.keys() ^ exported.keys())
     for name in stored.keys() & exported.keys():
@@ -163,14 +181,16 @@ def different_tensors(exported: dict[str, torch.Tensor], checkpoint: Path, famil
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    start_workers(4)
     folder = tmp_path_factory.mktemp("families")
-    for family in FAMILIES:
-        make_family(folder / family, family)
-        torch.save(reference(family), folder / family / "reference.pt")
-    return run_ranks(check_everything, 4, str(folder))
+    for name in NAMES:
+        family, changes = model_of(name)
+        make_family(folder / name, family, **changes)
+        torch.save(reference(name), folder / name / "reference.pt")
+    return run_megatron_ranks(check_everything, 4, str(folder))
 
 
-CASES = [(family, layout) for family in FAMILIES for layout in layouts_of(family)]
+CASES = [(family, layout) for family in NAMES for layout in layouts_of(family)]
 
 
 @pytest.mark.parametrize(("family", "layout"), [c for c in CASES if c[1] not in CONTEXT])

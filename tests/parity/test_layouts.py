@@ -30,7 +30,7 @@ from tests.megatron import (
     megatron_args,
     train_megatron,
 )
-from tests.ranks import run_ranks
+from tests.rank_pool import run_megatron_ranks
 from tests.tiny import make_tiny_checkpoint
 
 # Relative to the largest entry of each tensor.
@@ -138,7 +138,7 @@ def test_gradients_and_stepped_weights(world_size, settings, models, naive):
         for name, setting in settings.items()
     }
     # Rank 0 gathers what all ranks hold.
-    for name, outcome in run_ranks(_train_all, world_size, world_size, cases)[0].items():
+    for name, outcome in run_megatron_ranks(_train_all, world_size, world_size, cases)[0].items():
         expected = naive[_key(settings[name])]
         if not cases[name].use_distributed_optimizer:
             _compare(f"{name}: gradient of", outcome.grads, expected.grads, GRADIENT)
@@ -147,9 +147,9 @@ def test_gradients_and_stepped_weights(world_size, settings, models, naive):
 
 def test_fsdp_and_megatron_agree(models):
     case = Case(model=models["moe"])
-    fsdp = run_ranks(train_on_ranks, 2, 2, {"moe": case})[0]["moe"]
+    fsdp = run_megatron_ranks(train_on_ranks, 2, 2, {"moe": case})[0]["moe"]
     args = megatron_args(case, 2, SP)
-    megatron = run_ranks(_train_all, 2, 2, {"moe": args})[0]["moe"]
+    megatron = run_megatron_ranks(_train_all, 2, 2, {"moe": args})[0]["moe"]
     fsdp = _in_checkpoint_names(fsdp)
     _compare("gradient of", megatron.grads, fsdp.grads, GRADIENT)
     _compare("weight", megatron.weights, fsdp.weights, WEIGHT)

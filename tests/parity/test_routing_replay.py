@@ -20,7 +20,7 @@ from tests.megatron import (
     my_rows,
     start_actor,
 )
-from tests.ranks import run_ranks
+from tests.rank_pool import run_megatron_ranks
 from tests.tiny import make_tiny_checkpoint
 
 LAYERS, EXPERTS, TOP = 4, 4, 2
@@ -49,7 +49,7 @@ def test_training_repeats_the_engines_choices(case: Case):
         name: megatron_args(case, 2, *layout).replace(use_rollout_routing_replay=True)
         for name, layout in LAYOUTS.items()
     }
-    for name, found in run_ranks(_replay, 2, args, experts)[0].items():
+    for name, found in run_megatron_ranks(_replay, 2, args, experts)[0].items():
         for row, column in found["log_probs"].items():
             mask = make_rows(0).loss_masks[row] > 0
             np.testing.assert_allclose(
@@ -63,7 +63,7 @@ def test_training_repeats_the_choices_of_the_log_prob_pass(case: Case):
         name: megatron_args(case, 2, *layout, use_routing_replay=True)
         for name, layout in LAYOUTS.items()
     }
-    for name, found in run_ranks(_record_and_replay, 2, args)[0].items():
+    for name, found in run_megatron_ranks(_record_and_replay, 2, args)[0].items():
         assert found["differ"] > 0.1, f"{name}: the routers chose alike anyway"
         assert found["same"] == 1.0, name
 

@@ -109,6 +109,28 @@ _CONFIGS = {
     ),
 }
 FAMILIES = list(_CONFIGS)
+_YARN_16 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+# Ways to scale rotary frequencies that these models are not published with: family and parameters.
+ROPES: dict[str, tuple[str, dict]] = {
+    "qwen3 yarn": ("qwen3", {**_YARN_16, "rope_theta": 1e4}),
+    "qwen2 yarn by a factor": ("qwen2", {**_YARN_16, "rope_theta": 1e4, "attention_factor": 1.3}),
+    "glm4 yarn": ("glm4", {**_YARN_16, "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+    "llama linear": ("llama", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}),
+    "glm4_moe linear": (
+        "glm4_moe",
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0, "partial_rotary_factor": 0.5},
+    ),
+    "qwen3_moe llama3": (
+        "qwen3_moe",
+        {
+            **_LLAMA3,
+            "rope_theta": 1e4,
+            "low_freq_factor": 2.0,
+            "high_freq_factor": 8.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+}
 MOE = ["gpt_oss", "qwen3_moe", "glm4_moe", "deepseek_v3"]
 
 # Tensors of layers that predict further tokens, which a checkpoint may hold and nobody trains.

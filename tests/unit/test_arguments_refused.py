@@ -215,7 +215,6 @@ def test_megatron_flags_that_fit(model, overrides):
             ["--expert-tensor-parallel-size 1", "--expert-model-parallel-size 2 or more"],
         ),
         ({"moe_enable_deepep": True}, ["deep_ep", "alltoall"]),
-        ({"moe_grouped_gemm": True}, ["TransformerEngine"]),
         (
             {
                 "context_parallel_size": 2,
@@ -255,6 +254,23 @@ def test_models_megatron_does_not_train(tmp_path, model_type, words):
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "model_type": model_type}))
     message = megatron(hf_checkpoint=tmp_path)
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope"),
+    [
+        ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
+        ("qwen3", {"rope_scaling": {"type": "longrope", "factor": 2.0}}),
+        ("deepseek_v3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    ],
+)
+def test_rope_scaling_megatron_does_not_train(tmp_path, model_type, rope):
+    config = {**MODEL, "model_type": model_type, **rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (fields,) = rope.values()
+    kind = fields.get("rope_type") or fields["type"]
+    message = megatron(hf_checkpoint=tmp_path)
+    assert f"rope_type {kind}" in message and "--train-backend fsdp" in message
 
 
 def test_a_tied_model_cannot_be_untied(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slime.ray.checkpointing import Checkpointer
-from slime.utils.checkpoint import find_checkpoint, read_meta
+from slime.utils.checkpoint import CheckpointFolder, CheckpointMeta, find_checkpoint, read_meta
 from slime.utils.errors import ConfigError, UserError
 from tests.args import make_args
 
@@ -43,6 +43,19 @@ def test_a_run_starts_behind_its_last_checkpoint(tmp_path):
     resumed = checkpointer(tmp_path)
     assert (resumed.start_rollout_id, resumed.weight_version) == (5, 5)
     assert resumed.loaded == tmp_path / "iter_0000004"
+
+
+def test_a_converted_model_is_nothing_to_continue(tmp_path):
+    """A run that loads it starts at 0, and its first checkpoint takes the place of the model."""
+    folder = CheckpointFolder(tmp_path)
+    folder.begin(0)
+    folder.commit(
+        CheckpointMeta(rollout_id=0, weight_version=0, train_backend="fsdp", release=True)
+    )
+    checkpoints = checkpointer(tmp_path)
+    assert (checkpoints.start_rollout_id, checkpoints.loaded) == (0, None)
+    checkpoints.save(0, Trainer(), Rollout())
+    assert checkpointer(tmp_path).start_rollout_id == 1
 
 
 def test_a_full_disk_keeps_the_last_good_checkpoint_and_says_so(tmp_path):

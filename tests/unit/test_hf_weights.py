@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.megatron_utils.hf_weights.gpt_oss import ExpertDown, ExpertGateUp
+from slime.backends.megatron_utils.hf_weights.gpt_oss import GateUpByTurns, OfStack
 from slime.backends.megatron_utils.hf_weights.mappings import GateUp, Part, Plain, Qkv, Vocab
 from slime.backends.megatron_utils.hf_weights.reader import DictReader, HfReader
 from slime.backends.megatron_utils.hf_weights.rules import Rule, WeightMap, canonical
@@ -124,7 +124,7 @@ def test_stacked_experts_with_gate_and_up_by_turns(size, rest):
     gate, up = expert[..., 0::2], expert[..., 1::2]
     whole = torch.cat([gate, up], dim=-1)
     whole = whole.t() if rest else whole
-    mapping = ExpertGateUp()
+    mapping = OfStack(GateUpByTurns())
     assert torch.equal(mapping.join(parts_of(mapping, [stacked], size, expert=1)), whole)
     assert torch.equal(mapping.to_hf(whole)[0], expert)
 
@@ -132,7 +132,7 @@ def test_stacked_experts_with_gate_and_up_by_turns(size, rest):
 @pytest.mark.parametrize("size", [1, 2])
 def test_stacked_down_projection(size):
     stacked = numbered(3, FFN, HIDDEN)
-    mapping = ExpertDown(1)
+    mapping = OfStack(Plain("row"))
     assert torch.equal(mapping.join(parts_of(mapping, [stacked], size, expert=2)), stacked[2].t())
     assert torch.equal(mapping.to_hf(stacked[2].t())[0], stacked[2])
 

@@ -21,7 +21,7 @@ from slime.backends.offload import Offloaded
 from slime.backends.step import StepResult, step_optimizer
 from slime.backends.weight_sync import serving_dtype
 from slime.utils import hook_types
-from slime.utils.checkpoint import find_checkpoint
+from slime.utils.checkpoint import find_checkpoint, read_meta
 from slime.utils.device import current_device
 from slime.utils.load_function import load_function
 from slime.utils.packing import join_slices, pack, unpack
@@ -103,13 +103,19 @@ class MegatronTrainRayActor(TrainRayActor):
         if with_opd_teacher:
             self._fill(args.opd_teacher_load)
             self.frozen["teacher"] = HostWeights(self.chunks)
-        self._fill(checkpoint or first_weights(args, role))
+        self._fill(checkpoint or self._released() or first_weights(args, role))
         self.optimizer = MegatronAdamW(args, self.model, lr_schedule(args))
         kinds = {"tensor": UpdateWeightFromTensor}
         kind = kinds.get(args.update_weight_transport, UpdateWeightFromDistributed)
         self._updater = kind(args, self.chunks)
         self._hook("custom_megatron_init_path", hook_types.MegatronInit, args)
         return 0 if checkpoint is None else self.load(checkpoint) + 1
+
+    def _released(self) -> str | None:
+        """What --load names, if that is a converted model and not a run to continue."""
+        found = find_checkpoint(self.args.load, self.args.ckpt_step)
+        released = found is not None and self.role == "actor" and read_meta(found).release
+        return str(found) if released else None
 
     def _fill(self, path: str) -> None:
         """Weights from one of our checkpoints, from a folder of them, or from a Hugging Face folder."""

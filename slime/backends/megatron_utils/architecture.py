@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 from megatron.core.activations import quick_gelu
 from transformers import PretrainedConfig
 
+from slime.backends.megatron_utils.rope import Rope, read_rope
 from slime.utils.errors import UserError
-from slime.utils.megatron_models import check_model_type
+from slime.utils.megatron_models import LATENT, check_model_type
 
 
 @dataclass(kw_only=True)
@@ -28,27 +29,17 @@ class Architecture:
     rope: Rope
     post_norms: bool = False  # norms behind attention and MLP too
     router_bias: bool = False
-    yarn: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rope:
-    base: float
-    percent: float = 1.0
-    llama3_factor: float | None = None
 
 
 def architecture(config: PretrainedConfig) -> Architecture:
     """UserError where megatron-core, or this backend, cannot express what the config asks for."""
     check_model_type(config.model_type)
-    rope, yarn = _rope(config)
     model = Architecture(
         fields=_common(config),
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_position_embeddings,
         tied=bool(config.tie_word_embeddings),
-        rope=rope,
-        yarn=yarn,
+        rope=read_rope(config, latent=config.model_type in LATENT),
     )
     _FAMILIES[config.model_type](config, model)
     return model
@@ -90,39 +81,6 @@ _ABSENT: dict[str, Any] = {
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
 }
-
-
-def _rope(config: PretrainedConfig) -> tuple[Rope, dict[str, Any]]:
-    rope = dict(config.rope_parameters)
-    kind = rope.get("rope_type", "default")
-    percent = float(rope.get("partial_rotary_factor") or 1.0)
-    base = float(rope["rope_theta"])
-    if kind == "default":
-        return Rope(base=base, percent=percent), {}
-    if kind == "llama3":
-        asked = (
-            rope["low_freq_factor"],
-            rope["high_freq_factor"],
-            rope["original_max_position_embeddings"],
-        )
-        if asked != _MEGATRON_LLAMA3:
-            raise _unsupported(config, "rope_parameters", asked, str(_MEGATRON_LLAMA3))
-        return Rope(base=base, percent=percent, llama3_factor=float(rope["factor"])), {}
-    if kind == "yarn":
-        return Rope(base=base, percent=percent), _yarn(rope)
-    raise _unsupported(config, "rope_type", kind, "default, llama3 or yarn")
-
-
-def _yarn(rope: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "rotary_scaling_factor": float(rope["factor"]),
-        "original_max_position_embeddings": rope["original_max_position_embeddings"],
-        "beta_fast": float(rope.get("beta_fast") or 32),
-        "beta_slow": float(rope.get("beta_slow") or 1),
-        "mscale": float(rope.get("mscale") or 1.0),
-        "mscale_all_dim": float(rope.get("mscale_all_dim") or 0.0),
-        "correction_range_round_to_int": bool(rope.get("truncate", True)),
-    }
 
 
 # ---- families
@@ -199,11 +157,9 @@ def _deepseek_v3(config: PretrainedConfig, model: Architecture) -> None:
         "qk_pos_emb_head_dim": config.qk_rope_head_dim,
         "v_head_dim": config.v_head_dim,
         "rotary_base": model.rope.base,
-        "rope_type": "yarn" if model.yarn else "rope",
-        **(model.yarn or {"rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}),
+        "rope_type": "yarn" if model.rope.yarn else "rope",
+        **(model.rope.yarn or {"rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}),
     }
-    if not model.fields.pop("correction_range_round_to_int", True):
-        raise _unsupported(config, "truncate", False, "true")
 
 
 def _gpt_oss(config: PretrainedConfig, model: Architecture) -> None:
@@ -272,7 +228,6 @@ def _unsupported(config: PretrainedConfig, name: str, value: object, wanted: str
     )
 
 
-_MEGATRON_LLAMA3 = (1.0, 4.0, 8192)  # constants in megatron-core's RotaryEmbedding
 _QUICK_GELU_ALPHA = 1.702
 
 _FAMILIES: dict[str, Callable[[PretrainedConfig, Architecture], None]] = {

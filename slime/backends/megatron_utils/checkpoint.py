@@ -34,6 +34,7 @@ _HEAD = "output_layer.weight"
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True}
 
 Chunks = Sequence[torch.nn.Module]
+Shapes = dict[str, tuple[int, ...]]  # by a tensor's name in the checkpoint
 
 # It takes a folder with other parts of a run's checkpoint in it for a broken one.
 logging.getLogger(dist_checkpointing.serialization.__name__).setLevel(logging.ERROR)
@@ -122,7 +123,9 @@ class Checkpointer:
         with_optimizer = optimizer if facts.has_optimizer else None
         state = _state(chunks, with_optimizer, is_loading=True)
         headless = _drop_foreign_head(state, chunks, path)
-        _refuse_other_sizes(state, facts, path)
+        stored = _shapes_in(path)
+        _refuse_other_sizes(state, facts, path, stored)
+        _refuse_other_optimizer(state, path, stored)
         loaded = dist_checkpointing.load(state, str(path))
         for key, chunk in _by_key(chunks).items():
             chunk.load_state_dict(loaded[key], strict=not headless)
@@ -194,8 +197,9 @@ def _drop_foreign_head(state: dict[str, Any], chunks: Chunks, path: str | Path) 
     return False
 
 
-def _refuse_other_sizes(state: dict[str, Any], facts: CheckpointFacts, path: str | Path) -> None:
-    stored = _shapes_in(path)
+def _refuse_other_sizes(
+    state: dict[str, Any], facts: CheckpointFacts, path: str | Path, stored: Shapes
+) -> None:
     for tensor in _tensors({k: v for k, v in state.items() if k.startswith("model")}):
         found = stored.get(tensor.key)
         if found == tuple(tensor.global_shape) or (found and tensor.allow_shape_mismatch):
@@ -204,6 +208,17 @@ def _refuse_other_sizes(state: dict[str, Any], facts: CheckpointFacts, path: str
             f"{path} is a checkpoint of another architecture ({facts.model_type}) than "
             f"--hf-checkpoint: {tensor.key} is {list(found) if found else 'absent'} there and "
             f"{list(tensor.global_shape)} here"
+        )
+
+
+def _refuse_other_optimizer(state: dict[str, Any], path: str | Path, stored: Shapes) -> None:
+    missing = (t.key for t in _tensors(state.get("optimizer")) if t.key not in stored)
+    first = next(missing, None)
+    if first is not None:
+        raise UserError(
+            f"{path} has no optimizer state {first}: it was saved with another choice of "
+            "--use-distributed-optimizer or of frozen parameters. Choose as then, or start anew from its "
+            "weights with --ref-load in place of --load"
         )
 
 
@@ -220,7 +235,7 @@ def _tensors(state: Any) -> Iterator[ShardedTensor]:
             yield from _tensors(value)
 
 
-def _shapes_in(path: str | Path) -> dict[str, tuple[int, ...]]:
+def _shapes_in(path: str | Path) -> Shapes:
     stored = dist_checkpointing.load_tensors_metadata(str(path))
     return {key: tuple(tensor.global_shape) for key, tensor in stored.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from slime.utils.flags.registry import all_flags
@@ -10,15 +11,16 @@ if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
 
-def flag_fields(args: Args, config_class: str) -> dict[str, Any]:
-    """{"lr": 1e-6, ...} for "OptimizerConfig": what the user or a rule has set, defaults left out."""
+def flag_fields(args: Args, config_class: type) -> dict[str, Any]:
+    """{"lr": 1e-6, ...} for OptimizerConfig: what the user or a rule has set, defaults left out."""
+    known = {field.name for field in dataclasses.fields(config_class)}
     fields = {}
     for flag in all_flags().values():
+        value = getattr(args, flag.name)
+        if not flag.sets or value is None or args.origin(flag.name) == "default":
+            continue
         for target in flag.sets:
             owner, field = target.split(".")
-            if owner != config_class or args.origin(flag.name) == "default":
-                continue
-            value = getattr(args, flag.name)
-            if value is not None:
+            if owner == config_class.__name__ and field in known:
                 fields[field] = value
     return fields

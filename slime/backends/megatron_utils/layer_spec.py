@@ -14,9 +14,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.attention import PackedAttention
+from slime.backends.megatron_utils.gpt_config import GptConfig
 from slime.backends.megatron_utils.layers.grouped_experts import GroupedExperts
 from slime.backends.megatron_utils.layers.latent_attention import use_latent_projections
-from slime.backends.megatron_utils.layers.post_norm import PostNormConfig, PostNormLayer
+from slime.backends.megatron_utils.layers.post_norm import PostNormLayer
 from slime.backends.rms_norm import rms_norm
 
 
@@ -59,7 +60,7 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
 
 def _with_own_modules(layer: ModuleSpec, config: TransformerConfig, *, te: bool) -> ModuleSpec:
     parts: Any = layer.submodules
-    if isinstance(config, PostNormConfig):
+    if isinstance(config, GptConfig) and config.post_norms:
         layer.module = PostNormLayer
         layer.params = {**layer.params, "post_norm": RMSNorm}
     if te:

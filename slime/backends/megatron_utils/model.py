@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -54,9 +53,7 @@ def wrap_chunks(
     args: Args, config: TransformerConfig, chunks: list[GPTModel]
 ) -> list[DistributedDataParallel]:
     """Chunks whose gradients are summed over the data-parallel ranks."""
-    fields = flag_fields(args, "DistributedDataParallelConfig")
-    options = inspect.signature(DistributedDataParallelConfig).parameters
-    fields = {name: value for name, value in fields.items() if name in options}
+    fields = flag_fields(args, DistributedDataParallelConfig)
     fields.setdefault("grad_reduce_in_fp32", True)
     ddp_config = DistributedDataParallelConfig(**fields)
     return [
@@ -86,13 +83,14 @@ def _build(
             pre_process=first,
             post_process=last,
             share_embeddings_and_output_weights=options.tied and not critic,
-            position_embedding_type=options.position_embedding_type,
+            position_embedding_type="rope",
             rotary_percent=options.rotary_percent,
             rotary_base=options.rotary_base,
-            rope_scaling=options.rope_scaling,
-            rope_scaling_factor=options.rope_scaling_factor,
             vp_stage=vp_stage,
         )
+        if options.rotary_frequencies is not None:
+            device = model.rotary_pos_emb.inv_freq.device
+            model.rotary_pos_emb.inv_freq = torch.tensor(options.rotary_frequencies, device=device)
     if critic and last:
         model.output_layer = ValueHead(config)
     if has_packed_rotary(config):

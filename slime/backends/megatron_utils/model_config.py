@@ -19,8 +19,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from transformers import AutoConfig, PretrainedConfig, Qwen2Config
 
 from slime.backends.megatron_utils.architecture import Architecture, architecture
+from slime.backends.megatron_utils.flag_fields import flag_fields
+from slime.backends.megatron_utils.gpt_config import GptConfig, yarn_mscale
 from slime.backends.megatron_utils.layer_pattern import layer_pattern
-from slime.backends.megatron_utils.layers.post_norm import PostNormConfig
 from slime.utils.errors import ConfigError
 from slime.utils.flags.registry import all_flags
 
@@ -38,22 +39,7 @@ class GptOptions:
     tied: bool
     rotary_base: float
     rotary_percent: float
-    rope_scaling: bool
-    rope_scaling_factor: float
-    position_embedding_type: str  # "rope" or "yarn"
-
-
-@dataclass
-class YarnTransformerConfig(TransformerConfig):
-    """With the attributes GPTModel reads for position_embedding_type yarn."""
-
-    yarn_rotary_scaling_factor: float = 1.0
-    yarn_original_max_position_embeddings: int = 4096
-    yarn_beta_fast: float = 32.0
-    yarn_beta_slow: float = 1.0
-    yarn_mscale: float = 1.0
-    yarn_mscale_all_dim: float = 0.0
-    yarn_correction_range_round_to_int: bool = True
+    rotary_frequencies: tuple[float, ...] | None  # None: those of the base
 
 
 class MimoConfig(Qwen2Config):
@@ -77,27 +63,22 @@ def model_config(hf_config: PretrainedConfig, args: Args) -> TransformerConfig:
     _check_expert_biases(model, args)
     fields = {
         **_DEFAULTS,
-        **_flag_fields(args, model),
+        **_flag_fields(args),
         **model.fields,
         **_layout(args, model),
         **_precision(args),
         "transformer_impl": "transformer_engine" if has_te() else "local",
+        "moe_grouped_gemm": has_te() and bool(args.moe_grouped_gemm),
     }
-    kind = _config_class(model)
-    if kind is YarnTransformerConfig:
-        fields |= {f"yarn_{name}": value for name, value in model.yarn.items()}
+    kind: type[TransformerConfig] = MLATransformerConfig
+    if not model.fields["multi_latent_attention"]:
+        kind = GptConfig
+        scale = yarn_mscale(model.rope.attention_factor)
+        fields |= {"post_norms": model.post_norms, "yarn_mscale": scale}
     try:
         return kind(**fields)
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"megatron-core refuses the model or its layout: {error}") from None
-
-
-def _config_class(model: Architecture) -> type[TransformerConfig]:
-    if model.fields.get("multi_latent_attention"):
-        return MLATransformerConfig
-    if model.yarn:
-        return YarnTransformerConfig
-    return PostNormConfig if model.post_norms else TransformerConfig
 
 
 def gpt_options(hf_config: PretrainedConfig, args: Args) -> GptOptions:
@@ -109,9 +90,7 @@ def gpt_options(hf_config: PretrainedConfig, args: Args) -> GptOptions:
         tied=model.tied,
         rotary_base=model.rope.base,
         rotary_percent=model.rope.percent,
-        rope_scaling=model.rope.llama3_factor is not None,
-        rope_scaling_factor=model.rope.llama3_factor or 8.0,
-        position_embedding_type=_position_embedding(model),
+        rotary_frequencies=model.rope.frequencies,
     )
 
 
@@ -162,8 +141,8 @@ def model_flags(model: Architecture) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "rotary_base": model.rope.base,
         "rotary_percent": model.rope.percent,
-        "use_rope_scaling": model.rope.llama3_factor is not None,
-        "rope_scaling_factor": model.rope.llama3_factor or 8.0,
+        "use_rope_scaling": model.rope.kind == "llama3",
+        "rope_scaling_factor": model.rope.factor if model.rope.kind == "llama3" else 8.0,
         "position_embedding_type": _position_embedding(model),
         "use_rotary_position_embeddings": True,
         "post_self_attn_layernorm": model.post_norms,
@@ -176,8 +155,8 @@ def has_te() -> bool:
 
 
 def _position_embedding(model: Architecture) -> str:
-    mla = model.fields.get("multi_latent_attention")
-    return "yarn" if model.yarn and not mla else "rope"
+    mla = model.fields["multi_latent_attention"]
+    return "yarn" if model.rope.kind == "yarn" and not mla else "rope"
 
 
 def _same(given: Any, wanted: Any) -> bool:
@@ -190,16 +169,10 @@ def _same(given: Any, wanted: Any) -> bool:
     return given == wanted
 
 
-def _flag_fields(args: Args, model: Architecture) -> dict[str, Any]:
-    """Fields that a flag sets and that neither the model, the layout nor the precision decides."""
-    fields = {}
-    for flag in all_flags().values():
-        targets = [t.split(".")[1] for t in flag.sets if t.startswith("TransformerConfig.")]
-        if flag.family != "megatron" or len(targets) != 1 or targets[0] in _NOT_FROM_FLAGS:
-            continue
-        value = getattr(args, flag.name)
-        if args.origin(flag.name) != "default" and value is not None:
-            fields[targets[0]] = value
+def _flag_fields(args: Args) -> dict[str, Any]:
+    """Fields that a flag sets and that neither the layout nor the precision decides."""
+    given = flag_fields(args, TransformerConfig)
+    fields = {name: value for name, value in given.items() if name not in _NOT_FROM_FLAGS}
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
         if len(fields.get(name, ())) == 1:
             (fields[name],) = fields[name]
@@ -273,4 +246,5 @@ _NOT_FROM_FLAGS = {
     "virtual_pipeline_model_parallel_size",
     "moe_layer_freq",
     "multi_latent_attention",
+    "moe_grouped_gemm",  # experts are, with TransformerEngine or without
 }

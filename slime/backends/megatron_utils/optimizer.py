@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -104,10 +103,7 @@ class MegatronAdamW:
 
 
 def optimizer_config(args: Args) -> OptimizerConfig:
-    known = inspect.signature(OptimizerConfig).parameters
-    fields: dict[str, Any] = {
-        name: value for name, value in flag_fields(args, "OptimizerConfig").items() if name in known
-    }
+    fields = flag_fields(args, OptimizerConfig)
     if device_type() == "cpu" and fields.pop("optimizer_cpu_offload", False):
         logger.info("--optimizer-cpu-offload: everything is in host memory already")
         fields.pop("overlap_cpu_optimizer_d2h_h2d", None)

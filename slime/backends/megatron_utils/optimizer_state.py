@@ -12,7 +12,7 @@ from typing import Any
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-_STATE, _KIND = "param_state", "param_state_sharding_type"
+_STATE, _KIND, _GROUPS = "param_state", "param_state_sharding_type", "param_groups"
 
 
 def optimizer_state(
@@ -26,24 +26,30 @@ def optimizer_state(
     state = {}
     for number, optimizer in enumerate(_real(chain)):
         own = optimizer.sharded_state_dict(model_state, is_loading, metadata=dict(metadata))
-        whole = not isinstance(optimizer, DistributedOptimizer)
-        state[str(number)] = own if whole else {_STATE: own[_STATE]}
+        if isinstance(optimizer, DistributedOptimizer):
+            own = {_STATE: own[_STATE]}
+        else:
+            del _torch_state(own)[_GROUPS]
+        state[str(number)] = own
     return state
 
 
 def load_optimizer_state(chain: ChainedOptimizer, state: dict[str, Any], num_steps: int) -> None:
     for number, optimizer in enumerate(_real(chain)):
         own = state[str(number)]
+        groups = optimizer.state_dict()
+        for group in _torch_state(groups)[_GROUPS]:
+            group["step"] = num_steps
         if isinstance(optimizer, DistributedOptimizer):
-            own = {**_groups(optimizer, num_steps), _STATE: own[_STATE], _KIND: "fully_reshardable"}
+            own = {**groups, _STATE: own[_STATE], _KIND: "fully_reshardable"}
+        else:
+            _torch_state(own)[_GROUPS] = _torch_state(groups)[_GROUPS]
         optimizer.load_state_dict(own)
 
 
-def _groups(optimizer: DistributedOptimizer, num_steps: int) -> dict[str, Any]:
-    groups = optimizer.state_dict()
-    for group in groups["optimizer"]["param_groups"]:
-        group["step"] = num_steps
-    return groups
+def _torch_state(state: dict[str, Any]) -> dict[str, Any]:
+    """The part of torch's optimizer, which an optimizer in fp32 has nothing around."""
+    return state.get("optimizer", state)
 
 
 def _real(chain: ChainedOptimizer) -> list[MegatronOptimizer]:

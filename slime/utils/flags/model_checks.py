@@ -10,7 +10,7 @@ from slime.utils.flags.draft import Draft
 from slime.utils.flags.gpus import is_installed
 from slime.utils.flags.hf_config import read_hf_config
 from slime.utils.flags.spec import option_of
-from slime.utils.megatron_models import check_model_type
+from slime.utils.megatron_models import check_model_type, check_rope
 
 # Megatron's flag -> its names in config.json, the first one that is there counts
 _SAME = {
@@ -36,6 +36,8 @@ def check_model(draft: Draft) -> None:
     config = _flat(read_hf_config(draft))
     if config.get("model_type") and not draft["custom_model_provider_path"]:
         check_model_type(config["model_type"])
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        check_rope(config["model_type"], rope.get("rope_type") or rope.get("type") or "default")
     check_against_config(draft, config)
     check_parallel(draft, config)
     check_precision_aware(draft)
@@ -163,10 +165,6 @@ def check_packages(draft: Draft) -> None:
         draft.lacking(
             "--moe-enable-deepep needs the package deep_ep: install it or leave the flag out, tokens then "
             "travel by --moe-token-dispatcher-type alltoall"
-        )
-    if draft["moe_grouped_gemm"] and not is_installed("transformer_engine"):
-        draft.lacking(
-            "--moe-grouped-gemm needs TransformerEngine: install transformer-engine or leave it out"
         )
 
 

@@ -100,7 +100,10 @@ def save(chunks: list[torch.nn.Module], args: Args, config: PretrainedConfig) ->
     Checkpointer(config.model_type).save(aside[0], 0, chunks, consume=True)
     dist.barrier()
     if first:
-        folder.commit(CheckpointMeta(rollout_id=0, weight_version=0, train_backend="megatron"))
+        meta = CheckpointMeta(
+            rollout_id=0, weight_version=0, train_backend="megatron", release=True
+        )
+        folder.commit(meta)
     dist.barrier()
     return folder.path(0)
 

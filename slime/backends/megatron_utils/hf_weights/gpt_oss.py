@@ -6,7 +6,13 @@ import torch
 from transformers import PretrainedConfig
 
 from slime.backends.megatron_utils.hf_weights.blocks import H, M, attention, plain
-from slime.backends.megatron_utils.hf_weights.mappings import Mapping, Part, Shape
+from slime.backends.megatron_utils.hf_weights.mappings import (
+    GateUp,
+    Mapping,
+    Part,
+    Plain,
+    Shape,
+)
 from slime.backends.megatron_utils.hf_weights.reader import TensorReader
 from slime.backends.megatron_utils.hf_weights.rules import Rule
 
@@ -21,25 +27,21 @@ def layer_rules(config: PretrainedConfig) -> list[Rule]:
         plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
         plain("mlp.router.weight", "mlp.router.weight"),
         plain("mlp.router.bias", "mlp.router.bias"),
-        _stacked("linear_fc1.weight", "gate_up_proj", ExpertGateUp()),
-        _stacked("linear_fc1.bias", "gate_up_proj_bias", ExpertGateUp()),
-        _stacked("linear_fc2.weight", "down_proj", ExpertDown(1)),
-        _stacked("linear_fc2.bias", "down_proj_bias", ExpertDown(None)),
+        _stacked("linear_fc1.weight", "gate_up_proj", GateUpByTurns()),
+        _stacked("linear_fc1.bias", "gate_up_proj_bias", GateUpByTurns()),
+        _stacked("linear_fc2.weight", "down_proj", Plain("row")),
+        _stacked("linear_fc2.bias", "down_proj_bias", Plain()),
     ]
 
 
 def _stacked(megatron: str, hf: str, mapping: Mapping) -> Rule:
-    return Rule(f"{M}{_EXPERT}{megatron}", (f"{H}mlp.experts.{hf}",), mapping, stacked=True)
+    return Rule(
+        f"{M}{_EXPERT}{megatron}", (f"{H}mlp.experts.{hf}",), OfStack(mapping), stacked=True
+    )
 
 
-class ExpertGateUp(Mapping):
-    """One expert of [experts, in, 2 x out] (of a bias [experts, 2 x out]), gate and up by turns."""
-
-    dim = 0
-
-    def shape(self, shapes: list[Shape], part: Part) -> Shape:
-        _, *rest, columns = shapes[0]
-        return (columns // part.size, *rest)
+class GateUpByTurns(GateUp):
+    """A row of gate, a row of up, and so on, in one tensor."""
 
     def fill(
         self,
@@ -49,47 +51,60 @@ class ExpertGateUp(Mapping):
         part: Part,
         expert: int = 0,
     ) -> None:
-        shape = reader.shape(names[0])
-        columns = part.of(shape[-1])  # of whole pairs
-        cuts = (slice(expert, expert + 1), *([slice(None)] * (len(shape) - 2)), columns)
-        pairs = _transposed(reader.read(names[0], *cuts)[0])
-        for number, rows in enumerate(target.chunk(2)):
-            rows.copy_(pairs[number::2])
+        rows = reader.read(names[0], part.of(reader.shape(names[0])[0]))  # whole pairs
+        for number, half in enumerate(target.chunk(2)):
+            half.copy_(rows[number::2])
+
+    def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.stack(whole.chunk(2), dim=1).flatten(0, 1)]
+
+
+class OfStack(Mapping):
+    """Another mapping for one expert of tensors [experts, in, out], or of biases [experts, out]."""
+
+    def __init__(self, inner: Mapping) -> None:
+        self._inner, self.dim = inner, inner.dim
+
+    def shape(self, shapes: list[Shape], part: Part) -> Shape:
+        return self._inner.shape([_of_one(shape) for shape in shapes], part)
+
+    def fill(
+        self,
+        target: torch.Tensor,
+        reader: TensorReader,
+        names: list[str],
+        part: Part,
+        expert: int = 0,
+    ) -> None:
+        self._inner.fill(target, OneOfStack(reader, expert), names, part)
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        halves = [part.chunk(2) for part in parts]
-        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+        return self._inner.join(parts)
 
     def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        pairs = torch.stack(whole.chunk(2), dim=1).flatten(0, 1)
-        return [_transposed(pairs)]
+        return [_transposed(tensor) for tensor in self._inner.to_hf(whole)]
 
 
-class ExpertDown(Mapping):
-    """One expert of [experts, in, out], or of a bias [experts, out]."""
+class OneOfStack:
+    """A reader of one expert's tensors as [out, in] and [out]."""
 
-    def __init__(self, dim: int | None) -> None:
-        self.dim = dim
+    def __init__(self, reader: TensorReader, expert: int) -> None:
+        self._reader, self._expert = reader, expert
 
-    def shape(self, shapes: list[Shape], part: Part) -> Shape:
-        rest = tuple(reversed(shapes[0][1:]))
-        return tuple(n // part.size if dim == self.dim else n for dim, n in enumerate(rest))
+    def names(self) -> list[str]:
+        return self._reader.names()
 
-    def fill(
-        self,
-        target: torch.Tensor,
-        reader: TensorReader,
-        names: list[str],
-        part: Part,
-        expert: int = 0,
-    ) -> None:
-        cuts = [slice(expert, expert + 1)]
-        if self.dim is not None:
-            cuts.append(part.of(reader.shape(names[0])[1]))
-        target.copy_(_transposed(reader.read(names[0], *cuts)[0]))
+    def shape(self, name: str) -> Shape:
+        return _of_one(self._reader.shape(name))
 
-    def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        return [_transposed(whole)]
+    def read(self, name: str, *cuts: slice) -> torch.Tensor:
+        every = [slice(None)] * (len(self.shape(name)) - len(cuts))
+        there = [slice(self._expert, self._expert + 1), *reversed([*cuts, *every])]
+        return _transposed(self._reader.read(name, *there)[0])
+
+
+def _of_one(shape: Shape) -> Shape:
+    return tuple(reversed(shape[1:]))
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,13 +37,11 @@ class PackedRotary(torch.nn.Module):
         self._positions = rows.position_ids if isinstance(rows, PackedRows) else None
         return self.inner.get_rotary_seq_len(*args)  # type: ignore[operator]
 
-    def forward(self, length: int, **options: Any) -> Any:
+    def forward(self, length: int, **options: Any) -> torch.Tensor:
         angles = self.inner(length, **options)
         positions, self._positions = self._positions, None
         if positions is None:
             return angles
-        if isinstance(angles, tuple):  # with the factor of scaled positions
-            return angles[0][:, 0].index_select(0, positions), *angles[1:]
         return angles[:, 0].index_select(0, positions)  # [T, 1, D]
 
 

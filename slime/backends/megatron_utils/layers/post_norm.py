@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-
-
-@dataclass
-class PostNormConfig(TransformerConfig):
-    """Of a model whose layers are PostNormLayers."""
 
 
 class PostNormLayer(TransformerLayer):
