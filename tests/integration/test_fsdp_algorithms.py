@@ -58,7 +58,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tis_sequence_mask": {**TIS, "tis_level": "sequence", "tis_mode": "mask"},
     "tis_geometric_mask": {**TIS, "tis_level": "geometric", "tis_mode": "mask", "tis_clip": 1.05},
     "engine_ratio": {"use_rollout_logprobs": True},
-    "engine_ratio_tis_gspo": {**TIS, "use_rollout_logprobs": True, "advantage_estimator": "gspo"},
+    "engine_ratio_gspo": {"use_rollout_logprobs": True, "advantage_estimator": "gspo"},
     "raw_rewards": {"disable_rewards_normalization": True},
     "distilled": {"use_opd": True, "opd_type": "sglang", "opd_kl_coef": 0.5, "rm_url": "http://x"},
     "moving_reference": {**KL, "kl_loss_type": "k2", "ref_update_interval": 1},

@@ -25,6 +25,10 @@ OPD = {"use_opd": True, "opd_type": "sglang", "rm_url": "http://teacher:30000"}
         ({**OPD, "group_rm": True}, ["--group-rm"]),
         ({**OPD, "rollout_temperature": 0.7}, ["temperature 1", "--opd-type megatron"]),
         ({**OPD, "loss_type": "sft_loss"}, ["--loss-type policy_loss"]),
+        (
+            {"use_tis": True, "use_rollout_logprobs": True},
+            ["--use-tis", "--use-rollout-logprobs", "twice"],
+        ),
         ({**OPD, "opd_kl_coef": -1}, ["--opd-kl-coef", "at least 0"]),
         ({"use_opd": True, "opd_type": "megatron"}, ["--opd-teacher-load"]),
         (
@@ -65,3 +69,16 @@ def test_only_ppo_has_a_critic():
     layout = plan_layout(args, with_critic=True)
     assert layout.with_critic and layout.trainer == [0, 1]
     assert not plan_layout(args, with_trainer=False, with_critic=True).with_critic
+
+
+def test_one_response_per_prompt_has_nothing_to_be_compared_with():
+    (warning,) = make_args(n_samples_per_prompt=1).warnings
+    assert "grpo" in warning and "--n-samples-per-prompt 1" in warning
+    for flags in (
+        {"advantage_estimator": "ppo"},
+        {"advantage_estimator": "reinforce_plus_plus"},
+        {"disable_rewards_normalization": True},
+        {"custom_generate_function_path": "agents.several_samples"},
+        OPD,
+    ):
+        assert make_args(n_samples_per_prompt=1, **flags).warnings == ()

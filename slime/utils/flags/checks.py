@@ -7,9 +7,9 @@ from slime.utils.flags.cluster_checks import check_cluster
 from slime.utils.flags.derive import context_limit
 from slime.utils.flags.draft import Draft
 from slime.utils.flags.embedded import embedded_support
+from slime.utils.flags.inert import warn_inert
 from slime.utils.flags.registry import all_flags, own_flags
 from slime.utils.flags.sglang_checks import check_external, check_sglang
-from slime.utils.flags.spec import option_of
 from slime.utils.flags.values import nearest
 
 RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "remote_rm", "random", "code")
@@ -24,45 +24,6 @@ _INSTEAD = {
     "attn_implementation": "use --attention-backend",
 }
 
-# these do nothing without the other
-_INERT_WITHOUT = {
-    "wandb_mode": "use_wandb",
-    "wandb_dir": "use_wandb",
-    "wandb_key": "use_wandb",
-    "wandb_host": "use_wandb",
-    "wandb_team": "use_wandb",
-    "wandb_group": "use_wandb",
-    "wandb_project": "use_wandb",
-    "wandb_run_id": "use_wandb",
-    "tb_project_name": "use_tensorboard",
-    "tb_experiment_name": "use_tensorboard",
-    "overlap_cpu_optimizer_d2h_h2d": "optimizer_cpu_offload",
-    "optimizer_offload_fraction": "optimizer_cpu_offload",
-    "recompute_method": "recompute_granularity",
-    "recompute_num_layers": "recompute_granularity",
-    "async_save": "save",
-    "no_save_optim": "save",
-    "max_tokens_per_gpu": "use_dynamic_batch_size",
-    "log_probs_max_tokens_per_gpu": "use_dynamic_batch_size",
-    "tis_clip": "use_tis",
-    "tis_clip_low": "use_tis",
-    "tis_level": "use_tis",
-    "tis_mode": "use_tis",
-    "custom_tis_function_path": "use_tis",
-    "overlong_penalty_factor": "overlong_buffer_len",
-    "opd_type": "use_opd",
-    "opd_kl_coef": "use_opd",
-    "opd_teacher_load": "use_opd",
-    "apply_chat_template_kwargs": "apply_chat_template",
-    "rollout_health_check_interval": "use_fault_tolerance",
-    "rollout_health_check_timeout": "use_fault_tolerance",
-    "rollout_health_check_first_wait": "use_fault_tolerance",
-}
-
-
-# these do nothing without a critic
-_OF_THE_CRITIC = ("value_clip", "num_critic_only_steps", "critic_load", "critic_save", "critic_lr")
-
 
 def check_all(draft: Draft) -> None:
     """Rules about combinations; every value is derived by now."""
@@ -76,6 +37,7 @@ def check_all(draft: Draft) -> None:
     check_batches(draft)
     check_lengths(draft)
     check_modes(draft)
+    warn_lonely_groups(draft)
     warn_inert(draft)
 
 
@@ -145,9 +107,31 @@ def check_algorithm(draft: Draft) -> None:
         raise ConfigError(
             f"--tis-clip {draft['tis_clip']} is below --tis-clip-low {draft['tis_clip_low']}"
         )
+    if draft["use_tis"] and draft["use_rollout_logprobs"] and not draft["custom_tis_function_path"]:
+        raise ConfigError(
+            "--use-rollout-logprobs takes ratios against the engine's probabilities already: --use-tis "
+            "would count the same correction twice: leave one of them out"
+        )
     if (draft["loss_type"] == "custom_loss") != bool(draft["custom_loss_function_path"]):
         raise ConfigError(
             "--loss-type custom_loss and --custom-loss-function-path belong together: give both or none"
+        )
+
+
+def warn_lonely_groups(draft: Draft) -> None:
+    """One response per prompt has no sibling to be compared with."""
+    elsewhere = (
+        "disable_rewards_normalization", "custom_reward_post_process_path", "use_opd",
+        "custom_advantage_function_path", "custom_convert_samples_to_train_data_path",
+        "custom_generate_function_path", "debug_rollout_only",
+    )  # fmt: skip
+    compares = draft["advantage_estimator"] not in ("ppo", "reinforce_plus_plus")
+    alone = draft["n_samples_per_prompt"] == 1 and draft["loss_type"] == "policy_loss"
+    if alone and compares and not any(draft[name] for name in elsewhere):
+        draft.warn(
+            f"--advantage-estimator {draft['advantage_estimator']} compares the responses to one prompt: "
+            "with --n-samples-per-prompt 1 every advantage is 0 and the rewards teach nothing: give 2 or "
+            "more"
         )
 
 
@@ -266,18 +250,6 @@ def check_modes(draft: Draft) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"--eval-prompt-data: two datasets are named {name}: rename one")
-
-
-def warn_inert(draft: Draft) -> None:
-    """A flag that does nothing because another is not set is at least said."""
-    for name, other in _INERT_WITHOUT.items():
-        if draft.given(name) and not draft[other]:
-            draft.warn(f"{option_of(name)} has no effect without {option_of(other)}")
-    for name in _OF_THE_CRITIC if draft["advantage_estimator"] != "ppo" else ():
-        if draft.given(name):
-            draft.warn(f"{option_of(name)} has no effect without --advantage-estimator ppo")
-    if draft["eval_datasets"] and not draft["eval_interval"]:
-        draft.warn("--eval-prompt-data has no effect without --eval-interval")
 
 
 def _custom_eval(draft: Draft) -> bool:

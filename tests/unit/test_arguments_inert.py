@@ -1,0 +1,81 @@
+"""Every flag that does nothing because of others is said, and none that does something."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from slime.utils.flags.inert import _NEEDED, _RULES
+from slime.utils.flags.registry import all_flags
+from tests.args import make_args
+
+SFT = {
+    "rollout_function_path": "slime.rollout.sft_rollout.generate_rollout",
+    "loss_type": "sft_loss",
+}
+
+
+@dataclass
+class Case:
+    flags: dict
+    said: str  # the flag without effect
+
+
+CASES = [
+    Case({"gamma": 0.9}, "--gamma"),
+    Case({"lambd": 0.9, "advantage_estimator": "reinforce_plus_plus"}, "--lambd"),
+    Case(
+        {"disable_grpo_std_normalization": True, "advantage_estimator": "rloo"},
+        "--disable-grpo-std-normalization",
+    ),
+    Case({"eps_clip_c": 3.0, "advantage_estimator": "cispo"}, "--eps-clip-c"),
+    Case({"kl_loss_type": "k3"}, "--kl-loss-type"),
+    Case({"use_unbiased_kl": True}, "--use-unbiased-kl"),
+    Case({"mask_offpolicy_in_partial_rollout": True}, "--mask-offpolicy-in-partial-rollout"),
+    Case({"group_rm": True}, "--group-rm"),
+    Case({"apply_chat_template_kwargs": {"a": 1}}, "--apply-chat-template-kwargs"),
+    Case({**SFT, "partial_rollout": True}, "--partial-rollout"),
+    Case({**SFT, "use_kl_loss": True}, "--use-kl-loss"),
+    Case({"eval_temperature": 0.5}, "--eval-temperature"),
+    Case({"save_total_limit": 3}, "--save-total-limit"),
+    Case({"debug_rollout_only": True, "profile_target": ["train_actor"]}, "--profile-target"),
+    Case(
+        {"custom_reward_post_process_path": "x.y", "overlong_buffer_len": 4},
+        "--overlong-buffer-len",
+    ),
+    Case(
+        {"custom_advantage_function_path": "x.y", "normalize_advantages": True},
+        "--normalize-advantages",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.said)
+def test_said(case):
+    (warning,) = make_args(**case.flags).warnings
+    assert warning.startswith(f"{case.said} has no effect with"), warning
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"gamma": 0.9, "lambd": 0.9, "advantage_estimator": "ppo"},
+        {"gamma": 0.9, "advantage_estimator": "reinforce_plus_plus"},
+        {"use_kl_loss": True, "kl_loss_type": "k3", "use_unbiased_kl": True},
+        {"kl_coef": 0.1, "kl_loss_type": "k3", "ref_update_interval": 2},
+        {"partial_rollout": True, "mask_offpolicy_in_partial_rollout": True},
+        {**SFT, "apply_chat_template_kwargs": {"a": 1}},
+        {
+            "mask_offpolicy_in_partial_rollout": True,
+            "rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout",
+        },
+    ],
+    ids=lambda flags: " ".join(flags),
+)
+def test_not_said_of_what_works(flags):
+    assert make_args(**flags).warnings == ()
+
+
+def test_the_rules_name_flags_that_exist():
+    names = {*_NEEDED, *(n for names in _NEEDED.values() for n in names)}
+    names |= {name for rule in _RULES for name in rule.flags}
+    assert not names - set(all_flags())
