@@ -5,8 +5,9 @@
     python tools/prepare_data.py aime-2024 aime_2024.parquet aime-2024.jsonl
 
 Input is parquet or jsonl as it was published; train on the output with
-`--prompt-data FILE --input-key prompt --label-key label --apply-chat-template`, and `--rm-type math`
-(gsm8k, aime-2024) or `--rm-type dapo --reward-key score` (dapo-math-17k). Equal prompts are kept once.
+`--prompt-data FILE --input-key prompt --label-key label --apply-chat-template` and the reward that the last
+line of this tool names: it depends on what the prompts ask for, a box or a line "Answer: ...".
+Equal prompts are kept once (DAPO's file repeats each a hundred times).
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ from typing import Any
 
 import orjson
 
+from slime.rollout.rm_hub.boxed import last_boxed
 from slime.utils.data import read_rows
 from slime.utils.errors import ConfigError, UserError
 
 Row = dict[str, Any]
 BOXED = "Reason step by step, and put your final answer within \\boxed{}."
+ANSWER_LINE = (
+    'Reason step by step. The last line of your response must be "Answer: " and the answer.'
+)
+_REWARDS = {True: "--rm-type dapo --reward-key score", False: "--rm-type math"}
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -32,6 +38,10 @@ class Problem:
     messages: list[dict[str, str]]
     label: str
     metadata: dict[str, Any]
+
+    def line(self) -> bytes:
+        record = {"prompt": self.messages, "label": self.label, "metadata": self.metadata}
+        return orjson.dumps(record) + b"\n"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,41 +54,56 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--instruction", help="added to each question; default: by dataset")
     options = parser.parse_args(argv)
     try:
-        kept, dropped = prepare(options.dataset, options.input, options.output, options.instruction)
+        made = prepare(options.dataset, options.input, options.output, options.instruction)
     except UserError as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         return error.exit_status
-    print(f"{options.output}: {kept} rows, {dropped} repeated prompts left out")
+    print(f"{options.output}: {made.kept} rows, {made.repeated} repeated prompts left out")
+    print(f"reward: {made.reward}")
     return 0
 
 
-def prepare(name: str, source: str, target: str, instruction: str | None = None) -> tuple[int, int]:
-    """Rows written and rows left out; the output appears whole or not at all."""
+@dataclass(kw_only=True)
+class Made:
+    kept: int = 0
+    repeated: int = 0
+    answer_lines: int = 0  # prompts that ask for a line "Answer: ..."
+
+    @property
+    def reward(self) -> str:
+        if 0 < self.answer_lines < self.kept:
+            return f"mixed: {self.answer_lines} of {self.kept} prompts ask for a line 'Answer: ...'"
+        return _REWARDS[self.answer_lines > 0]
+
+
+def prepare(name: str, source: str, target: str, instruction: str | None = None) -> Made:
+    """Write the rows; the output appears whole or not at all."""
     seen: set[bytes] = set()
-    count, temporary = 0, Path(f"{target}.tmp")
-    with temporary.open("wb") as file:
-        for where, row in read_rows(source, "input"):
-            count += 1
-            problem = DATASETS[name](row, where, instruction)
-            key = orjson.dumps(problem.messages)
-            if key in seen:
-                continue
-            seen.add(key)
-            record = {
-                "prompt": problem.messages,
-                "label": problem.label,
-                "metadata": problem.metadata,
-            }
-            file.write(orjson.dumps(record) + b"\n")
-    if not count:
-        temporary.unlink()
-        raise ConfigError(f"{source} has no rows")
-    temporary.replace(target)
-    return len(seen), count - len(seen)
+    made, temporary = Made(), Path(f"{target}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for where, row in read_rows(source, "input"):
+                problem = DATASETS[name](row, where, instruction)
+                key = orjson.dumps(problem.messages)
+                if key in seen:
+                    made.repeated += 1
+                    continue
+                seen.add(key)
+                made.kept += 1
+                made.answer_lines += "answer:" in problem.messages[-1]["content"].lower()
+                file.write(problem.line())
+        if not made.kept:
+            raise ConfigError(f"{source} has no rows")
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return made
 
 
 def gsm8k(row: Row, where: str, instruction: str | None) -> Problem:
-    """`question`, and `answer` with the number behind `####`."""
+    """`question`, and `answer` with the number behind `####`; or rows shaped like DAPO's."""
+    if "reward_model" in row:
+        return dapo(row, where, instruction)
     question, answer = _take(row, where, "question"), str(_take(row, where, "answer"))
     if "####" not in answer:
         raise ConfigError(f"{where}: the answer has no '####' before its number: {answer[-80:]!r}")
@@ -93,7 +118,8 @@ def aime(row: Row, where: str, instruction: str | None) -> Problem:
     if "reward_model" in row or isinstance(row.get("prompt"), list):
         return dapo(row, where, instruction)
     question = _take(row, where, "problem", "Problem", "question")
-    label = str(_take(row, where, "answer", "Answer", "expected_answer")).strip()
+    label = last_boxed(str(row.get("solution") or "")) if "answer" not in row else None
+    label = label or str(_take(row, where, "answer", "Answer", "expected_answer")).strip()
     name = next((row[key] for key in ("id", "ID", "problem_id") if row.get(key) is not None), None)
     metadata = {"source": "aime-2024", **({} if name is None else {"id": str(name)})}
     return Problem(messages=_ask(question, instruction, BOXED), label=label, metadata=metadata)
@@ -101,14 +127,16 @@ def aime(row: Row, where: str, instruction: str | None) -> Problem:
 
 def dapo(row: Row, where: str, instruction: str | None) -> Problem:
     """`prompt` as messages, and the answer in `reward_model.ground_truth`, `label` or `solution`."""
-    prompt = _take(row, where, "prompt")
-    messages = prompt if isinstance(prompt, list) else _ask(str(prompt), None, "")
-    if instruction:
+    # Where both are there, the former has the instruction still.
+    prompt = row.get("source_prompt") or _take(row, where, "prompt")
+    asked = isinstance(prompt, list)
+    messages = prompt if asked else _ask(str(prompt), instruction, ANSWER_LINE)
+    if instruction and asked:
         last = messages[-1]
         messages = [*messages[:-1], {**last, "content": f"{last['content']}\n{instruction}"}]
     graded = row.get("reward_model")
     label = (
-        graded["ground_truth"]
+        _take(graded, f"{where}, reward_model", "ground_truth")
         if isinstance(graded, dict)
         else _take(row, where, "label", "solution")
     )
