@@ -11,6 +11,7 @@ from pathlib import Path
 from slime.ray.placement_group import needs_critic
 from slime.ray.rollout_group import RolloutGroup
 from slime.ray.train_group import TrainGroup
+from slime.ray.watch import BrokenRunError
 from slime.utils.arguments import Args
 from slime.utils.checkpoint import CheckpointFolder, CheckpointMeta, find_checkpoint, read_meta
 from slime.utils.errors import ConfigError, UserError
@@ -79,6 +80,18 @@ class Checkpointer:
             raise self._failed(meta.rollout_id, error) from error
         self._saved = meta.rollout_id
 
+    def how_to_continue(self) -> str:
+        """What to type after the run broke off."""
+        if self._folder is None:
+            return "Nothing was saved (--save was not given): the same command starts anew."
+        good = self._folder.rollout_ids()
+        if not good:
+            return "Nothing had been saved yet: the same command starts anew."
+        where = f"The checkpoint after rollout {good[-1]} is in {self._folder.root}"
+        if self.args.load == self.args.save:
+            return f"{where}: the same command continues from it."
+        return f"{where}: continue with the same command and --load {self._folder.root}"
+
     def _begin_critic(self, rollout_id: int, path: Path) -> str:
         if self._critic_folder:
             return str(self._critic_folder.begin(rollout_id))
@@ -104,6 +117,8 @@ class Checkpointer:
         self._folder.discard(rollout_id)
         if self._critic_folder:
             self._critic_folder.discard(rollout_id)
+        if isinstance(error, BrokenRunError):  # whose words say more
+            return error
         good = self._folder.rollout_ids()
         last = (
             f"the last good checkpoint is {self._folder.path(good[-1])}"

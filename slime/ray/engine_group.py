@@ -13,6 +13,7 @@ from slime.backends.sglang_utils.router import Router, make_router
 from slime.ray.engine_handle import EngineHandle
 from slime.ray.external_group import ExternalGroup
 from slime.ray.health import failed_engines, health_route
+from slime.ray.stacks import Member
 from slime.utils.arguments import Args
 from slime.utils.errors import UserError
 from slime.utils.sync_http import post_json
@@ -64,6 +65,9 @@ class EngineGroup:
                     line = self._handles[index].last_line()
                     say(f"engine {index} is starting ({time.monotonic() - begun:.0f} s): {line}")
         self.all = [future.result() for future in self._starting]
+
+    def members(self) -> list[Member]:
+        return [member for handle in self._handles for member in handle.members()]
 
     @property
     def count(self) -> int:

@@ -11,6 +11,7 @@ import ray
 from slime.backends.sglang_utils.command import nodes_of_engine
 from slime.ray.engine_actor import PortTakenError
 from slime.ray.remote import Remote
+from slime.ray.stacks import Member
 from slime.utils.arguments import Args
 from slime.utils.errors import UserError
 from slime.utils.types import EngineInfo
@@ -18,6 +19,8 @@ from slime.utils.types import EngineInfo
 _PORT_TRIES = 3
 _NODE_POLL_S = 5.0
 _ASK_TIMEOUT_S = 10.0
+_PLACE_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 30.0
 _GONE = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError)
 
 
@@ -37,6 +40,7 @@ class EngineHandle:
 
     def start(self) -> EngineInfo:
         """Returns once the engine answers."""
+        self._check_placed()
         if self.args.rollout_engine == "slime":
             return self._actors[0].get("start")
         gpus, devices = self._gpus()
@@ -48,6 +52,22 @@ class EngineHandle:
                 if attempt == _PORT_TRIES - 1:
                     raise
         raise AssertionError("unreachable")
+
+    def members(self) -> list[Member]:
+        name = f"engine {self.index}"
+        several = len(self._actors) > 1
+        return [
+            Member(label=f"{name} node {rank}" if several else name, remote=actor)
+            for rank, actor in enumerate(self._actors)
+        ]
+
+    def _check_placed(self) -> None:
+        """Without this, one whose node is gone would be waited for forever."""
+        if any(actor.place(timeout=_PLACE_TIMEOUT_S) is None for actor in self._actors):
+            raise UserError(
+                f"no node has room for engine {self.index} within {_PLACE_TIMEOUT_S:.0f} s: see "
+                "`ray status`; a node that was lost comes back with `ray start --address=...`"
+            )
 
     def alive(self, timeout: float) -> bool:
         """Whether the processes of all nodes live."""
@@ -67,8 +87,8 @@ class EngineHandle:
 
         def wait() -> None:
             for reference in stopping:
-                with suppress(ray.exceptions.RayActorError):
-                    ray.get(reference)
+                with suppress(*_GONE):
+                    ray.get(reference, timeout=_STOP_TIMEOUT_S)
             for actor in self._actors:
                 actor.kill()
             self._actors = []

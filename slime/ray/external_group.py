@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from slime.backends.sglang_utils.external import find_external
 from slime.ray.health import answers, health_route
+from slime.ray.stacks import Member
 from slime.utils.arguments import Args
 from slime.utils.types import EngineInfo
 
@@ -31,6 +32,10 @@ class ExternalGroup:
     @property
     def count(self) -> int:
         return len(self.all)
+
+    def members(self) -> list[Member]:
+        """None of them is a process of this run."""
+        return []
 
     @property
     def infos(self) -> list[EngineInfo]:

@@ -8,6 +8,8 @@ import ray
 
 from slime.ray.placement_group import Placement
 from slime.ray.remote import Remote
+from slime.ray.stacks import Member
+from slime.ray.watch import Watch
 from slime.utils.arguments import Args
 
 
@@ -15,10 +17,17 @@ class Ranks:
     """All ranks of the actor or of the critic; there may be none."""
 
     def __init__(
-        self, args: Args, path: str, placement: Placement, *, role: str, env: dict[str, str]
+        self,
+        args: Args,
+        path: str,
+        placement: Placement,
+        *,
+        role: str,
+        env: dict[str, str],
+        watch: Watch,
     ):
         bundles = placement.layout.trainer
-        self.role = role
+        self.role, self._watch = role, watch
         self.asleep = False
         self._actors = [
             Remote(
@@ -30,6 +39,12 @@ class Ranks:
             )
             for rank, bundle in enumerate(bundles)
         ]
+        name = "trainer" if role == "actor" else role
+        self._members = [
+            Member(label=f"{name} rank {rank}", remote=actor, rank=rank)
+            for rank, actor in enumerate(self._actors)
+        ]
+        watch.add(lambda: self._members)
 
     def __bool__(self) -> bool:
         return bool(self._actors)
@@ -39,7 +54,7 @@ class Ranks:
         if not self._actors:
             return []
         self.ask("log_to_file", "trainer" if self.role == "actor" else self.role)
-        self.all("set_master", *self._actors[0].get("get_master_address"))
+        self.all("set_master", *self.first("get_master_address"))
         return self.ask("init", args, self.role, **options)
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> list[ray.ObjectRef]:
@@ -57,10 +72,14 @@ class Ranks:
         ]
 
     def all(self, method: str, *args: Any) -> list[Any]:
-        return ray.get(self.ask(method, *args))
+        return self.wait(self.ask(method, *args))
+
+    def wait(self, references: list[ray.ObjectRef]) -> list[Any]:
+        """What the ranks answer to an `ask`."""
+        return self._watch.get(references, self._members)
 
     def first(self, method: str) -> Any:
-        return self._actors[0].get(method)
+        return self._watch.call(self._members[0], method)
 
     def sleep(self) -> None:
         if not self.asleep:

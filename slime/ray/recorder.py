@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from slime.dashboard.live import LiveDisplay
+from slime.ray.watch import Watch
 from slime.utils.arguments import Args
 from slime.utils.flops import peak_flops
 from slime.utils.machine import gpus
@@ -23,6 +24,7 @@ class Recorder:
         self._timer = Timer()
         self._tracker = Tracker(args, args.run_dir)
         self._display = LiveDisplay(args)
+        self.watch = Watch(args, self.message)
         self._metrics: dict[str, float] = {}
         cards = gpus()
         train_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
@@ -34,7 +36,7 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        with self._timer.phase(name), self._display.phase(name):
+        with self._timer.phase(name), self._display.phase(name), self.watch.phase(name):
             yield
 
     def add(self, metrics: dict[str, float]) -> None:

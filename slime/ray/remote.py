@@ -7,9 +7,26 @@ and a small machine that starts all processes at once, several seconds.
 from __future__ import annotations
 
 import importlib
+import os
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import ray
+
+from slime.utils.whereabouts import answer_questions, doing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a process runs."""
+
+    pid: int
+    node: str  # Ray's id
+    host: str
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
 
 
 class Remote:
@@ -17,12 +34,21 @@ class Remote:
 
     def __init__(self, options: dict[str, Any], path: str, *args: Any, **kwargs: Any):
         self._actor = _Host.options(**options).remote(path, *args, **kwargs)
+        self._asked_place = self._actor.place.remote()
+        self._place: Place | None = None
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
         return self._actor.call.remote(method, *args, **kwargs)
 
     def get(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         return ray.get(self.call(method, *args, **kwargs), timeout=timeout)
+
+    def place(self, timeout: float = 0) -> Place | None:
+        """None while the process has not started."""
+        if self._place is None and ray.wait([self._asked_place], timeout=timeout)[0]:
+            with suppress(ray.exceptions.RayError):  # it died before it could say
+                self._place = ray.get(self._asked_place)
+        return self._place
 
     def kill(self) -> None:
         ray.kill(self._actor)
@@ -33,14 +59,23 @@ class _Host:
     """An error in the constructor is raised by the first call: Ray would only report a dead actor."""
 
     def __init__(self, path: str, *args: Any, **kwargs: Any):
+        answer_questions()
         module, name = path.rsplit(".", 1)
         self._error: Exception | None = None
         try:
-            self._object = getattr(importlib.import_module(module), name)(*args, **kwargs)
+            with doing(f"starting {name}"):
+                self._object = getattr(importlib.import_module(module), name)(*args, **kwargs)
         except Exception as error:
             self._error = error
+
+    def place(self) -> Place:
+        context = ray.get_runtime_context()
+        return Place(
+            pid=os.getpid(), node=context.get_node_id(), host=ray.util.get_node_ip_address()
+        )
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._error is not None:
             raise self._error
-        return getattr(self._object, method)(*args, **kwargs)
+        with doing(method):
+            return getattr(self._object, method)(*args, **kwargs)

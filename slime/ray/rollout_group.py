@@ -8,11 +8,12 @@ from typing import Any
 
 import ray
 
-from slime.ray.engine_group import make_engine_group
 from slime.ray.cluster import beside_driver
+from slime.ray.engine_group import make_engine_group
 from slime.ray.probe_check import check_probe
 from slime.ray.recorder import Recorder
 from slime.ray.remote import Remote
+from slime.ray.stacks import Member
 from slime.ray.stop_signal import StopSignal
 from slime.utils.arguments import Args
 from slime.utils.reports import Probe
@@ -49,12 +50,21 @@ class RolloutGroup:
             "scheduling_strategy": beside_driver(),  # where the run folder is for certain
         }
         path = "slime.ray.rollout.RolloutManager"
-        self._manager = Remote(options, path, args, token)
+        self._member = Member(label="rollout manager", remote=Remote(options, path, args, token))
+        self._watch = recorder.watch
+        self._watch.add(lambda: [self._member, *self._engines.members()])
 
     def wait(self) -> None:
         """Until every engine answers."""
-        self._engines.wait(self.recorder.message)
+        self._engines.wait(self._hear_of_start)
         self.admit_engines()
+
+    def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._watch.call(self._member, method, *args, **kwargs)
+
+    def _hear_of_start(self, text: str) -> None:
+        self.recorder.message(text)
+        self._watch.check()
 
     def generate(self, rollout_id: int) -> list[Any]:
         """Samples of one rollout as one object per data-parallel rank."""
@@ -64,7 +74,7 @@ class RolloutGroup:
     def begin(self, rollout_id: int) -> None:
         """Have a rollout generated in the background, until `finish`."""
         self._last_begun = rollout_id
-        self._generating = self._manager.call("generate", rollout_id)
+        self._generating = self._member.remote.call("generate", rollout_id)
 
     def settle(self) -> None:
         """Wait for the rollout begun last, so that it is made by one version of the weights."""
@@ -86,7 +96,7 @@ class RolloutGroup:
         if self.args.debug_train_only:  # which starts no engine
             return
         with self.recorder.phase("eval"), self.stop_signal.interruptible():
-            self.recorder.add(self._watched(self._manager.call("eval", rollout_id)))
+            self.recorder.add(self._watched(self._member.remote.call("eval", rollout_id)))
 
     @property
     def engine_infos(self) -> list[EngineInfo]:
@@ -103,7 +113,7 @@ class RolloutGroup:
     def set_weight_version(self, version: int, rollout_id: int | None) -> None:
         """Every engine holds the weights after `rollout_id` (None: those the run started with)."""
         following = None if rollout_id is None else rollout_id + 1
-        self._manager.get("set_weight_version", version, following)
+        self._ask("set_weight_version", version, following)
 
     def replace_failed(self, *, paused: bool = False) -> list[int]:
         """Restart what died or hangs; it gets no request before it has the current weights.
@@ -123,37 +133,38 @@ class RolloutGroup:
 
     def _generate_with(self, engines: list[EngineInfo]) -> None:
         urls = [engine.url for engine in engines]
-        self._manager.get("set_engines", urls, self._engines.route(urls))
+        self._ask("set_engines", urls, self._engines.route(urls))
 
     def resume(self, tag: str) -> None:
         self._engines.resume(tag)
 
     def set_parallel(self, dp_size: int, cp_size: int) -> None:
-        self._manager.get("set_parallel", dp_size, cp_size)
+        self._ask("set_parallel", dp_size, cp_size)
 
     def save(self, path: str, rollout_id: int) -> None:
         """The state after `rollout_id`, also when the next rollout is being generated already."""
         begun = self._last_begun is not None and self._last_begun > rollout_id
-        self._manager.get("save", path, rollout_id, before_generate=begun)
+        self._ask("save", path, rollout_id, before_generate=begun)
 
     def load(self, path: str, rollout_id: int) -> None:
-        self._manager.get("load", path, rollout_id)
+        self._ask("load", path, rollout_id)
 
     def stop_engines(self) -> None:
         self._engines.stop()
 
     def stop(self) -> None:
         self._engines.stop()
-        self._manager.kill()
+        self._member.remote.kill()
 
     def _watched(self, reference: Any) -> Any:
         """The result; meanwhile engines that fail are replaced, and given the current weights."""
         wait = self.args.rollout_health_check_interval
         first = wait + self.args.rollout_health_check_first_wait
-        while not ray.wait([reference], timeout=first)[0]:
+        while not ray.wait([reference], timeout=min(first, self._watch.left_s()))[0]:
             first = wait
+            self._watch.check()
             with suppress(ray.exceptions.GetTimeoutError):  # a hook holds the whole process
-                if silence := self._manager.get("silence", timeout=_ANSWER_S):
+                if silence := self._member.remote.get("silence", timeout=_ANSWER_S):
                     self.recorder.message(silence)
             failed = self.replace_failed()
             if failed:
@@ -162,4 +173,4 @@ class RolloutGroup:
             elif self._engines.router_lost():
                 self.recorder.message("the router ended and is started again")
                 self._generate_with(self._engines.infos)
-        return ray.get(reference)
+        return self._watch.get([reference], [self._member])[0]

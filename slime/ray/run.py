@@ -20,6 +20,7 @@ from slime.ray.recorder import Recorder
 from slime.ray.rollout_group import RolloutGroup
 from slime.ray.stop_signal import StopSignal, Terminated
 from slime.ray.train_group import TrainGroup
+from slime.ray.watch import BrokenRunError
 from slime.rollout.base_types import RolloutFunction
 from slime.rollout.data_source import data_format_of
 from slime.rollout.engine_pool import EngineUnreachableError
@@ -73,6 +74,8 @@ class Run:
         trace: TracebackType | None,
     ) -> bool:
         stopped = isinstance(error, Terminated)
+        if isinstance(error, BrokenRunError):
+            error.args = (f"{error}\n{self._checkpoints.how_to_continue()}",)
         try:
             if stopped or isinstance(error, EngineUnreachableError):
                 self._save_interrupted()
@@ -156,7 +159,8 @@ class Run:
         if args.rollout_external:  # their owner's
             token = read_env().engine_token or ""
         several = placement.several_nodes
-        set_env(SLIME_SEVERAL_NODES="1" if several else "0")  # the router runs in this process's care
+        # The router runs in this process's care.
+        set_env(SLIME_SEVERAL_NODES="1" if several else "0")
         engine_env = actor_env(len(layout.engines), token=token, several_nodes=several)
         train_env = actor_env(len(layout.trainer), token=token, several_nodes=several)
         self.rollout = RolloutGroup(
@@ -183,13 +187,11 @@ class Run:
         self.rollout.never_stops = getattr(generate, "never_stops", False)
         loaded = self._checkpoints.loaded
         critic = self._checkpoints.critic_loaded
-        trainers = self.actor.start(
-            str(loaded) if loaded else None, str(critic) if critic else None
-        )
+        self.actor.start(str(loaded) if loaded else None, str(critic) if critic else None)
         if loaded:
             self.rollout.load(str(loaded), self.start_rollout_id - 1)
         self.rollout.wait()
-        ray.get(trainers)
+        self.actor.wait()
         self.actor.weight_version = self._checkpoints.weight_version
         self.rollout.set_parallel(*self.actor.parallel())
 

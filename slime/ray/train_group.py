@@ -35,25 +35,34 @@ class TrainGroup:
         self.trained_version = 0  # what they held when the last training step ended
         self.last_trained: int | None = None  # rollout id
         backend = BACKENDS[args.train_backend]
-        self._actor = Ranks(args, backend, placement, role="actor", env=env)
+        watch = recorder.watch
+        self._actor = Ranks(args, backend, placement, role="actor", env=env, watch=watch)
         self._critic: Ranks | None = None
         if placement.layout.with_critic:
-            self._critic = Ranks(args, backend, placement, role="critic", env=env)
+            self._critic = Ranks(args, backend, placement, role="critic", env=env, watch=watch)
+        self._starting: list[tuple[Ranks, list[Any]]] = []
 
-    def start(self, checkpoint: str | None, critic_checkpoint: str | None = None) -> list[Any]:
-        """References that are ready when every rank has its model; engines can start meanwhile."""
+    def start(self, checkpoint: str | None, critic_checkpoint: str | None = None) -> None:
+        """Have every rank build and load its model until `wait`; engines can start meanwhile."""
         started = self._actor.start(
             self.args,
             with_ref=needs_ref(self.args),
             with_opd_teacher=self.args.use_opd and self.args.opd_type == "megatron",
             checkpoint=checkpoint,
         )
+        self._starting = [(self._actor, started)] if started else []
         if self._critic:
-            started += self._critic.start(self.args, checkpoint=critic_checkpoint)
+            started = self._critic.start(self.args, checkpoint=critic_checkpoint)
+            self._starting.append((self._critic, started))
             if self.args.offload_train:
-                started += self._critic.ask("sleep")
+                self._starting.append((self._critic, self._critic.ask("sleep")))
                 self._critic.asleep = True
-        return started
+
+    def wait(self) -> None:
+        """Until every rank has its model."""
+        for ranks, references in self._starting:
+            ranks.wait(references)
+        self._starting = []
 
     def parallel(self) -> tuple[int, int]:
         """Data-parallel and context-parallel size."""
@@ -93,12 +102,12 @@ class TrainGroup:
         self.wake_up()
         trained = self._actor.ask_each("train", rollout_id, rows, last=values)
         targets = self._actor.ask("critic_targets")
-        reports = ray.get(trained)[:1]
+        reports = self._actor.wait(trained)[:1]
         if in_turns:
             ray.wait(targets, num_returns=len(targets))
             self._actor.sleep()
             critic.wake_up()
-        reports += ray.get(critic.ask_each("train", rollout_id, rows, last=targets))[:1]
+        reports += critic.wait(critic.ask_each("train", rollout_id, rows, last=targets))[:1]
         if in_turns:
             critic.sleep()
             self.wake_up()

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from slime.utils.whereabouts import doing
+
 
 class Timer:
     """Adds up the seconds spent in named phases until `take()` hands them over and starts afresh.
@@ -33,7 +35,8 @@ class Timer:
         self._local.path = path
         started = self._clock()
         try:
-            yield
+            with doing(path):
+                yield
         finally:
             self._local.path = outer
             self.add(path, self._clock() - started)

@@ -61,8 +61,8 @@ seed=1234 clip-grad=1.0 lr=1e-06 optimizer=adam min-lr=0.0 lr-decay-style=linear
 lr-warmup-fraction lr-decay-iters weight-decay=0.01 adam-beta1=0.9 adam-beta2=0.999 adam-eps=1e-08
 rm-type reward-key eval-reward-key group-rm rm-url allow-unsandboxed-code custom-rm-path custom-reward-post-process-path
 custom-convert-samples-to-train-data-path use-fault-tolerance=True
-rollout-health-check-interval=30.0 rollout-health-check-timeout=30.0
-rollout-health-check-first-wait=0.0 use-wandb wandb-mode wandb-dir wandb-key wandb-host wandb-team
+phase-timeout-minutes={} rollout-health-check-interval=30.0 rollout-health-check-timeout=30.0
+rollout-health-check-first-wait=0.0 rollout-no-engine-timeout=1800.0 use-wandb wandb-mode wandb-dir wandb-key wandb-host wandb-team
 wandb-group wandb-project wandb-run-id use-tensorboard tb-project-name tb-experiment-name
 log-passrate save-debug-rollout-data save-debug-train-data profile-target
 custom-rollout-log-function-path custom-eval-rollout-log-function-path loss-mask-type=qwen

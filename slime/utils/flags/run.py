@@ -111,6 +111,12 @@ class Weights:
 class FaultTolerance:
     """Fault tolerance."""
 
+    phase_timeout_minutes: dict[str, float] = flag(
+        {},
+        "deadline of a phase, after which the run says where every process is and ends, as JSON: "
+        "'{\"train\": 60}'; default: start 120, generate 240, log_probs 120, train 240, "
+        "update_weights 60, save 120, eval 240",
+    )
     use_fault_tolerance: bool = flag(True, "check the engines' health and restart those that fail")
     rollout_health_check_interval: float = flag(30.0, "seconds between two health checks")
     rollout_health_check_timeout: float = flag(30.0, "seconds an engine has to answer one")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from slime.utils.errors import ConfigError
 from slime.utils.flags.draft import Draft
 from slime.utils.flags.spec import option_of
+from slime.utils.phase_timeouts import phase_timeouts
 
 _AT_LEAST_ONE = (
     "actor_num_nodes",
@@ -87,9 +88,10 @@ def check_values(draft: Draft) -> None:
         raise ConfigError("--num-rollout and --num-epoch exclude each other: leave one out")
     if draft["bf16"] and draft["fp32"]:
         raise ConfigError("--bf16 and --fp32 exclude each other: leave one out")
-    for name in ("train_env_vars", "apply_chat_template_kwargs"):
+    for name in ("train_env_vars", "apply_chat_template_kwargs", "phase_timeout_minutes"):
         if not isinstance(draft[name], dict):
             raise ConfigError(f"""{option_of(name)} must be a JSON object, as in '{{"name": 1}}'""")
+    phase_timeouts(draft["phase_timeout_minutes"])
     for key, value in draft["train_env_vars"].items():
         if not isinstance(value, str):
             raise ConfigError(

@@ -1,0 +1,165 @@
+"""Waits for the processes of a run, but not forever: a phase has a deadline, a dead process a name.
+
+with watch.phase("train"):                 from here on the clock of --phase-timeout-minutes runs
+    watch.get(references, members)         a result per member
+
+      a member died          LostError: which one, where, why
+      a member's call failed because another one died      the same, of that other one
+      the deadline passed    StallError: every process's phase, call and stack, and who is late
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from slime.ray.stacks import Member, ask_members
+from slime.ray.stall import describe
+from slime.utils.arguments import Args
+from slime.utils.errors import UserError
+from slime.utils.phase_timeouts import phase_timeouts
+
+_CONNECTION = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|DistBackendError|timed out|TCPStore|broken pipe",
+    re.I,
+)
+_DEATH_KNOWN_S = 45.0  # Ray finds a dead process at once, a dead node after several silent checks
+_LOOK_EVERY_S = 30.0
+
+
+class BrokenRunError(UserError):
+    """The run cannot go on with the processes it has; the run adds what to type."""
+
+
+class LostError(BrokenRunError):
+    """A process died."""
+
+
+class StallError(BrokenRunError):
+    """A phase took longer than it may."""
+
+
+class Watch:
+    def __init__(self, args: Args, say: Callable[[str], None]):
+        self._members: list[Callable[[], list[Member]]] = []
+        self._limits = phase_timeouts(args.phase_timeout_minutes)
+        self._say, self._file = say, Path(args.run_dir) / "logs" / "stall.txt"
+        self._phase: str | None = None
+        self._began = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """One inside another counts as a part of it."""
+        if self._phase is not None or name not in self._limits:
+            yield
+            return
+        self._phase, self._began = name, time.monotonic()
+        try:
+            yield
+        finally:
+            self._phase = None
+
+    def add(self, members: Callable[[], list[Member]]) -> None:
+        """Processes of the run; asked for anew each time, for engines come and go."""
+        self._members.append(members)
+
+    @property
+    def members(self) -> list[Member]:
+        return [member for members in self._members for member in members()]
+
+    def left_s(self) -> float:
+        """Seconds until the phase is overdue."""
+        if self._phase is None:
+            return float("inf")
+        return max(0.0, self._began + self._limits[self._phase] - time.monotonic())
+
+    def check(self) -> None:
+        """Raise StallError when the phase is overdue, or log-probs within it."""
+        if self.left_s() == 0:
+            assert self._phase is not None
+            self._stalled(f"{self._phase} has taken more than {self._limits[self._phase]:g} s", {})
+        took = time.monotonic() - self._began
+        if self._phase == "train" and took > self._limits["log_probs"] and self._in_log_probs():
+            self._stalled(f"log-probs have taken more than {self._limits['log_probs']:g} s", {})
+
+    def get(self, references: Sequence[Any], members: Sequence[Member]) -> list[Any]:
+        """Results of one call of each member; any error ends the wait for all."""
+        owners = dict(zip(references, members, strict=True))
+        pending = list(references)
+        while pending:
+            done, pending = ray.wait(pending, timeout=min(_LOOK_EVERY_S, self.left_s()))
+            for reference in done:
+                self._settle(reference, pending, owners)
+            if not done:
+                self.check()
+        return ray.get(list(references))
+
+    def call(self, member: Member, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self.get([member.remote.call(method, *args, **kwargs)], [member])[0]
+
+    def lost(self, member: Member, error: Exception) -> LostError:
+        place = member.remote.place()
+        where = f" ({place})" if place is not None else ""
+        return LostError(f"{member.label}{where} died: {_reason(error)}")
+
+    def _settle(self, reference: Any, pending: list[Any], owners: dict[Any, Member]) -> None:
+        try:
+            ray.get(reference)
+        except ray.exceptions.RayActorError as error:
+            raise self.lost(owners[reference], error) from error
+        except ray.exceptions.RayTaskError as error:
+            if pending and _CONNECTION.search(str(error.cause)):
+                self._blame(owners[reference], error, pending, owners)
+            raise
+
+    def _blame(
+        self, first: Member, error: Any, pending: list[Any], owners: dict[Any, Member]
+    ) -> None:
+        """A lost connection is what others see of a death, a collective that timed out of a stall."""
+        failed = {first.label: _first_line(error.cause)}
+        deadline = time.monotonic() + min(_DEATH_KNOWN_S, self.left_s())
+        while pending and time.monotonic() < deadline:
+            done, pending = ray.wait(pending, timeout=1.0)
+            for reference in done:
+                try:
+                    ray.get(reference)
+                except ray.exceptions.RayActorError as death:
+                    raise self.lost(owners[reference], death) from death
+                except ray.exceptions.RayTaskError as other:
+                    failed[owners[reference].label] = _first_line(other.cause)
+        if pending:
+            self._stalled("a collective operation got no further", failed)
+
+    def _in_log_probs(self) -> bool:
+        ranks = [member for member in self.members if member.rank is not None]
+        for answer in ask_members(ranks, {}):
+            for work in [] if isinstance(answer.said, str) else answer.said.work:
+                for what, seconds in work.phases:
+                    if what.endswith("log_probs") and seconds > self._limits["log_probs"]:
+                        return True
+        return False
+
+    def _stalled(self, what: str, failed: dict[str, str]) -> None:
+        self._say(f"{what}: asking every process where it is")
+        text = describe(ask_members(self.members, failed))
+        self._file.write_text(f"{what}\n{text}\n")
+        raise StallError(f"{what}.\n{text}\nThe same is in {self._file}.")
+
+
+def _reason(error: Exception) -> str:
+    """The line of Ray's long text that says what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [
+        line for line in lines if re.search(r"node|exit|kill|died because|signal", line, re.I)
+    ]
+    return (telling or lines or ["no reason is known"])[0]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

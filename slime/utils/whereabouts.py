@@ -1,0 +1,192 @@
+"""What a process is doing, told to whoever asks on its node, even while a call of it hangs.
+
+    with doing("train"):                       on any thread; phases nest
+        ...
+    answer_questions()                         once per process; a thread of its own answers
+
+A process that waits inside a C++ collective answers, for the wait leaves Python's lock to others. One
+that holds the lock does not; its stack then comes from a signal handler that needs no lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+_FRAMES = 12  # innermost ones of a stack
+_SIGNAL = signal.SIGUSR1
+_THREAD = "whereabouts"
+_DUMP = "slime-stack"  # a file without a name, which the handler writes to
+_DUMPED_LINES = 40
+_doing: dict[int, list[tuple[str, float]]] = {}  # by thread: what, since when
+
+
+@dataclass(kw_only=True, frozen=True)
+class GroupCount:
+    """How many collectives this process has begun in one process group."""
+
+    name: str
+    ranks: list[int]
+    count: int
+
+
+@dataclass(kw_only=True, frozen=True)
+class Work:
+    """One busy thread: `phases` [["train", 31.5], ["train/steps", 30.9]] with seconds in each."""
+
+    phases: list[tuple[str, float]]
+    stack: list[str]  # outermost first
+
+
+@dataclass(kw_only=True, frozen=True)
+class Whereabouts:
+    """The answer of one process."""
+
+    pid: int
+    work: list[Work] = field(default_factory=list)
+    groups: list[GroupCount] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[None]:
+    phases = _doing.setdefault(threading.get_ident(), [])
+    phases.append((what, time.monotonic()))
+    try:
+        yield
+    finally:
+        phases.pop()
+
+
+def look() -> Whereabouts:
+    """Of this process, now."""
+    frames, now = sys._current_frames(), time.monotonic()
+    work = [
+        Work(
+            phases=[(what, round(now - since, 1)) for what, since in phases],
+            stack=_lines(frames[thread]),
+        )
+        for thread, phases in list(_doing.items())
+        if phases and thread in frames
+    ]
+    return Whereabouts(pid=os.getpid(), work=work, groups=_groups())
+
+
+def answer_questions() -> None:
+    """Start answering; callable again, to no effect."""
+    if any(thread.name == _THREAD for thread in threading.enumerate()):
+        return
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(_address(os.getpid()))
+    listener.listen(4)
+    faulthandler.register(_SIGNAL, file=os.memfd_create(_DUMP), all_threads=True)
+    threading.Thread(target=_serve, args=(listener,), name=_THREAD, daemon=True).start()
+
+
+def _serve(listener: socket.socket) -> None:
+    while True:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            if _peer_user(connection) == os.getuid():
+                connection.sendall(json.dumps(asdict(look())).encode())
+
+
+def ask(pid: int, timeout_s: float = 5.0) -> Whereabouts | str:
+    """What a process of this node is doing, or in words why it does not say."""
+    state = process_state(pid)
+    if state in ("", "Z"):
+        return "has ended"
+    if state in ("T", "t"):
+        return f"is stopped (kill -CONT {pid} lets it go on)"
+    try:
+        return _read(_question(pid, timeout_s))
+    except (OSError, ValueError):
+        dumped = _dumped_stack(pid)
+        return "does not answer" + (
+            f"; its stack, innermost call first:\n{dumped}" if dumped else ""
+        )
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter: R and S run and wait, T is stopped, D waits for a device; '' is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _question(pid: int, timeout_s: float) -> str:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(_address(pid))
+        parts = []
+        while part := connection.recv(65536):
+            parts.append(part)
+        return b"".join(parts).decode()
+
+
+def _read(text: str) -> Whereabouts:
+    facts = json.loads(text)
+    return Whereabouts(
+        pid=facts["pid"],
+        work=[
+            Work(phases=[(what, s) for what, s in work["phases"]], stack=work["stack"])
+            for work in facts["work"]
+        ],
+        groups=[GroupCount(**group) for group in facts["groups"]],
+    )
+
+
+def _dumped_stack(pid: int) -> str:
+    """From the handler that needs no lock; only of processes that have it: others the signal ends."""
+    try:
+        files = [f for f in Path(f"/proc/{pid}/fd").iterdir() if _DUMP in os.readlink(f)]
+        if not files:
+            return ""
+        before = len(files[0].read_text())
+        os.kill(pid, _SIGNAL)
+        time.sleep(1.0)
+        return "\n".join(files[0].read_text()[before:].splitlines()[:_DUMPED_LINES])
+    except OSError:
+        return ""
+
+
+def _lines(frame: object) -> list[str]:
+    stack = traceback.extract_stack(frame)[-_FRAMES:]  # type: ignore[arg-type]
+    return [f"{f.filename}:{f.lineno} in {f.name}: {f.line or ''}".rstrip(": ") for f in stack]
+
+
+def _groups() -> list[GroupCount]:
+    """Of torch.distributed, where this process uses it."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return []
+    world = dist.distributed_c10d._world
+    found = []
+    for group, name in list(world.pg_names.items()):
+        with contextlib.suppress(RuntimeError):  # a backend that does not count
+            count = group._get_sequence_number_for_group()
+            ranks = sorted(world.pg_group_ranks.get(group, {}))
+            found.append(GroupCount(name=str(name), ranks=ranks, count=count))
+    return found
+
+
+def _address(pid: int) -> str:
+    """In the abstract namespace of this node's network: no file to leave behind."""
+    return f"\0slime-whereabouts-{pid}"
+
+
+def _peer_user(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return struct.unpack("3i", credentials)[1]
