@@ -11,8 +11,9 @@ from slime.planner.batches import Batches, batches_of
 from slime.planner.engine import Engine, KVCache
 from slime.planner.host import Host
 from slime.planner.layout import ClusterLayout, cluster_layout, stage_ranks
-from slime.planner.memory import GIB, HostMemory, Item, Phase, total
+from slime.planner.memory import GIB, HostMemory, Phase
 from slime.planner.model_shape import Shape, read_shape
+from slime.planner.phases import phases_of
 from slime.planner.trainer import Trainer
 from slime.utils.arguments import Args
 from slime.utils.errors import UserError
@@ -110,7 +111,7 @@ def plan_from_count(args: Args, count: ModelCount, machine: Machine) -> Plan:
         count=count,
         layout=layout,
         batches=batches,
-        phases=_phases(args, trainer, engine),
+        phases=phases_of(args, trainer, engine),
         host=Host(args=args, trainer=trainer, engine=engine, layout=layout).fullest(),
         cache=engine.cache() if engine else None,
         capacity=machine.gpu_bytes,
@@ -123,84 +124,6 @@ def _request(args: Args) -> CountRequest:
     sizes = cluster_layout(args).sizes
     ranks = stage_ranks(sizes) if args.train_backend == "megatron" else [0]
     return CountRequest(args=args, ranks=ranks, world_size=sizes.world)
-
-
-def _phases(args: Args, trainer: Trainer, engine: Engine | None) -> list[Phase]:
-    shared = bool(args.colocate) and engine is not None
-    worst = {"training": trainer.training, "log_probs": trainer.log_probs}
-    phases = [_trainer_phase(n, work, trainer, engine, shared=shared) for n, work in worst.items()]
-    if engine is None:
-        return phases
-    heavy = max(trainer.count.ranks, key=lambda rank: total(trainer.resident(rank)))
-    rollout = [*engine.static(), *engine.working(), *engine.overhead()]
-    weights = [item for item in engine.static() if item.name == "engine weights"]
-    if not shared:
-        update = [*trainer.resident(heavy), *trainer.update(), *trainer.overhead()]
-        return [
-            *phases,
-            Phase(
-                name="rollout",
-                where="engine",
-                rank=0,
-                items=rollout,
-                without_offload=total(rollout),
-            ),
-            Phase(
-                name="weight_update",
-                where="trainer",
-                rank=heavy.rank,
-                items=update,
-                without_offload=total(update),
-            ),
-        ]
-    resident = trainer.resident(heavy)
-    asleep = [] if args.offload_train else resident
-    cache = [] if args.offload_rollout else [i for i in engine.static() if i not in weights]
-    update = [*resident, *trainer.update(), *weights, *cache]
-    contexts = [*trainer.overhead(), *engine.overhead()]
-    together = total([*resident, *rollout, *trainer.overhead()])
-    return [
-        *phases,
-        Phase(
-            name="rollout",
-            where="shared",
-            rank=heavy.rank,
-            items=[*rollout, *asleep, *trainer.overhead()],
-            without_offload=together,
-        ),
-        Phase(
-            name="weight_update",
-            where="shared",
-            rank=heavy.rank,
-            items=[*update, *contexts],
-            without_offload=together + total(trainer.update()),
-        ),
-    ]
-
-
-def _trainer_phase(
-    name: str, work: object, trainer: Trainer, engine: Engine | None, *, shared: bool
-) -> Phase:
-    """Of the rank that needs most in it."""
-    assert callable(work)
-    beside: list[Item] = []
-    everything: list[Item] = []
-    if shared and engine is not None:
-        everything = [*engine.static(), *engine.working(), *engine.overhead()]
-        beside = engine.overhead() if trainer.args.offload_rollout else everything
-    phases = []
-    for rank in trainer.count.ranks:
-        own = [*trainer.resident(rank), *work(rank), *trainer.overhead()]
-        phases.append(
-            Phase(
-                name=name,
-                where="shared" if shared else "trainer",
-                rank=rank.rank,
-                items=[*own, *beside],
-                without_offload=total([*own, *everything]),
-            )
-        )
-    return max(phases, key=lambda phase: phase.total)
 
 
 def with_advice(plan: Plan, advice: list[str]) -> Plan:

@@ -190,15 +190,18 @@ class Trainer:
         whole = self.count.whole
         parts = whole.total
         if self.sizes.world > 1:
-            outside = sum(whole.by_part.get(part, 0) for part in ("embedding", "head"))
-            parts = 2 * whole.layer + outside
+            parts = 2 * whole.layer + self._outside_layers()
         items = [Item(name="gathered parameters", nbytes=parts * self._element)]
         if training:
             own = sum(size * count for size, count in self.count.ranks[0].moment_sizes.items())
             here = 0 if self.args.fsdp_cpu_offload else own * 4
-            work = 0 if self.sizes.world == 1 else 2 * whole.layer * 4
+            whole_ones = 2 * whole.layer + self._outside_layers()
+            work = 0 if self.sizes.world == 1 else whole_ones * 4
             items.append(Item(name="gradients", nbytes=here + work, note="fp32, until the step"))
         return items
+
+    def _outside_layers(self) -> int:
+        return sum(self.count.whole.by_part.get(part, 0) for part in ("embedding", "head"))
 
     def _gathered_at_once(self) -> int:
         """One tensor whole beside its parts; of experts, the same one of all expert ranks."""
