@@ -38,6 +38,7 @@ launch() {
     else
         check_folders "$@"
         check_plan "$@"
+        nccl_defaults
         if [[ -n ${DIRECT:-} ]]; then exec "$PYTHON" "$ROOT/train.py" "$@"; fi
         on_cluster "$@"
     fi
@@ -52,7 +53,6 @@ on_cluster() {
     done
     command -v ray >/dev/null || refuse "the command ray is missing: activate the environment slime is installed in"
     ensure_token
-    nccl_defaults
     trap clean_up EXIT
     trap 'stop_job; exit 130' INT
     trap 'stop_job; exit 143' TERM

@@ -92,7 +92,10 @@ def test_fp8_rollout_fits(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--rollout-num-gpus", "8", "--no-colocate"], "16 GPUs"),
+        (
+            ["--rollout-num-gpus", "8", "--no-colocate"],
+            "8 for rollout = 16, and there are 8: add --colocate",
+        ),
         (["--sglang-mem-fraction-static", "1.5"], "must be between 0 and 1"),
     ],
 )
