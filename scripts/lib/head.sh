@@ -37,5 +37,7 @@ is_here() {
 answers() { (exec 3<>"/dev/tcp/$1/$2") 2>/dev/null; }
 
 last_line() {  # what a log ends with: its last error, or else its last words
-    grep -E '^[A-Za-z_.]*(Error|Exception|error):' "$1" | tail -n 1 | grep . || grep -v '^[[:space:]]*$' "$1" | tail -n 1
+    local text
+    text=$(tr -d '\r' <"$1" | grep -v '^[[:space:]]*$')
+    grep -E '^[A-Za-z_.]*(Error|Exception|error):' <<<"$text" | tail -n 1 | grep . || tail -n 1 <<<"$text"
 }

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 _SSH = """#!/usr/bin/env bash
 echo "$*" >>"$SITE/ssh"
 host=${@: -3:1}; host=${host#*@}
-[[ $host != *unreachable* ]] || { echo "ssh: connect to host $host port 22: Connection refused" >&2; exit 255; }
+[[ $host != *unreachable* ]] || { printf "ssh: connect to host $host port 22: Connection refused\\r\\n" >&2; exit 255; }
 mkdir -p "$SITE/home-$host"
 tee -a "$SITE/stream-$host" | HOME="$SITE/home-$host" exec bash -s
 """
