@@ -178,12 +178,9 @@ def run_slime(
     command += ["--rollout-max-response-len", str(longest_response(lengths))]
     command += ["--lr", str(LR), "--lr-decay-style", "constant"]
     command += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"]
-    # One trainer rank and one engine per core: small matrices gain little from several threads.
-    command += ["--actor-num-gpus-per-node", str(options.threads)]
-    command += [
-        "--no-offload-train",
-        "--no-offload-rollout",
-    ]  # there is no GPU memory to make room in
+    # One trainer rank and one engine that take turns, each with every core (docs/LOG.md).
+    command += ["--actor-num-gpus-per-node", "1"]
+    command += ["--no-offload-train", "--no-offload-rollout"]  # no GPU memory to make room in
     command += options.slime_args.split()
     run(command, lengths)
     timed = timed_metrics(run_dir, options.steps)
