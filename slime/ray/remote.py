@@ -7,6 +7,7 @@ and a small machine that starts all processes at once, several seconds.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any
 import ray
 
 from slime.utils.whereabouts import answer_questions, doing
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,5 +80,10 @@ class _Host:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._error is not None:
             raise self._error
-        with doing(method):
-            return getattr(self._object, method)(*args, **kwargs)
+        try:
+            with doing(method):
+                return getattr(self._object, method)(*args, **kwargs)
+        except Exception:
+            # The driver hears of the first rank that fails; each one's own log says why it did.
+            logger.exception("%s failed", method)
+            raise
