@@ -32,6 +32,7 @@ def install_cpu_adapter() -> None:
     _CudaMeansCpu().__enter__()
     _mend_megatron()
     _mend_uneven_collectives()
+    _share_groups()
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -150,6 +151,30 @@ def _mend_uneven_collectives() -> None:
 
     mappings._gather_along_first_dim = gather_parts
     mappings._reduce_scatter_along_first_dim = scatter_parts
+
+
+def _share_groups() -> None:
+    """One group for the same ranks, whatever Megatron wants it for; also of a later layout.
+
+    It makes about forty for a layout, and every group of gloo's has a thread that looks up a hundred times
+    a second: a process that has seen thirty layouts does little else.
+    """
+    from megatron.core import parallel_state
+
+    create = parallel_state.create_group
+    made: dict[tuple[int, ...], Any] = {}
+    world: list[Any] = [None]  # of which they are parts
+
+    def create_or_take(ranks: list[int], *args: Any, **kwargs: Any) -> Any:
+        if world[0] is not dist.group.WORLD:
+            made.clear()
+            world[0] = dist.group.WORLD
+        key = tuple(ranks)
+        if key not in made:
+            made[key] = create(ranks, *args, **kwargs)
+        return made[key]
+
+    parallel_state.create_group = create_or_take
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -47,13 +47,13 @@ def init_parallel(args: Args, virtual_stages: int | None) -> ParallelInfo:
 
 
 def _drop_groups() -> None:
-    """End the groups of another layout: Megatron only forgets them, and each keeps its threads."""
+    """End the groups of another layout, which Megatron only forgets; on a CPU the next one takes them."""
     if not parallel_state.model_parallel_is_initialized():
         return
     groups = [group for group in parallel_state._global_process_group_list or [] if group]
     dist.barrier()  # nobody is still talking in them
     parallel_state.destroy_model_parallel()
-    for group in groups:
+    for group in groups if device_type() == "cuda" else ():
         dist.destroy_process_group(group)
 
 
