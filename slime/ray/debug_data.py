@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from slime.rollout.stored_groups import plain_record
 from slime.utils.errors import ConfigError
 from slime.utils.types import Sample
 
@@ -16,7 +18,7 @@ def save_debug_samples(template: str | None, rollout_id: int, samples: list[Samp
         return
     path = Path(template.format(rollout_id=rollout_id))
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"rollout_id": rollout_id, "samples": [s.to_dict() for s in samples]}, path)
+    torch.save({"rollout_id": rollout_id, "samples": [_to_record(s) for s in samples]}, path)
 
 
 def load_debug_samples(template: str, rollout_id: int) -> list[list[Sample]]:
@@ -25,6 +27,21 @@ def load_debug_samples(template: str, rollout_id: int) -> list[list[Sample]]:
         raise ConfigError(f"--load-debug-rollout-data: {path} does not exist")
     record = torch.load(path, weights_only=True)
     groups: dict[int | None, list[Sample]] = {}
-    for sample in map(Sample.from_dict, record["samples"]):
+    for sample in map(_from_record, record["samples"]):
         groups.setdefault(sample.group_index, []).append(sample)
     return list(groups.values())
+
+
+def _to_record(sample: Sample) -> dict[str, Any]:
+    """Nothing in it that a safe load would refuse."""
+    record = plain_record(sample)
+    if sample.rollout_routed_experts is not None:
+        record["rollout_routed_experts"] = torch.from_numpy(sample.rollout_routed_experts.copy())
+    return record
+
+
+def _from_record(record: dict[str, Any]) -> Sample:
+    experts = record["rollout_routed_experts"]
+    return Sample.from_dict(
+        {**record, "rollout_routed_experts": None if experts is None else experts.numpy()}
+    )

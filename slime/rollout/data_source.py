@@ -7,7 +7,6 @@ finished (part of a rollout's result, kept until a later checkpoint covers it), 
 
 from __future__ import annotations
 
-import base64
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,12 +18,13 @@ import orjson
 from slime.rollout.base_types import BufferFilter
 from slime.rollout.filter_hub.buffer_filters import pop_first
 from slime.rollout.rm_hub.types import needs_label
-from slime.rollout.samples import clone_group, clone_sample
+from slime.rollout.samples import clone_group
+from slime.rollout.stored_groups import decode_groups, encode_groups
 from slime.utils.data import DataFormat, PromptDataset, load_prompts
 from slime.utils.errors import ConfigError, UserError
 from slime.utils.load_function import load_function
 from slime.utils.tokenizer import load_tokenizer
-from slime.utils.types import Group, Sample
+from slime.utils.types import Group
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
@@ -107,8 +107,8 @@ class RolloutDataSource:
             "next_group_index": self.next_group_index,
             "next_sample_index": self.next_sample_index,
             "dataset_lens": [len(dataset) for dataset in self.datasets],
-            "in_flight": _encode_groups(in_flight),
-            "buffer": _encode_groups(self.buffer),
+            "in_flight": encode_groups(in_flight),
+            "buffer": encode_groups(self.buffer),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ class RolloutDataSource:
         self.position = min(state["position"], len(self._order))
         self._in_flight.clear()
         self._finished.clear()
-        self.buffer = _decode_groups(state["in_flight"]) + _decode_groups(state["buffer"])
+        self.buffer = decode_groups(state["in_flight"]) + decode_groups(state["buffer"])
 
     def save(self, rollout_id: int) -> None:
         """Write the state under `--save`; whoever writes a checkpoint of its own uses `state_dict`."""
@@ -255,31 +255,3 @@ def _group_index(group: Group) -> int:
     index = group[0].group_index
     assert index is not None
     return index
-
-
-def _encode_groups(groups: list[Group]) -> list[list[dict[str, Any]]]:
-    return [[_encode(clone_sample(sample)) for sample in group] for group in groups]
-
-
-def _decode_groups(records: list[list[dict[str, Any]]]) -> list[Group]:
-    return [[_decode(record) for record in group] for group in records]
-
-
-def _encode(sample: Sample) -> dict[str, Any]:
-    record = sample.to_dict()
-    experts = sample.rollout_routed_experts
-    if experts is not None:
-        record["rollout_routed_experts"] = {
-            "dtype": str(experts.dtype),
-            "shape": list(experts.shape),
-            "data": base64.b64encode(np.ascontiguousarray(experts).tobytes()).decode(),
-        }
-    return record
-
-
-def _decode(record: dict[str, Any]) -> Sample:
-    experts = record["rollout_routed_experts"]
-    if experts is not None:
-        flat = np.frombuffer(base64.b64decode(experts["data"]), dtype=experts["dtype"])
-        record = {**record, "rollout_routed_experts": flat.reshape(experts["shape"])}
-    return clone_sample(Sample.from_dict(record))

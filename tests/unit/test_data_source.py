@@ -215,3 +215,26 @@ def test_epochs_shuffles_and_weights_go_on_after_a_resume_as_if_nothing_had_happ
     epochs = [expected[i : i + 25] for i in range(0, len(expected) - 24, 25)]
     assert all(len({p for _, p in epoch}) >= 10 for epoch in epochs)
     assert len(epochs) < 2 or [p for _, p in epochs[0]] != [p for _, p in epochs[1]]
+
+
+def test_whatever_hooks_left_in_a_sample_a_checkpoint_can_be_written(tmp_path, caplog):
+    source = RolloutDataSourceWithBuffer(rollout_args(tmp_path, sums(2)))
+    (group,) = source.get_samples(1)
+    group[0].metadata = {"score": np.float32(0.5), "seen": {3}, 7: "seven", "row": np.arange(2)}
+    group[0].reward = {"score": np.float64(1.0), "right": np.bool_(True)}
+    source.add_samples([group])
+    text = json.dumps(source.state_dict())
+    other = RolloutDataSourceWithBuffer(rollout_args(tmp_path, sums(2)))
+    other.load_state_dict(json.loads(text))
+    first = other.buffer[0][0]
+    assert first.metadata == {"score": 0.5, "seen": "{3}", "7": "seven", "row": [0, 1]}
+    assert first.reward == {"score": 1.0, "right": True}
+    assert "sample.metadata holds a set" in caplog.text
+
+
+def test_equal_rows_and_fewer_rows_than_a_batch_are_groups_of_their_own(tmp_path):
+    rows = [{"input": "1+1=", "label": "2"}] * 2
+    source = RolloutDataSource(rollout_args(tmp_path, rows, n_samples_per_prompt=1))
+    groups = source.get_samples(5)
+    assert [g[0].group_index for g in groups] == [g[0].index for g in groups] == list(range(5))
+    assert len({id(g[0].tokens) for g in groups}) == 5 and source.epoch == 2

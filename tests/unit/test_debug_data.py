@@ -1,0 +1,32 @@
+"""Rollouts that were kept are read back as they were, whatever hooks left in them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from slime.ray.debug_data import load_debug_samples, save_debug_samples
+from slime.utils.errors import ConfigError
+from slime.utils.types import Sample, Status
+
+
+def test_samples_come_back_with_experts_and_what_hooks_left(tmp_path):
+    experts = np.arange(8, dtype=np.int16).reshape(2, 2, 2)
+    sample = Sample(
+        group_index=4, index=9, rollout_id=9, tokens=[1, 2, 3], response_length=2,
+        rollout_log_probs=[-0.5, -0.25], loss_mask=[1, 0], reward={"score": np.float32(0.5)},
+        metadata={"seen": {1}, "row": np.array([1.5])}, rollout_routed_experts=experts,
+        status=Status.TRUNCATED,
+    )  # fmt: skip
+    path = str(tmp_path / "sub" / "{rollout_id}.pt")
+    save_debug_samples(path, 3, [sample, Sample(group_index=5, index=10)])
+    first, second = load_debug_samples(path, 3)
+    (back,) = first
+    np.testing.assert_array_equal(back.rollout_routed_experts, experts)
+    assert back.rollout_routed_experts.dtype == np.int16
+    assert back.metadata == {"seen": "{1}", "row": [1.5]} and back.reward == {"score": 0.5}
+    for name in ("tokens", "response_length", "rollout_log_probs", "loss_mask", "status", "index"):
+        assert getattr(back, name) == getattr(sample, name)
+    assert second[0].group_index == 5
+    with pytest.raises(ConfigError, match=r"4\.pt does not exist"):
+        load_debug_samples(path, 4)
