@@ -44,7 +44,18 @@ def main(argv: list[str]) -> int:
         "Exit status 0: the quickstart can run here.",
     )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument(
+        "--cluster",
+        action="store_true",
+        help="look at every node of a running Ray cluster instead; exit status 0: all alike and able",
+    )
+    parser.add_argument("--address", help="of the cluster; default: RAY_ADDRESS")
+    parser.add_argument("--save", metavar="DIR", help="folder that all nodes must share")
     options = parser.parse_args(argv)
+    if options.cluster:
+        return _examine_cluster(options)
+    if options.address or options.save:
+        parser.error("--address and --save belong to --cluster")
     checks = examine()
     able = can_run_quickstart(checks)
     if options.json:
@@ -52,6 +63,25 @@ def main(argv: list[str]) -> int:
         print(json.dumps({"quickstart": able, "checks": rows}, indent=2))
     else:
         print_checks(checks, color=sys.stdout.isatty())
+    return 0 if able else 1
+
+
+def _examine_cluster(options: argparse.Namespace) -> int:
+    from slime.ray.cluster_doctor import examine_cluster
+
+    findings = examine_cluster(options.address, options.save)
+    able = all(finding.status == "ok" for finding in findings)
+    if options.json:
+        rows = [asdict(finding) for finding in findings]
+        print(json.dumps({"ok": able, "checks": rows}, indent=2))
+        return 0 if able else 1
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"{finding.status:<7}  {finding.name:<{width}}  {finding.found}")
+        if finding.advice:
+            print(f"{'':7}  {'':<{width}}  -> {finding.advice}")
+    if options.save is None:
+        print(f"{'':7}  {'folder':<{width}}  not looked at: name the one of --save with --save DIR")
     return 0 if able else 1
 
 

@@ -26,6 +26,8 @@ PACKAGES = (
     "triton",
 )
 
+_IDLE_MIB = 1024
+
 
 @dataclass(kw_only=True, frozen=True)
 class Gpu:
@@ -54,6 +56,18 @@ def gpus() -> list[Gpu]:
         return []
     rows = [line.split(", ") for line in reply.stdout.splitlines() if line.count(", ") == 2]
     return [Gpu(name=name, memory_mib=int(mib), driver=driver) for name, mib, driver in rows]
+
+
+def busy_gpus() -> int:
+    """GPUs with more memory in use than a driver takes for itself."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        reply = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(int(line) > _IDLE_MIB for line in reply.stdout.split() if line.isdigit())
 
 
 def torch_cuda_version() -> str | None:

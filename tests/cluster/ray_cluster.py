@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -98,22 +100,37 @@ class RayCluster:
                     found.append(pid)
         return found
 
+    def rejoin(self, host: Host, wrapper: Sequence[str] = (), **env: str) -> None:
+        """End Ray on a host that is not the head, and start it again, perhaps in another setting."""
+        self.end(self.pids(host, ""))
+        self.nodes[host.address].wait(timeout=30)
+        words = [f"--address={self.address}", f"--node-ip-address={host.address}"]
+        self._start_node(host, [*words, "--disable-usage-stats"], wrapper, env)
+
+    def end(self, pids: list[int]) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def close(self) -> None:
         """End what runs on our hosts, and nothing else."""
         for host in self.network.hosts:
             self.network.mend(host)
-        pids = [pid for host in self.network.hosts for pid in self.pids(host, "")]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self.end([pid for host in self.network.hosts for pid in self.pids(host, "")])
         for process in [*self.nodes.values(), *self._started]:
             process.wait(timeout=30)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _start_node(self, host: Host, words: list[str]) -> None:
+    def _start_node(
+        self,
+        host: Host,
+        words: list[str],
+        wrapper: Sequence[str] = (),
+        env: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Until Ray says that the node is up; on busy cores its own 30 s do not always do."""
         for _ in range(_TRIES):
-            node = self.nodes[host.address] = self._spawn_node(host, words)
+            node = self.nodes[host.address] = self._spawn_node(host, words, wrapper, env)
             log = self.log_dir / f"{host.address}.log"
             deadline = time.monotonic() + _START_S
             while "Ray runtime started" not in log.read_text() and node.poll() is None:
@@ -123,7 +140,9 @@ class RayCluster:
                 return
         raise AssertionError(f"no Ray on {host}:\n{log.read_text()}")
 
-    def _spawn_node(self, host: Host, words: list[str]) -> subprocess.Popen[str]:
+    def _spawn_node(
+        self, host: Host, words: list[str], wrapper: Sequence[str], env: Mapping[str, str]
+    ) -> subprocess.Popen[str]:
         folder = self.folder / host.name[-2:]
         command = [RAY, "start", *words, "--block", f"--temp-dir={folder}", "--num-cpus=2"]
         command += ["--object-store-memory=100000000"]
@@ -132,10 +151,10 @@ class RayCluster:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         with (self.log_dir / f"{host.address}.log").open("w") as log:
             return subprocess.Popen(
-                host.command(command),
+                host.command([*wrapper, *command]),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self.env,
+                env={**self.env, **env},
                 start_new_session=True,
                 text=True,
             )
