@@ -1,0 +1,75 @@
+"""Suggestions and the guide's scaling table: each of its rows fits, and nothing larger is proposed."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from slime.planner.plan import Machine, Plan, make_plans
+from slime.planner.request import PlanOptions, planned_args
+from slime.planner.suggest import find_suggestions
+from slime.utils.errors import UserError
+from tests.parity.test_model_scripts import model_args
+
+GIB = 2**30
+H100 = Machine(gpu_bytes=80 * GIB, source="test")
+# model of the row, GPUs, TP, PP, EP; from "Scaling Guidelines" of the guide
+TABLE = [
+    ("llama3.1-8B", 8, 2, 1, 1),
+    ("glm4-32B", 16, 4, 2, 1),
+    ("gpt-oss-120B", 32, 8, 4, 8),
+    ("glm4.5-355B-A32B", 64, 8, 4, 16),
+]
+SAVING = [
+    *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+    *("--recompute-num-layers", "1", "--optimizer-cpu-offload", "--use-precision-aware-optimizer"),
+]
+
+
+def cluster(gpus):
+    return [
+        *("--actor-num-nodes", str(gpus // 8), "--actor-num-gpus-per-node", "8", "--colocate"),
+        *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "8192"),
+        *(
+            "--sglang-mem-fraction-static",
+            "0.7",
+            "--rollout-num-gpus-per-engine",
+            str(min(gpus, 32)),
+        ),
+    ]
+
+
+def row(name, gpus, tp, pp, ep):
+    layout = [
+        *("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)),
+        *(("--sequence-parallel",) if tp > 1 else ()),
+    ]
+    if ep > 1:
+        layout += ["--expert-model-parallel-size", str(ep), "--expert-tensor-parallel-size", "1"]
+    return [*model_args(name), *cluster(gpus), *layout, *SAVING]
+
+
+def test_every_row_of_the_table_fits():
+    with ExitStack() as stack:
+        many = [stack.enter_context(planned_args(row(*one), PlanOptions())) for one in TABLE]
+        plans = make_plans(many, H100)
+    for one, plan in zip(TABLE, plans, strict=True):
+        assert not isinstance(plan, UserError), (one, plan)
+        assert plan.verdict == "fits", (one, plan.reason)
+        assert plan.layout.sizes.world == one[1]
+
+
+@pytest.mark.parametrize(("name", "gpus", "tp", "pp"), [("llama3.1-8B", 8, 2, 1)])
+def test_the_first_suggestion_spreads_the_model_no_further_than_the_table(name, gpus, tp, pp):
+    argv = [*model_args(name), *cluster(gpus)]
+    with planned_args(argv, PlanOptions(gpus=gpus, suggest=True)) as args:
+        found = find_suggestions(args, H100)
+        best = found[0].plan
+        assert best.layout.sizes.tp * best.layout.sizes.pp <= tp * pp
+        assert (tp, pp) in {(s.plan.layout.sizes.tp, s.plan.layout.sizes.pp) for s in found}
+        assert all(isinstance(s.plan, Plan) and s.plan.verdict == "fits" for s in found)
+
+
+def test_nothing_is_suggested_where_nothing_fits():
+    argv = [*model_args("glm4.5-355B-A32B"), *cluster(8)]
+    with planned_args(argv, PlanOptions(gpus=8, suggest=True)) as args:
+        assert find_suggestions(args, H100) == []
