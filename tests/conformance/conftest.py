@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from slime.utils.types import EngineInfo
+from tests.conftest import SGLANG_LABEL
 from tests.engines import EngineServer, engine_server
-from tests.sglang_server import HERE, sglang_server
+from tests.sglang_server import HERE
 from tests.tiny import make_tiny_checkpoint
 
 KINDS = ["slime", "sglang"] if HERE else ["slime"]
-LABEL = "v0"
+LABEL = SGLANG_LABEL
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -34,8 +35,8 @@ class Subject:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("first") / "m")
+def checkpoint(sglang_checkpoint: Path) -> Path:
+    return sglang_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -46,8 +47,8 @@ def other_checkpoint(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session", params=KINDS)
 def subject(request, checkpoint: Path):
     if request.param == "sglang":
-        with sglang_server(checkpoint, LABEL, sglang_max_total_tokens=8192) as server:
-            yield Subject(kind="sglang", server=server, checkpoint=checkpoint)
+        server = request.getfixturevalue("real_sglang")
+        yield Subject(kind="sglang", server=server, checkpoint=checkpoint)
     else:
         with engine_server(checkpoint, "--weight-version", LABEL) as server:
             yield Subject(kind="slime", server=server, checkpoint=checkpoint)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,13 @@ from slime.backends.weight_sync.distributed import DistributedTransport
 from slime.backends.weight_sync.sglang_tensor import SGLangTensorTransport
 from slime.backends.weight_sync.sync import WeightSync
 from slime.backends.weight_sync.tensor import TensorTransport
+from slime.backends.weight_sync.types import WeightSyncError
+from slime.ray.health import answers, health_route
 from slime.ray.probe_check import check_probe
 from slime.utils.errors import WeightMismatchError
 from slime.utils.reports import Probe
+from slime.utils.sync_http import post_json
+from slime.utils.types import EngineInfo
 from tests.conformance.calls import (
     GREEDY,
     LONG,
@@ -27,7 +33,7 @@ from tests.conformance.calls import (
 from tests.conformance.conftest import LABEL, Subject
 from tests.conformance.differences import skip_where_different
 from tests.conformance.reference import greedy, log_probs
-from tests.engines import TOKEN
+from tests.engines import TOKEN, EngineServer, engine_server
 
 IDS = [10, 20, 30]
 CPU = torch.device("cpu")
@@ -98,6 +104,38 @@ def test_a_tensor_that_is_not_what_was_sent_stops_the_run(
         return
     with pytest.raises(WeightMismatchError, match="down_proj"):
         sync.update(incomplete, [subject.info], 3)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_engine_lost_inside_a_broadcast_leaves_the_other_working(
+    updated, other_checkpoint, tmp_path, place
+):
+    """It answers while it is paused, and takes the same weights in a group with a new engine."""
+    subject = updated
+    sync = WeightSync(transport("distributed", subject, tmp_path), token=TOKEN)
+
+    def with_engine(server: EngineServer) -> list[EngineInfo]:
+        infos = [subject.info]
+        infos.insert(place, EngineInfo(url=server.url))
+        return infos
+
+    with engine_server(subject.checkpoint) as victim:
+
+        def until_it_dies():
+            for number, bucket in enumerate(buckets(other_checkpoint)):
+                if number == 2:
+                    os.kill(victim.pid, signal.SIGKILL)
+                yield bucket
+
+        with pytest.raises(WeightSyncError, match="did not arrive"):
+            sync.update(until_it_dies(), with_engine(victim), 5)
+    assert answers(subject.server.url, 30, health_route(paused=True))
+    with engine_server(subject.checkpoint) as fresh:
+        sync.update(buckets(other_checkpoint), with_engine(fresh), 5)
+        for url in (subject.server.url, fresh.url):
+            body = {"input_ids": IDS, "sampling_params": GREEDY}
+            reply = post_json(f"{url}/generate", body, timeout=120)
+            assert reply["output_ids"] == greedy(other_checkpoint, IDS, 12)
 
 
 def test_a_request_under_way_sees_two_whole_versions(updated, other_checkpoint, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sglang_server import HERE, sglang_server
+from tests.sglang_server import HERE
 from tests.tiny import make_tiny_checkpoint
 
 if not HERE:
@@ -28,7 +28,6 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(model):
+def server(real_sglang):
     """One that the runs use without having started it."""
-    with sglang_server(model, "start", sglang_max_total_tokens=8192) as server:
-        yield server
+    return real_sglang

@@ -1,0 +1,24 @@
+"""The real SGLang server that suites share, started where SLIME_SGLANG_PYTHON says and a test asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SGLANG_LABEL = "v0"
+
+
+@pytest.fixture(scope="session")
+def sglang_checkpoint(tmp_path_factory) -> Path:
+    from tests.tiny import make_tiny_checkpoint
+
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("first") / "m")
+
+
+@pytest.fixture(scope="session")
+def real_sglang(sglang_checkpoint: Path):
+    from tests.sglang_server import sglang_server
+
+    with sglang_server(sglang_checkpoint, SGLANG_LABEL, sglang_max_total_tokens=8192) as server:
+        yield server
