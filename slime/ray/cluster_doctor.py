@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ from slime.ray.scout import INTERFACE_VARIABLES, NodeFacts
 from slime.utils.env import child_env, read_env
 from slime.utils.errors import UserError
 
+_KNOCK_S = 10.0
 _START_S = 120.0
 _ANSWER_S = 60.0
 _CLOCK_TRIES = 5
@@ -37,13 +39,20 @@ def _connect(address: str | None) -> None:
     if not address:
         raise UserError("which cluster? Give --address HOST:6379, or set RAY_ADDRESS")
     try:
+        _knock(address)  # Ray itself would try for a minute
         ray.init(address=address, log_to_driver=False, logging_level="error")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"no Ray cluster at {address}: {line}. Look with `ray status --address {address}` on its "
             "head; a cluster with a token wants it here too (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN)"
         ) from error
+
+
+def _knock(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
 
 
 class _Examination:

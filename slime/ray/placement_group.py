@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.ray.cpu_nodes import Node, alive_nodes, node_of_bundle
 from slime.utils.arguments import Args
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, UserError
 
 # A slot is a process, not a core: any layout can be rehearsed on a laptop.
 _CPU_SLOT = 0.01
@@ -80,7 +80,7 @@ class Placement:
         self.on_gpu = ray.cluster_resources().get("GPU", 0) > 0
         self._check_capacity()
         self.group: PlacementGroup = placement_group(self._bundles(), strategy="PACK")
-        ray.get(self.group.ready(), timeout=_READY_TIMEOUT_S)
+        self._reserve()
         self._order, nodes = self._numbered()
         self.hosts = [node.address for node in nodes]  # by bundle
         self.several_nodes = len({node.id for node in nodes} | {_driver_node()}) > 1
@@ -103,6 +103,15 @@ class Placement:
     def stop(self) -> None:
         """Give the devices back to the cluster."""
         ray.util.remove_placement_group(self.group)
+
+    def _reserve(self) -> None:
+        try:
+            ray.get(self.group.ready(), timeout=_READY_TIMEOUT_S)
+        except ray.exceptions.GetTimeoutError as error:
+            raise UserError(
+                f"the Ray cluster could not give {self.layout.num_bundles} slots within "
+                f"{_READY_TIMEOUT_S} s: another job may hold them, see `ray status` and `ray job list`"
+            ) from error
 
     def _bundles(self) -> list[dict[str, float]]:
         bundle: dict[str, float] = {"CPU": _CPU_SLOT}

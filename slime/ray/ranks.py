@@ -41,7 +41,7 @@ class Ranks:
         ]
         name = "trainer" if role == "actor" else role
         self._members = [
-            Member(label=f"{name} rank {rank}", remote=actor, rank=rank)
+            Member(label=f"{name} rank {rank}", remote=actor, rank=rank, log=f"{name}_{rank}.log")
             for rank, actor in enumerate(self._actors)
         ]
         watch.add(lambda: self._members)

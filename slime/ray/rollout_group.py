@@ -50,7 +50,8 @@ class RolloutGroup:
             "scheduling_strategy": beside_driver(),  # where the run folder is for certain
         }
         path = "slime.ray.rollout.RolloutManager"
-        self._member = Member(label="rollout manager", remote=Remote(options, path, args, token))
+        manager = Remote(options, path, args, token)
+        self._member = Member(label="rollout manager", remote=manager, log="rollout.log")
         self._watch = recorder.watch
         self._watch.add(lambda: [self._member, *self._engines.members()])
 

@@ -62,7 +62,8 @@ class Run:
         try:
             with self.recorder.phase("start"):
                 self._start()
-        except BaseException:
+        except BaseException as error:
+            self._add_advice(error)
             self._stop()
             raise
         return self
@@ -74,11 +75,12 @@ class Run:
         trace: TracebackType | None,
     ) -> bool:
         stopped = isinstance(error, Terminated)
-        if isinstance(error, BrokenRunError):
-            error.args = (f"{error}\n{self._checkpoints.how_to_continue()}",)
+        self._add_advice(error)
         try:
             if stopped or isinstance(error, EngineUnreachableError):
                 self._save_interrupted()
+            if isinstance(error, EngineUnreachableError):
+                self.recorder.message(self._checkpoints.how_to_continue())
             if error is None or stopped:
                 self._checkpoints.finish(self.actor)
         finally:
@@ -211,6 +213,10 @@ class Run:
             path.parent.mkdir(parents=True, exist_ok=True)
             with self.recorder.phase("save"):
                 self.actor.export_hf(str(path))
+
+    def _add_advice(self, error: BaseException | None) -> None:
+        if isinstance(error, BrokenRunError):
+            error.args = (f"{error}\n{self._checkpoints.how_to_continue()}",)
 
     def _write_report(self) -> None:
         try:

@@ -21,6 +21,7 @@ class Member:
     label: str
     remote: Remote
     rank: int | None = None
+    log: str = ""  # name of its file in the run's logs
 
 
 def ask_members(members: list[Member], failed: dict[str, str]) -> list[Answer]:

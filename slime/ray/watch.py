@@ -49,7 +49,7 @@ class Watch:
     def __init__(self, args: Args, say: Callable[[str], None]):
         self._members: list[Callable[[], list[Member]]] = []
         self._limits = phase_timeouts(args.phase_timeout_minutes)
-        self._say, self._file = say, Path(args.run_dir) / "logs" / "stall.txt"
+        self._say, self._logs = say, Path(args.run_dir) / "logs"
         self._phase: str | None = None
         self._began = 0.0
 
@@ -106,13 +106,15 @@ class Watch:
     def lost(self, member: Member, error: Exception) -> LostError:
         place = member.remote.place()
         where = f" ({place})" if place is not None else ""
-        return LostError(f"{member.label}{where} died: {_reason(error)}")
+        log = f" Its log: {self._logs / member.log}" if member.log else ""
+        return LostError(f"{member.label}{where} died: {_reason(error)}{log}")
 
     def _settle(self, reference: Any, pending: list[Any], owners: dict[Any, Member]) -> None:
         try:
             ray.get(reference)
         except ray.exceptions.RayActorError as error:
-            raise self.lost(owners[reference], error) from error
+            lost = self.lost(owners[reference], error)
+            raise self._with_survivors(lost, pending, owners) from error
         except ray.exceptions.RayTaskError as error:
             if pending and _CONNECTION.search(str(error.cause)):
                 self._blame(owners[reference], error, pending, owners)
@@ -136,6 +138,21 @@ class Watch:
         if pending:
             self._stalled("a collective operation got no further", failed)
 
+    def _with_survivors(
+        self, lost: LostError, pending: list[Any], owners: dict[Any, Member]
+    ) -> LostError:
+        """NCCL ends every process that waited too long, so of several deaths the one that lives on may
+        be the cause: where it is belongs to the message."""
+        done, pending = (
+            ray.wait(pending, num_returns=len(pending), timeout=3) if pending else ([], [])
+        )
+        died = [owners[reference] for reference in done if _is_dead(reference)]
+        if not died or not pending or "node" in str(lost):
+            return lost
+        names = ", ".join(member.label for member in died)
+        text = describe(ask_members([owners[reference] for reference in pending], {}))
+        return LostError(f"{lost}\nSo did {names}. These live on:\n{text}")
+
     def _in_log_probs(self) -> bool:
         ranks = [member for member in self.members if member.rank is not None]
         for answer in ask_members(ranks, {}):
@@ -148,8 +165,19 @@ class Watch:
     def _stalled(self, what: str, failed: dict[str, str]) -> None:
         self._say(f"{what}: asking every process where it is")
         text = describe(ask_members(self.members, failed))
-        self._file.write_text(f"{what}\n{text}\n")
-        raise StallError(f"{what}.\n{text}\nThe same is in {self._file}.")
+        file = self._logs / "stall.txt"
+        file.write_text(f"{what}\n{text}\n")
+        raise StallError(f"{what}.\n{text}\nThe same is in {file}.")
+
+
+def _is_dead(reference: Any) -> bool:
+    try:
+        ray.get(reference)
+    except ray.exceptions.RayActorError:
+        return True
+    except ray.exceptions.RayTaskError:
+        return False
+    return False
 
 
 def _reason(error: Exception) -> str:
