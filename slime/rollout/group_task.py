@@ -100,8 +100,11 @@ async def _generate(
     fn = load_function(path, flag=flag, protocol=GenerateFunction, must_be_async=True)
     extra = {"evaluation": evaluation} if accepts(fn, "evaluation") else {}
     where = f"{flag} {path}"
-    call = fn(args, sample, sampling_params, **extra)
-    result = await contain(call, what=where, limit_s=GENERATE_TIME_LIMIT_S)
+
+    async def call() -> Sample | list[Sample]:
+        return await fn(args, sample, sampling_params, **extra)
+
+    result = await contain(call(), what=where, limit_s=GENERATE_TIME_LIMIT_S)
     samples = result if isinstance(result, list) else [result]
     _check_generated(samples, where)
     return samples

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from slime.utils.http import background_loop
 
@@ -44,7 +44,47 @@ class Call:
 _under_way: dict[asyncio.Task[Any], tuple[str, float, Coroutine[Any, Any, Any]]] = {}
 
 
-async def contain(call: Coroutine[Any, Any, T], *, what: str, limit_s: float) -> T:
+class Turn:
+    """How long a call has taken. While it waits behind others, that is half the time since one of them ended:
+    many slow calls one after another are no reason to give up on the last, one that never ends is, and is
+    given up on first."""
+
+    _last_end: ClassVar[dict[str, float]] = {}  # by what they wait for
+
+    def __init__(self, queue: str) -> None:
+        self._queue, self._since, self._begun = queue, time.monotonic(), False
+
+    @classmethod
+    def begun_now(cls) -> Turn:
+        turn = cls("")
+        turn._begun = True
+        return turn
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Around the code itself."""
+        self._since, self._begun = time.monotonic(), True
+        try:
+            yield
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """The code ended, or nobody waits for it any more."""
+        if self._begun:
+            self._last_end[self._queue] = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        now = time.monotonic()
+        if self._begun:
+            return now - self._since
+        return (now - max(self._since, self._last_end.get(self._queue, 0.0))) / 2
+
+
+async def contain(
+    call: Coroutine[Any, Any, T], *, what: str, limit_s: float, turn: Turn | None = None
+) -> T:
     """Await user code in a task of its own; what comes out is its result or an Exception.
 
     An exit would end the event loop, and a cancellation that the code brought about itself would look
@@ -52,10 +92,13 @@ async def contain(call: Coroutine[Any, Any, T], *, what: str, limit_s: float) ->
     """
     task = asyncio.get_running_loop().create_task(_without_exits(call))
     _under_way[task] = (what, time.monotonic(), call)
+    turn = turn or Turn.begun_now()
     try:
-        done, _ = await asyncio.wait([task], timeout=limit_s)
-        if not done:
-            raise TimeoutError(f"{what} took longer than {limit_s:.0f} s")
+        while not task.done():
+            if turn.seconds >= limit_s:
+                turn.end()
+                raise TimeoutError(f"{what} took longer than {limit_s:.0f} s")
+            await asyncio.wait([task], timeout=max(limit_s - turn.seconds, 0.01))
     finally:
         await _end(task, what)
         del _under_way[task]

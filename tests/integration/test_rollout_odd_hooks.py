@@ -13,7 +13,7 @@ from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.errors import UserError
 from slime.utils.types import Status
-from slime.utils.user_code import contain, in_thread, longest_call
+from slime.utils.user_code import Turn, contain, in_thread, longest_call
 from tests.fake_engine import Reply
 from tests.prompts import flat, rollout_args
 
@@ -144,6 +144,26 @@ def test_user_code_that_never_returns_is_given_up_on_and_holds_nobody_up():
     never.set()
     assert [str(error) for error in given_up] == ["--custom-rm-path x took longer than 0 s"] * 4
     assert three == 3
+
+
+def test_waiting_behind_other_slow_calls_is_no_reason_to_be_given_up_on():
+    """15 calls of 0.2 s, one after another, with a limit of 2 s; and a call that takes too long itself."""
+
+    async def one(seconds):
+        turn = Turn("test")
+
+        def body():
+            with turn.taken():
+                time.sleep(seconds)
+
+        await contain(in_thread(body, num_threads=1), what="hook", limit_s=2.0, turn=turn)
+
+    async def scenario():
+        await asyncio.gather(*(one(0.2) for _ in range(15)))
+        return await asyncio.gather(one(0.1), one(20.0), one(0.1), return_exceptions=True)
+
+    first, second, third = asyncio.run(scenario())
+    assert first is third is None and "took longer" in str(second)
 
 
 def test_samples_that_a_hook_made_itself_can_be_trained_on(tmp_path, fake_engines):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -29,7 +28,7 @@ from slime.utils.errors import ConfigError
 from slime.utils.http import gather
 from slime.utils.load_function import is_async, load_function
 from slime.utils.types import Sample
-from slime.utils.user_code import contain, elsewhere, in_thread
+from slime.utils.user_code import Turn, contain, elsewhere, in_thread
 
 CUSTOM_TIME_LIMIT_S = 600.0
 Reward = float | dict[str, Any]
@@ -120,34 +119,41 @@ async def _grade(args: RewardArgs, sample: Sample, rm_type: str) -> Reward:
     if base == "gpqa":
         return await in_thread(gpqa.grade, response, label, sample.metadata)
     if base == "reasoning_gym":
-        return await _within(
-            in_thread(reasoning_gym_rm.grade, sample), reasoning_gym_rm.TIME_LIMIT_S
-        )
+        return await _within(reasoning_gym_rm.TIME_LIMIT_S, reasoning_gym_rm.grade, sample)
     if base == "ifbench":
         return await in_thread(ifbench.grade, sample)
     return dapo.grade(response, label) if base == "dapo" else random_rm.grade(sample)
 
 
-async def _within(call: Awaitable[float], seconds: float) -> float:
+async def _within(seconds: float, grade: Callable[[Sample], float], sample: Sample) -> float:
     """A grader that takes longer found no answer it knows; its thread ends when it ends."""
+    turn = Turn("plain rewards")
     try:
-        return await asyncio.wait_for(call, seconds)
-    except asyncio.TimeoutError:
+        call = in_thread(_timed, turn, grade, sample)
+        return await contain(call, what=grade.__module__, limit_s=seconds, turn=turn)
+    except TimeoutError:
         return 0.0
 
 
 async def _call(fn: Any, args: RewardArgs, samples: Sample | list[Sample], what: str) -> Any:
     """Async functions run on an event loop of their own, plain ones in a thread: slow ones, and those
     that block, hold up other rewards at most, never the generation."""
-    return await contain(_called(fn, args, samples), what=what, limit_s=CUSTOM_TIME_LIMIT_S)
+    turn = Turn("async rewards" if is_async(fn) else "plain rewards")
+
+    async def call() -> Any:
+        if is_async(fn):
+            return await elsewhere(_awaited(fn(args, samples), turn))
+        result = await in_thread(_timed, turn, fn, args, samples)
+        return await elsewhere(_awaited(result, turn)) if inspect.isawaitable(result) else result
+
+    return await contain(call(), what=what, limit_s=CUSTOM_TIME_LIMIT_S, turn=turn)
 
 
-async def _called(fn: Any, args: RewardArgs, samples: Sample | list[Sample]) -> Any:
-    if is_async(fn):
-        return await elsewhere(fn(args, samples))
-    result = await in_thread(fn, args, samples)
-    return await elsewhere(_awaited(result)) if inspect.isawaitable(result) else result
+def _timed(turn: Turn, fn: Callable[..., Any], *args: Any) -> Any:
+    with turn.taken():
+        return fn(*args)
 
 
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
+async def _awaited(result: Awaitable[Any], turn: Turn) -> Any:
+    with turn.taken():
+        return await result
