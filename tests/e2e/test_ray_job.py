@@ -62,11 +62,24 @@ def _accepts(port: int) -> bool:
 
 
 def test_job_submit_runs_the_same_command_line(cluster, tiny_model, tiny_data, tmp_path):
-    flags = runs.command(tiny_model, tiny_data, tmp_path / "run", num_rollout=1)
+    variables = json.dumps({"MY_TOKEN": "open-sesame", "NCCL_DEBUG": "WARN"})
+    words = {"num_rollout": 1, "train_env_vars": variables}
+    flags = runs.command(tiny_model, tiny_data, tmp_path / "run", **words)
     environment = {"env_vars": {"PYTHONPATH": str(runs.ROOT), "NCCL_IB_TC": "160"}}
     done = _submit(cluster, environment, flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [record["rollout_id"] for record in runs.metrics(tmp_path / "run", "train")] == [0]
+    assert f"Ray dashboard: {cluster}" in done.stdout
+    _check_environment(tmp_path / "run" / "logs")
+
+
+def _check_environment(logs: Path) -> None:
+    """The job's variables are in all processes, --train-env-vars in the trainer; secrets are hidden."""
+    trainer, rollout = ((logs / f"{name}.log").read_text() for name in ("trainer_0", "rollout"))
+    assert "NCCL_IB_TC=160" in trainer and "NCCL_IB_TC=160" in rollout
+    assert "NCCL_DEBUG=WARN" in trainer and "NCCL_DEBUG" not in rollout
+    assert "MY_TOKEN=***" in trainer
+    assert (logs / "engine_0.log").stat().st_size
 
 
 def _submit(cluster: str, environment: dict, flags: list[str]) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ def two_nodes():
     options = {"num_cpus": 1, "object_store_memory": 100_000_000}
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={**options, "include_dashboard": False, "_temp_dir": folder},
+        head_node_args={**options, "include_dashboard": False, "temp_dir": folder},
     )
     cluster.add_node(**options)
     ray.init(address=cluster.address, log_to_driver=False)
