@@ -23,12 +23,17 @@ join() {
     command -v ray >/dev/null || refuse "the command ray is missing: install what the head has, at the same place or on PATH"
     detect_network "$MASTER_ADDR"
     ! has_address "$HOST" || SLIME_HOST_IP=$HOST
+    # Ray itself would try for minutes.
+    timeout 10 bash -c "exec 3<>/dev/tcp/$MASTER_ADDR/$RAY_PORT" 2>/dev/null ||
+        refuse "the head at $MASTER_ADDR:$RAY_PORT does not answer from here: open that port between the nodes, or correct MASTER_ADDR"
     printf '%s' "$TOKEN" >"$state.token"
     export RAY_AUTH_TOKEN_PATH=$state.token
     ray_start_words worker "$SLIME_HOST_IP"
     setsid nohup "${WORDS[@]}" >"$state.log" 2>&1 </dev/null &
     echo $! >"$state.pid"
+    local deadline=$((SECONDS + 180))
     until grep -q "Ray runtime started" "$state.log"; do
+        ((SECONDS < deadline)) || refuse "Ray did not join within 180 s: see $state.log there"
         kill -0 "$(<"$state.pid")" 2>/dev/null || {
             grep -v '^[[:space:]]*$' "$state.log" | tail -n 5
             exit 1

@@ -69,6 +69,17 @@ def test_host_without_ray(site, hosts):
     assert "Ray did not start on node-b: node-b: the command ray is missing" in output
 
 
+def test_head_that_a_host_cannot_reach(site, hosts):
+    """As behind a firewall: from there, the head's port is closed."""
+    ssh = site.commands / "ssh"
+    closed = "sed 's/^export RAY_PORT=.*/export RAY_PORT=1/' | tee -a"
+    ssh.write_text(ssh.read_text().replace("tee -a", closed))
+    status, output = site.run(GLM, **hosts)
+    assert status == 2
+    assert "node-b: the head at 127.0.0.1:1 does not answer from here: open that port" in output
+    assert len(site.calls("start")) == 1  # the head's own
+
+
 def test_checkpoint_that_is_not_there(site):
     sentence = refused(site, QWEN)
     assert f"--hf-checkpoint {site.folder}/base/Qwen3-4B is not a folder" in sentence
