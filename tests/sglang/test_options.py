@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import subprocess
 
+import pytest
+import torch
+
+from slime.backends.sglang_utils.gpu_hash import gpu_hash
 from slime.backends.sglang_utils.installed import differences, installed_options
 from slime.backends.sglang_utils.router import router_argv
 from slime.utils.sglang_install import find_sglang
@@ -40,3 +44,29 @@ def test_the_router_parses_what_slime_writes():
     argv = router_argv(args, python="python", host="127.0.0.1", port=1, metrics_port=2)
     assert argv[:3] == ["python", "-m", "sglang_router.launch_router"]
     installed_options(install, "sglang_router", argv[3:])
+
+
+_HASHES = """
+import os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+import torch
+torch.Tensor.is_cuda = property(lambda tensor: True)  # the interpreter needs no GPU
+from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
+for tensor in torch.load(sys.argv[1]):
+    print("HASH", gpu_tensor_hash(tensor))
+"""
+
+
+def test_checksums_of_a_gpu_are_those_of_sglangs_kernel(tmp_path):
+    install = find_sglang()
+    assert install is not None
+    torch.manual_seed(0)
+    shapes = [((3, 5), torch.bfloat16), ((8192,), torch.float32), ((301, 57), torch.bfloat16)]
+    tensors = [torch.randn(shape).to(dtype) for shape, dtype in shapes]
+    torch.save(tensors, tmp_path / "tensors")
+    command = [install.python, "-c", _HASHES, str(tmp_path / "tensors")]
+    printed = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=True
+    ).stdout
+    found = [int(line.split()[1]) for line in printed.splitlines() if line.startswith("HASH")]
+    assert found == [gpu_hash(tensor) for tensor in tensors]
