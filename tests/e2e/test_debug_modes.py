@@ -53,9 +53,13 @@ def test_training_rows_and_traces_can_be_kept(tiny_model, tiny_data, tmp_path):
         global_batch_size=8,
         save_debug_train_data=tmp_path / "rows" / "{rollout_id}_{rank}.pt",
         profile_target=["train_log_probs", "train_actor"],
+        eval_interval=2,
+        eval_function_path="tests.e2e.rewards.evaluate",
     )
     status, output = runs.run(words)
     assert status == 0, output
+    evaluated = runs.metrics(tmp_path / "run", "eval")  # by the function alone, without a dataset
+    assert [(e["rollout_id"], e["eval/mine/reward"]) for e in evaluated] == [(-1, 0.5), (1, 0.5)]
     for rollout_id in range(2):
         rows = torch.load(tmp_path / "rows" / f"{rollout_id}_0.pt", weights_only=True)
         assert rows["rollout_id"] == rollout_id and len(rows["tokens"]) == 16
@@ -77,3 +81,20 @@ def test_training_rows_and_traces_can_be_kept(tiny_model, tiny_data, tmp_path):
             events = json.load(file)["traceEvents"]
         names = {event.get("name") for event in events}
         assert trace.name.split("_rollout")[0] in names and any("aten::" in str(n) for n in names)
+        check_trace_events(events)
+
+
+def check_trace_events(events: list[dict]) -> None:
+    """What readers of the Trace Event Format, Perfetto among them, need of each kind of event."""
+    needed = {
+        "X": ("name", "ts", "dur", "pid", "tid"), "M": ("name", "pid", "args"),
+        "i": ("name", "ts", "pid", "tid"), "s": ("id", "ts", "pid", "tid"),
+        "f": ("id", "ts", "pid", "tid"), "C": ("name", "ts", "pid", "args"),
+    }  # fmt: skip
+    assert {event["ph"] for event in events} <= set(needed)
+    for event in events:
+        assert not set(needed[event["ph"]]) - set(event), event
+    whole = [event for event in events if event["ph"] == "X"]
+    assert len(whole) > 100 and all(e["dur"] >= 0 and e["ts"] >= 0 for e in whole)
+    starts = {event["id"] for event in events if event["ph"] == "s"}
+    assert {event["id"] for event in events if event["ph"] == "f"} <= starts
