@@ -11,7 +11,8 @@ The same file runs on a laptop, on one GPU and on a cluster; `python train.py --
 
 import sys
 
-from slime.utils.arguments import Args, parse_args, print_resolved
+from slime.planner.dry_run import dry_run, is_dry_run
+from slime.utils.arguments import Args, parse_args
 from slime.utils.errors import UserError
 
 
@@ -40,11 +41,9 @@ def train(args: Args, *, closing_words: bool = True) -> int:
 
 def main(argv: list[str] | None = None, *, closing_words: bool = True) -> int:
     try:
-        args = parse_args(argv)
-        if args.dry_run:
-            print_resolved(args)
-            return 0
-        return train(args, closing_words=closing_words)
+        if is_dry_run(argv):
+            return dry_run(argv)
+        return train(parse_args(argv), closing_words=closing_words)
     except UserError as error:
         # One raised in an actor arrives inside Ray's wrapper, whose text is a traceback.
         print(f"slime: {getattr(error, 'cause', error)}", file=sys.stderr)

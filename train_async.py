@@ -11,7 +11,8 @@ one version of the weights and trained on by the next. With a rollout function t
 
 import sys
 
-from slime.utils.arguments import Args, parse_args, print_resolved
+from slime.planner.dry_run import dry_run, is_dry_run
+from slime.utils.arguments import Args, parse_args
 from slime.utils.errors import ConfigError, UserError
 
 
@@ -44,10 +45,9 @@ def train(args: Args) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     try:
+        if is_dry_run(argv):
+            return dry_run(argv)
         args = parse_args(argv)
-        if args.dry_run:
-            print_resolved(args)
-            return 0
         if args.colocate or args.offload_rollout:
             raise ConfigError(
                 "train_async.py generates and trains at the same time, on processors of their own: "
