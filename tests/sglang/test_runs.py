@@ -6,6 +6,7 @@ import pytest
 
 from tests.e2e import runs
 from tests.engines import TOKEN
+from tests.tiny import make_tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(1800)  # a start of a server takes minutes on busy cores
 
@@ -62,14 +63,35 @@ def test_with_a_server_somebody_else_runs(
     check(tmp_path / "run", 3)
 
 
-@pytest.mark.parametrize(
-    "placement", [{"colocate": True, "rollout_num_gpus": None}, {"rollout_num_gpus_per_engine": 2,
-                                                                "rollout_num_gpus": 2}],
-    ids=["tensor-colocated", "distributed-two-ranks"],
-)  # fmt: skip
-def test_with_a_server_of_its_own(model, data, tmp_path, placement):
+def test_colocated_with_a_server_of_its_own(model, data, tmp_path):
     words = runs.command(
-        model, data, tmp_path / "run", rollout_engine="sglang", num_rollout=2, **placement
+        model,
+        data,
+        tmp_path / "run",
+        rollout_engine="sglang",
+        num_rollout=2,
+        colocate=True,
+        rollout_num_gpus=None,
+    )
+    status, output = runs.run(words, timeout=900)
+    assert status == 0, output
+    check(tmp_path / "run", 2)
+
+
+def test_training_repeats_the_experts_that_two_ranks_of_sglang_chose(data, tmp_path):
+    """SGLang tells them with each response; both sides then agree on every log-prob."""
+    pytest.importorskip("megatron.core")
+    model = make_tiny_checkpoint(tmp_path / "model", "qwen3_moe", weight_scale=3.0)
+    words = runs.command(
+        model,
+        data,
+        tmp_path / "run",
+        rollout_engine="sglang",
+        train_backend="megatron",
+        use_rollout_routing_replay=True,
+        num_rollout=2,
+        rollout_num_gpus=2,
+        rollout_num_gpus_per_engine=2,
     )
     status, output = runs.run(words, timeout=900)
     assert status == 0, output
