@@ -70,8 +70,9 @@ def _cpu_adam(args: Args) -> dict[str, Any] | None:
 
 
 def _fewer_tokens(args: Args) -> dict[str, Any] | None:
-    if args.use_dynamic_batch_size and args.max_tokens_per_gpu > 1024:
-        half = args.max_tokens_per_gpu // 2
+    budget = args.max_tokens_per_gpu or 0
+    if args.use_dynamic_batch_size and budget > 1024:
+        half = budget // 2
         return {"max_tokens_per_gpu": half, "log_probs_max_tokens_per_gpu": half}
     if args.micro_batch_size > 1:
         return {"micro_batch_size": args.micro_batch_size // 2}

@@ -31,7 +31,7 @@ def batches_of(args: Args, sizes: Sizes, shape: Shape) -> Batches:
     share = math.ceil(longest / sizes.cp)
     samples = math.ceil(args.global_batch_size / sizes.dp)
     if args.use_dynamic_batch_size:
-        tokens = max(args.max_tokens_per_gpu, share)
+        tokens = max(args.max_tokens_per_gpu or 0, share)
         log_prob_tokens = max(args.log_probs_max_tokens_per_gpu or tokens, share)
         per_micro_batch = max(tokens // share, 1)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) 
         buffers = list(model.module.hf.buffers())
     only, frozen = args.only_train_params_name_list, args.freeze_params_name_list
     trained = set(local) if critic else set(trained_names(list(local), only, frozen))
-    config = model.module.hf.config
+    config: Any = model.module.hf.config
     layers = config.num_hidden_layers
     return RankModel(
         rank=rank,
