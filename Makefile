@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := dev,ifbench,megatron,parquet,reasoning-gym,tensorboard,wandb
+EXTRAS := dev,gguf,ifbench,megatron,parquet,reasoning-gym,tensorboard,wandb
 PINS := pyproject.toml constraints.txt tools/install.sh
 CHECKED := slime tests tools benchmarks examples train.py train_async.py
 
