@@ -156,7 +156,8 @@ class WeightStore:
 
         Kept during a session: going through all modules takes longer than copying a bucket.
         """
-        address = next(self._model.parameters()).data_ptr()  # weights that were moved, moved together
+        # Weights that were moved, moved together.
+        address = next(self._model.parameters()).data_ptr()
         if self._kept is not None and self._kept[0] == address:
             return self._kept[1]
         views = dict(hf_views(self._model.state_dict().items(), model_type=self._model_type))
