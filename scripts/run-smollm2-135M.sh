@@ -9,6 +9,7 @@ set -euo pipefail
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/lib/launch.sh"
 settings 1 1
+[[ -n ${DRY_RUN:-} ]] || find_python
 [[ -n ${RAY_ADDRESS:-} ]] || DIRECT=1
 export PYTHONPATH="${ROOT}/examples/addition:${ROOT}${PYTHONPATH:+:${PYTHONPATH}}"
 

@@ -19,7 +19,6 @@ settings() {  # defaults of a script: nodes, GPUs of each
     MASTER_ADDR=${MASTER_ADDR:-${MLP_WORKER_0_HOST:-}}
     RAY_PORT=${RAY_PORT:-6379}
     DASHBOARD_PORT=${DASHBOARD_PORT:-8265}
-    PYTHON=${PYTHON:-$(command -v python3 || echo python3)}
     [[ -n ${HOSTFILE:-} || ! -r $BASE_DIR/mpi_hostfile ]] || HOSTFILE=$BASE_DIR/mpi_hostfile
     HOSTFILE=${HOSTFILE:-}
     # Without a GPU each "GPU" of the flags is a CPU process, and Ray is told of none.
@@ -29,11 +28,22 @@ settings() {  # defaults of a script: nodes, GPUs of each
 
 has_gpus() { command -v nvidia-smi >/dev/null || [[ -e /dev/nvidiactl ]]; }
 
+find_python() {  # python3 with slime's packages: the one of PATH, or else of `make venv`
+    [[ -z ${PYTHON:-} ]] || return 0
+    PYTHON=$(command -v python3 || echo python3)
+    if "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("ray") is None)' 2>/dev/null; then return 0; fi
+    [[ -x $ROOT/.venv/bin/python ]] || refuse "$PYTHON has not what slime needs: type make venv in $ROOT, or activate the environment slime is installed in"
+    PYTHON=$ROOT/.venv/bin/python PATH=$PATH:$ROOT/.venv/bin
+}
+
 launch() {
     export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
     if [[ -n ${DRY_RUN:-} ]]; then
         printf '%q\n' "$@"
-    elif [[ -n ${PLAN:-} ]]; then
+        return
+    fi
+    find_python
+    if [[ -n ${PLAN:-} ]]; then
         exec "$PYTHON" -m slime.cli plan --gpus $((NUM_NODES * GPUS_PER_NODE)) "$@"
     else
         check_folders "$@"
