@@ -114,11 +114,13 @@ async def contain(
 
 def longest_call() -> Call | None:
     """The contained call that has been under way for longest; from any thread."""
-    calls = list(_under_way.values())
-    if not calls:
-        return None
-    what, since, coroutine = min(calls, key=lambda entry: entry[1])
-    return Call(what=what, since=since, place=_place(coroutine))
+    return next(iter(calls_under_way()), None)
+
+
+def calls_under_way() -> list[Call]:
+    """All of them, the longest first; from any thread."""
+    calls = sorted(_under_way.values(), key=lambda entry: entry[1])
+    return [Call(what=what, since=since, place=_place(call)) for what, since, call in calls]
 
 
 async def elsewhere(coroutine: Coroutine[Any, Any, T]) -> T:
