@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from slime.dashboard import sections
 from slime.dashboard.format import duration, number, score, signed
 from slime.dashboard.run_data import RunData, read_run
+from slime.utils.html_page import page_templates
 from slime.utils.jsonl import replace_file
 
 REPORT_FILE = "report.html"
@@ -23,13 +22,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def render_report(run: RunData) -> str:
-    environment = Environment(
-        loader=PackageLoader("slime.dashboard"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_templates("slime.dashboard")
     environment.filters.update(number=number, score=score, signed=signed, duration=duration)
     return environment.get_template("report.html.jinja").render(
         name=run.run_dir.resolve().name,

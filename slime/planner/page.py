@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from slime.planner.layout import Place
 from slime.planner.memory import GIB, Item, Phase
 from slime.planner.plan import Plan
 from slime.planner.table import summary_lines
+from slime.utils.html_page import page_templates
 from slime.utils.jsonl import replace_file
 
 _WIDTH = 720  # of a memory bar, in the picture's units
@@ -58,13 +57,7 @@ def write_page(plan: Plan, path: Path) -> Path:
 
 
 def render_page(plan: Plan) -> str:
-    environment = Environment(
-        loader=PackageLoader("slime.planner"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_templates("slime.planner")
     environment.filters["gib"] = lambda nbytes: f"{nbytes / GIB:.1f}"
     items = [item for phase in plan.phases for item in phase.items]
     colours, on_host = _colours(items), _colours(plan.host.items)
