@@ -1,6 +1,7 @@
 """Memory of a colocated run over many rollouts: does anything grow?
 
 usage: python benchmarks/colocate_gpu.py [--rollouts 100] [--model DIR] [--max-response-len 64]
+       python benchmarks/colocate_gpu.py --run-dir DIR COMMAND...   any run that leaves its folder there
 
 Engine and trainer take turns on one card. While the run goes on, the card's used memory and the host
 memory of each process are looked at ten and two times a second; a rollout's figure is the most that was
@@ -67,22 +68,25 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=100)
     parser.add_argument("--model", type=Path, help="default: a random one of 0.2 million weights")
     parser.add_argument("--max-response-len", type=int, default=64)
+    parser.add_argument("--run-dir", type=Path, help="where COMMAND leaves its metrics.jsonl")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
+    if bool(options.command) != bool(options.run_dir):
+        parser.error("--run-dir and a command belong together")
     if options.rollouts < 3 * SETTLED:
         parser.error(f"--rollouts must be at least {3 * SETTLED}")
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{time.strftime('%Y-%m-%d')} torch {torch.__version__}, {name}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        model = options.model or make_tiny_checkpoint(work / "model", weight_scale=1.0)
-        rows = make_rows(512)
-        (work / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        readings = run_watched(train_command(options, model, work), work)
-        ends = rollout_ends(work / "run")
+        readings = run_watched(options.command or train_command(options, work), work)
+        ends = rollout_ends(options.run_dir or work / "run")
     report(peaks(readings, ends))
 
 
-def train_command(options: argparse.Namespace, model: Path, work: Path) -> list[str]:
+def train_command(options: argparse.Namespace, work: Path) -> list[str]:
+    model = options.model or make_tiny_checkpoint(work / "model", weight_scale=1.0)
+    (work / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(512)))
     words: list[object] = [sys.executable, ROOT / "train.py", "--train-backend", "fsdp"]
     words += ["--rollout-engine", "slime", "--colocate", "--actor-num-gpus-per-node", "1"]
     words += ["--run-dir", work / "run", "--hf-checkpoint", model]
