@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from slime.engine.fast.cpu_build import load_library
-from slime.engine.fast.cpu_kernels import CpuKernels
+from slime.engine.fast.cpu_kernels import SOURCE, CpuKernels
 from slime.engine.fast.kernels import DrawSettings, Heads, Pages, QueryKeyNorm, Rotary, Tokens
 from slime.engine.sampling import uniforms
+from slime.utils.c_library import load_library
 
 
 @pytest.fixture(scope="module")
 def kernels() -> CpuKernels:
-    library = load_library()
+    library = load_library(SOURCE)
     if library is None:
         pytest.skip("no gcc here")
     return CpuKernels(library)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from slime.engine.fast.cpu_build import load_library
-from slime.engine.fast.cpu_kernels import CpuKernels
+from slime.engine.fast.cpu_kernels import SOURCE, CpuKernels
 from slime.engine.fast.cpu_runner import CpuRunner
 from slime.engine.fast.kernels import Kernels
 from slime.engine.fast.model import FastModel, why_not_fast
 from slime.engine.kv_cache import KVCache
 from slime.engine.scheduler import Scheduler
+from slime.utils.c_library import load_library
 
 if TYPE_CHECKING:
     from slime.engine.fast.cuda_runner import CudaRunner
@@ -60,5 +60,5 @@ def _find_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernels | N
         return CudaKernels(), ""
     if dtype != torch.float32:
         return None, f"no kernels for {dtype} on a CPU"
-    library = load_library()
+    library = load_library(SOURCE)
     return (None, "no kernels were built") if library is None else (CpuKernels(library), "")

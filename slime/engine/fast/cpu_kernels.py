@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_long, c_void_p
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ import torch
 from slime.engine.fast.kernels import DrawSettings, Heads, Pages, QueryKeyNorm, Rotary, Tokens
 from slime.engine.sampling import uniforms
 
+SOURCE = Path(__file__).with_name("cpu.c")
 _P, _L, _F = c_void_p, c_long, c_float
 _SIGNATURES = {
     "add_rms_norm": [_P, _P, _P, _P, _L, _L, _F],

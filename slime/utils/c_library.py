@@ -1,4 +1,4 @@
-"""Compiles cpu.c for this very processor, once, and loads it."""
+"""Compiles a C file of kernels for this very processor, once, and loads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
-_SOURCE = Path(__file__).with_name("cpu.c")
 # Sums may be reordered (that is what vectors do), but NaN and infinity keep their meaning. OpenMP is
 # that of torch: a library of this name is already loaded, so both share one team of threads.
 _FLAGS = [
@@ -22,26 +21,26 @@ _FLAGS = [
 ]
 
 
-def load_library() -> ctypes.CDLL | None:
+def load_library(source: Path) -> ctypes.CDLL | None:
     """None, with a logged sentence, where there is no gcc or it fails."""
     compiler = shutil.which("gcc")
     if compiler is None or platform.system() != "Linux":
-        logger.info("no gcc here: the engine runs without its own CPU kernels")
+        logger.info("no gcc here: %s is not used", source.name)
         return None
-    path = _folder() / f"cpu-{_fingerprint(compiler)}.so"
+    path = _folder() / f"{source.stem}-{_fingerprint(compiler, source)}.so"
     try:
         if not path.exists():
-            _compile(compiler, path)
+            _compile(compiler, source, path)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.CalledProcessError) as error:
-        logger.warning("the engine runs without its own CPU kernels: %s", error)
+        logger.warning("%s is not used: %s", source.name, error)
         return None
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, source: Path, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built), "-lm"]
+        command = [compiler, *_FLAGS, str(source), "-o", str(built), "-lm"]
         subprocess.run(command, check=True, capture_output=True)
         built.replace(path)
 
@@ -57,12 +56,12 @@ def _folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="slime-kernels-"))
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: str, source: Path) -> str:
     """Of the source, the flags and the processor."""
     cpu = ""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("flags", "Features")):
             cpu = line
             break
-    text = f"{compiler} {_FLAGS} {cpu}\n{_SOURCE.read_text()}"
+    text = f"{compiler} {_FLAGS} {cpu}\n{source.read_text()}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
