@@ -9,9 +9,43 @@ submit() {  # the command line of train.py
     accepts_jobs
     ray job submit --address="$RAY_ADDRESS" --submission-id "$JOB" --runtime-env "$environment" -- "$PYTHON" "$ROOT/train.py" "$@" &
     SUBMIT_PID=$!
+    watch_head "$SUBMIT_PID" >/dev/null 2>&1 &
+    WATCH_PID=$!
     wait "$SUBMIT_PID" || status=$?
+    kill "$WATCH_PID" 2>/dev/null && wait "$WATCH_PID" 2>/dev/null || true
     JOB=
+    ((status == 0)) || dashboard_answers || say_head_is_gone "$@"
     return $status
+}
+
+watch_head() {  # ends the process that follows the job's output: a host that is off closes no connection
+    local missed=0
+    trap 'kill $!; exit' TERM
+    while ((missed < 3)); do
+        sleep "${HEAD_CHECK_S:-20}" &
+        wait $!
+        if dashboard_answers; then missed=0; else ((missed += 1)); fi
+    done
+    kill "$1"
+}
+
+dashboard_answers() {
+    [[ $RAY_ADDRESS =~ ^http://([^/:]+):([0-9]+) ]] || return 0
+    timeout 5 bash -c "exec 3<>/dev/tcp/${BASH_REMATCH[1]}/${BASH_REMATCH[2]}" 2>/dev/null
+}
+
+say_head_is_gone() {  # the command line of train.py
+    say "the Ray head at $RAY_ADDRESS died or cannot be reached, and the job ended with it. $(how_to_continue "$@")"
+}
+
+how_to_continue() {
+    "$PYTHON" -S -c 'import argparse, sys
+from slime.utils.checkpoint import how_to_continue
+parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+parser.add_argument("--save")
+parser.add_argument("--load")
+flags, _ = parser.parse_known_args(sys.argv[1:])
+print(how_to_continue(flags.save, flags.load))' "$@"
 }
 
 write_runtime_env() {
@@ -32,4 +66,5 @@ stop_job() {  # on a signal: the run saves its checkpoint and ends
     say "stopping job $JOB; a checkpoint is saved if the run has --save"
     ray job stop --address="$RAY_ADDRESS" "$JOB" >&2 || true
     wait "${SUBMIT_PID:-}" 2>/dev/null || true
+    kill "${WATCH_PID:-}" 2>/dev/null || true
 }
