@@ -46,12 +46,17 @@ def command(model: Path, data: Path, run_dir: Path, **overrides: object) -> list
     return words
 
 
+def _python_path() -> str:
+    """The checkout first, then where the packages of this process may come from."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def start(words: list[str], script: str = "train.py") -> subprocess.Popen[str]:
     """The script in a process group of its own, so that a test can end all of it."""
     return subprocess.Popen(
         [sys.executable, str(ROOT / script), *words],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
