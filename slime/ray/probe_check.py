@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from slime.utils.errors import WeightMismatchError
 from slime.utils.reports import Probe
 from slime.utils.sync_http import post_json
@@ -14,11 +16,12 @@ def check_probe(engine: EngineInfo, probe: Probe) -> None:
     """Engines scale log-probs of what they generate by the temperature, so each token is asked for as
     the one generated next."""
     found = _log_probs(engine.url, probe)
-    gap = max(abs(a - b) for a, b in zip(found, probe.log_probs, strict=True))
+    # The mean: a single improbable token is off by half a unit in bf16 with the right weights.
+    gap = fmean(abs(a - b) for a, b in zip(found, probe.log_probs, strict=True))
     if not gap <= probe.tolerance:
         raise WeightMismatchError(
             f"engine {engine.url} does not compute what the trainer computes: log-probs of the probe "
-            f"tokens differ by {gap:.3g} (allowed {probe.tolerance:g}); its weights are not those that "
+            f"tokens differ by {gap:.3g} on average (allowed {probe.tolerance:g}); its weights are not those that "
             "were sent, or its model differs"
         )
 
