@@ -7,6 +7,7 @@ engine.before_copy = lambda engine, data: ...        sees the bytes of an update
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections import Counter
@@ -150,7 +151,8 @@ def _handler(engine: FakeEngine) -> type[BaseHTTPRequestHandler]:
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+                self.wfile.write(data)
 
         def log_message(self, format: str, *args: object) -> None:
             pass

@@ -90,6 +90,7 @@ class EngineGroup:
 
         It holds `--hf-checkpoint` until the next update.
         """
+        self.unsynced = [info for info in self.unsynced if info != self.all[index]]
         self._handles[index].stop()()
         self._handles[index].make()
         try:

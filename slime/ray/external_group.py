@@ -50,6 +50,7 @@ class ExternalGroup:
     def restart(self, index: int) -> str:
         """Take an engine out that does not answer, or back in when it does again."""
         info = self.all[index]
+        self.unsynced = [other for other in self.unsynced if other != info]
         route = health_route(paused=index in self._silent)  # an update may have left it so
         if not answers(info.url, self.args.rollout_health_check_timeout, route):
             self._silent.add(index)

@@ -16,9 +16,11 @@ from slime.ray.remote import Remote
 from slime.ray.stacks import Member
 from slime.ray.stop_signal import StopSignal
 from slime.utils.arguments import Args
+from slime.utils.errors import WeightMismatchError
 from slime.utils.reports import Probe
 from slime.utils.types import EngineInfo
 
+PUSH_TRIES = 5  # of one update, each with the engines that are left or were started again
 _ANSWER_S = 10.0  # for a question that is answered at once
 _THREADS = 4  # generate, and a save or a question meanwhile
 
@@ -103,11 +105,14 @@ class RolloutGroup:
     def engine_infos(self) -> list[EngineInfo]:
         return self._engines.infos
 
-    def admit_engines(self, probe: Probe | None = None) -> None:
-        """Every engine holds the current weights, as `probe` shows: all of them may generate."""
+    def check_probe(self, probe: Probe | None) -> None:
+        """Whether every engine computes what the trainer does."""
         for engine in self._engines.infos:
             if probe is not None and engine.kind == "sglang":
                 check_probe(engine, probe)
+
+    def admit_engines(self) -> None:
+        """Every engine holds the current weights: all of them may generate."""
         self._engines.admit()
         self._generate_with(self._engines.infos)
 
@@ -126,11 +131,28 @@ class RolloutGroup:
         failed = self._engines.failed(paused=paused)
         if failed:
             self._generate_with(
-                [info for i, info in enumerate(self._engines.all) if i not in failed]
+                [
+                    info
+                    for i, info in enumerate(self._engines.all)
+                    if i not in failed and info not in self._engines.unsynced
+                ]
             )
         for index in failed:
             self.recorder.message(self._engines.restart(index))
         return failed
+
+    def _bring_up_to_date(self) -> None:
+        """Give engines that were started again the current weights; one may fail even then."""
+        for attempt in range(PUSH_TRIES):
+            try:
+                self.push_weights(self._engines.unsynced)
+                break
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error, WeightMismatchError) or attempt == PUSH_TRIES - 1:
+                    raise
+                if not self.replace_failed(paused=True):
+                    raise
+        self.admit_engines()
 
     def _generate_with(self, engines: list[EngineInfo]) -> None:
         urls = [engine.url for engine in engines]
@@ -167,10 +189,8 @@ class RolloutGroup:
             with suppress(ray.exceptions.GetTimeoutError):  # a hook holds the whole process
                 if silence := self._member.remote.get("silence", timeout=_ANSWER_S):
                     self.recorder.message(silence)
-            failed = self.replace_failed()
-            if failed:
-                self.push_weights(self._engines.unsynced)
-                self.admit_engines()
+            if self.replace_failed():
+                self._bring_up_to_date()
             elif self._engines.router_lost():
                 self.recorder.message("the router ended and is started again")
                 self._generate_with(self._engines.infos)

@@ -9,9 +9,10 @@ import ray
 from slime.ray.placement_group import Placement
 from slime.ray.ranks import Ranks
 from slime.ray.recorder import Recorder
-from slime.ray.rollout_group import RolloutGroup
+from slime.ray.rollout_group import PUSH_TRIES, RolloutGroup
 from slime.utils.arguments import Args
 from slime.utils.errors import WeightMismatchError
+from slime.utils.sync_http import HttpError
 from slime.utils.types import EngineInfo
 
 BACKENDS = {
@@ -128,12 +129,8 @@ class TrainGroup:
         with self.recorder.phase("update_weights"):
             self.weight_version += 1
             rollout.replace_failed()
-            rollout.resume("weights")
             reports = self._push(rollout)
-            if self.args.offload_train:
-                self._actor.sleep()
-            rollout.resume("kv_cache")
-            rollout.admit_engines(reports[0].probe)
+            rollout.admit_engines()
             rollout.set_weight_version(self.weight_version, rollout_id)
         self.recorder.add(reports[0].metrics())
 
@@ -146,18 +143,29 @@ class TrainGroup:
         self._actor.all("update_weights", engines, self.weight_version)
 
     def _push(self, rollout: RolloutGroup) -> list[Any]:
-        """To all engines; once more from the start if one of them died meanwhile.
+        """To all engines; once more from the start if one of them died or froze meanwhile.
 
         The others are left paused, with weights of two versions, until it succeeds.
         """
-        while True:
+        for attempt in range(PUSH_TRIES):
             try:
-                return self._actor.all("update_weights", rollout.engine_infos, self.weight_version)
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error, WeightMismatchError):
+                return self._push_once(rollout)
+            except (ray.exceptions.RayTaskError, HttpError) as error:
+                if isinstance(error, WeightMismatchError) or attempt == PUSH_TRIES - 1:
                     raise
+                self._actor.wake_up()
                 if not rollout.replace_failed(paused=True):
                     raise
+        raise AssertionError("unreachable")
+
+    def _push_once(self, rollout: RolloutGroup) -> list[Any]:
+        rollout.resume("weights")
+        reports = self._actor.all("update_weights", rollout.engine_infos, self.weight_version)
+        if self.args.offload_train:
+            self._actor.sleep()
+        rollout.resume("kv_cache")
+        rollout.check_probe(reports[0].probe)
+        return reports
 
     def save(self, rollout_id: int, path: str, critic_path: str | None = None) -> None:
         self._actor.all("save", rollout_id, path)

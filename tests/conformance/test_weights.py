@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from slime.backends.weight_sync.disk import DiskTransport
 from slime.backends.weight_sync.distributed import DistributedTransport
+from slime.backends.weight_sync.liveness import Patience
 from slime.backends.weight_sync.sglang_tensor import SGLangTensorTransport
 from slime.backends.weight_sync.sync import WeightSync
 from slime.backends.weight_sync.tensor import TensorTransport
@@ -29,6 +31,7 @@ from tests.conformance.calls import (
     control_refusal,
     flush,
     generate,
+    wait_for,
 )
 from tests.conformance.conftest import LABEL, Subject
 from tests.conformance.differences import skip_where_different
@@ -136,6 +139,38 @@ def test_an_engine_lost_inside_a_broadcast_leaves_the_other_working(
             body = {"input_ids": IDS, "sampling_params": GREEDY}
             reply = post_json(f"{url}/generate", body, timeout=120)
             assert reply["output_ids"] == greedy(other_checkpoint, IDS, 12)
+
+
+@pytest.mark.parametrize("name", ["distributed", "disk"])
+def test_an_engine_frozen_inside_an_update_is_noticed_and_can_be_updated_later(
+    updated, other_checkpoint, tmp_path, name
+):
+    """As one that somebody else runs: it comes back paused, in the session of an update given up."""
+    subject = updated
+    sync = WeightSync(
+        transport(name, subject, tmp_path),
+        token=TOKEN,
+        patience=Patience(look_every_s=0.5, answer_s=2),
+    )
+
+    def until_it_freezes():
+        for number, bucket in enumerate(buckets(other_checkpoint)):
+            if number == 2:
+                os.kill(subject.server.pid, signal.SIGSTOP)
+            yield bucket
+
+    begun = time.monotonic()
+    try:
+        with pytest.raises(WeightSyncError, match="does not answer any more"):
+            sync.update(until_it_freezes(), [subject.info], 5)
+        assert time.monotonic() - begun < 60
+    finally:
+        os.kill(subject.server.pid, signal.SIGCONT)
+    wait_for(lambda: answers(subject.server.url, 30, health_route(paused=True)))
+    sync.update(buckets(other_checkpoint), [subject.info], 6)
+    reply = generate(subject, input_ids=IDS, sampling_params=GREEDY)
+    assert reply["output_ids"] == greedy(other_checkpoint, IDS, 12)
+    assert reply["meta_info"]["weight_version"] == "6"
 
 
 def test_a_request_under_way_sees_two_whole_versions(updated, other_checkpoint, tmp_path):

@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
+
 from slime.utils.sync_http import HttpError, get_json
 from tests.e2e import runs
 from tests.tiny import make_tiny_checkpoint
@@ -57,6 +59,38 @@ def test_an_engine_lost_in_a_broadcast_is_replaced_and_the_other_runs_on(
     assert trained(run_dir) == list(range(4))
     records = runs.metrics(run_dir, "train")
     assert all(record["train/log_prob_gap_max"] < 1e-4 for record in records), records
+
+
+def test_an_engine_frozen_in_an_update_is_replaced_and_the_other_runs_on(
+    tiny_model, tiny_data, tmp_path
+):
+    """Well before the ten minutes that a broadcast may take."""
+    run_dir = tmp_path / "run"
+    words = runs.command(
+        tiny_model,
+        tiny_data,
+        run_dir,
+        num_rollout=4,
+        rollout_num_gpus=2,
+        update_weight_transport="distributed",
+        update_weight_buffer_size=1024,  # a bucket per tensor: the update takes a while
+        rollout_health_check_interval=1,
+        rollout_health_check_timeout=5,
+    )
+    process = runs.start(words)
+    runs.wait_for(lambda: len(trained(run_dir)) >= 1, process)
+    victim, other = facts(run_dir, 0), facts(run_dir, 1)
+    runs.wait_for(lambda: is_paused(victim["port"]), process)
+    os.kill(victim["pid"], signal.SIGSTOP)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert output.count("engine 0 failed and was started again") == 1
+    assert "engine 1 failed" not in output
+    assert facts(run_dir, 1) == other
+    assert trained(run_dir) == list(range(4))
+    records = runs.metrics(run_dir, "train")
+    assert all(record["train/log_prob_gap_max"] < 1e-4 for record in records), records
+    assert not psutil.pid_exists(victim["pid"])
 
 
 def test_with_every_engine_dead_the_run_waits_then_saves_and_ends(tiny_data, tmp_path):

@@ -1,5 +1,6 @@
 """The weight sync against engines that fail in ways a real one does not."""
 
+import threading
 import time
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from slime.backends.weight_sync import WeightSync, WeightSyncError
 from slime.backends.weight_sync.disk import DiskTransport
 from slime.backends.weight_sync.distributed import DistributedTransport
+from slime.backends.weight_sync.liveness import Patience, allowed_s
 from slime.backends.weight_sync.sync import serving_rank
 from slime.backends.weight_sync.tensor import TensorTransport
 from slime.backends.weight_sync.verify import difference
@@ -210,6 +212,41 @@ def test_an_engine_that_is_gone_is_named(engines):
     with pytest.raises(WeightSyncError, match=f"{engines[1].url}.*cannot connect"):
         tensor_sync().update(buckets(weights(9)), [e.info for e in engines], 7)
     assert engines[0].paused
+
+
+@pytest.mark.parametrize("kind", ["tensor", "disk"])
+def test_a_busy_engine_is_waited_for_and_a_silent_one_is_not(engines, tmp_path, kind):
+    (tmp_path / "config.json").write_text("{}")
+    transport = (
+        TensorTransport(torch.device("cpu"))
+        if kind == "tensor"
+        else DiskTransport(tmp_path / "weights", tmp_path)
+    )
+    sync = WeightSync(transport, token=TOKEN, patience=Patience(look_every_s=0.1, answer_s=0.2))
+    thaw, route = threading.Event(), f"update_weights_from_{kind}"
+    update, model_info = getattr(engines[1], route), engines[1].model_info
+    setattr(engines[1], route, lambda body: (thaw.wait(0.5), update(body))[1])
+    sync.update(buckets(weights(9)), [e.info for e in engines], 7)
+    assert_holds(engines[1], weights(9))
+    setattr(engines[1], route, lambda body: (thaw.wait(60), update(body))[1])
+    engines[1].model_info = lambda body: (thaw.wait(60), model_info(body))[1]
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match=f"{engines[1].url}.*no answer within 0.2 s"):
+        sync.update(buckets(weights(9)), [e.info for e in engines], 8)
+    assert time.monotonic() - started < 20
+    assert not engines[0].session_open, "the other one can take the next update"
+    thaw.set()
+
+
+def test_a_session_that_was_left_open_is_ended_first(engines):
+    engines[0].session_open = True
+    tensor_sync().update(buckets(weights(9)), [engines[0].info], 7)
+    assert_holds(engines[0], weights(9))
+
+
+def test_what_moves_more_may_take_longer():
+    assert allowed_s(0) == 120
+    assert allowed_s(512 * 2**20) == 152
 
 
 def test_a_wrong_token_is_an_error(engines):

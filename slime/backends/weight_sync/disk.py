@@ -12,10 +12,8 @@ from safetensors.torch import save_file
 
 from slime.backends.weight_sync.engine_client import EngineClient, on_all
 from slime.backends.weight_sync.types import Bucket
-from slime.utils.sync_http import HttpError
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-_LOAD_TIMEOUT_S = 3600.0
 
 
 class DiskTransport:
@@ -71,10 +69,7 @@ class DiskTransport:
             "weight_version": str(self._version),
             "flush_cache": False,
         }
-        route = "/update_weights_from_disk"
-        reply = engine.post(route, payload, _LOAD_TIMEOUT_S)
-        if not (isinstance(reply, dict) and reply.get("success") is True):
-            raise HttpError(f"POST {engine.url}{route}: {reply}")
+        engine.update("/update_weights_from_disk", payload, nbytes=self._nbytes)
 
 
 def copy_model_files(source: Path, target: Path) -> None:

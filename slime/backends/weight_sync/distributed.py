@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -15,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.weight_sync.engine_client import EngineClient, on_all
+from slime.backends.weight_sync.liveness import in_background
 from slime.backends.weight_sync.types import Bucket, WeightSyncError
 from slime.utils.process_group import destroy_side_group, init_side_group, serve_store
 from slime.utils.sync_http import HttpError
 
 _TIMEOUT = timedelta(minutes=10)
+_JOIN_TIMEOUT_S = 300.0
 _LEAVE_TIMEOUT_S = 10.0
 _COMPLETES_S = 2.0
 
@@ -60,8 +60,10 @@ class DistributedTransport:
             "flush_cache": False,
         }
         calls = {
-            _in_background(
-                partial(engine.update, "/update_weights_from_distributed", payload)
+            in_background(
+                partial(
+                    engine.update, "/update_weights_from_distributed", payload, nbytes=bucket.nbytes
+                )
             ): engine
             for engine in self._engines
         }
@@ -98,10 +100,10 @@ class DistributedTransport:
                 "group_name": self._group_name,
                 "backend": self._backend,
             }
-            engine.update("/init_weights_update_group", body)
+            engine.update("/init_weights_update_group", body, timeout=_JOIN_TIMEOUT_S)
 
         group = (self._backend, self._group_name)
-        joined = _in_background(
+        joined = in_background(
             partial(
                 init_side_group,
                 init_method,
@@ -113,7 +115,7 @@ class DistributedTransport:
             )
         )
         invited = {
-            _in_background(partial(invite, engine, offset)): engine
+            in_background(partial(invite, engine, offset)): engine
             for engine, offset in zip(self._engines, offsets, strict=True)
         }
         failed = _first_failure(invited)
@@ -182,17 +184,3 @@ def _first_failure(
         if (error := future.exception()) is not None:
             return calls[future], error
     return None
-
-
-def _in_background(call: Callable[[], object]) -> Future:
-    """On a daemon thread: a group that never forms must not keep the process from ending."""
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # handed to whoever asks for the result
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="weight-group").start()
-    return future

@@ -5,14 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from slime.backends.weight_sync.liveness import (
+    Patience,
+    SilentEngineError,
+    allowed_s,
+    call_while_alive,
+)
 from slime.utils.sync_http import HttpError, get_json, post_json
 from slime.utils.types import EngineInfo
 
 _CONTROL_TIMEOUT_S = 120.0
-_BUCKET_TIMEOUT_S = 600.0
 _FLUSH_TIMEOUT_S = 30.0
 
 Result = TypeVar("Result")
@@ -27,10 +33,13 @@ class RankSums:
 
 
 class EngineClient:
-    def __init__(self, info: EngineInfo, token: str | None) -> None:
+    def __init__(
+        self, info: EngineInfo, token: str | None, patience: Patience | None = None
+    ) -> None:
         self.info = info
-        self._token = token
-        self._session_open = False
+        self.nbytes = 0  # of the weights it was sent in all
+        self._token, self._patience = token, patience or Patience()
+        self._session_open = self._silent = False
 
     @property
     def url(self) -> str:
@@ -40,23 +49,38 @@ class EngineClient:
         self.post("/pause_generation", {"mode": mode})
 
     def begin(self) -> None:
-        """Open an update session; servers that know none answer 404 and need none."""
+        """Open an update session; servers that know none answer 404 and need none.
+
+        A server that was silent for a while may have one of an update that was given up.
+        """
         try:
             self.post("/begin_weight_update", {})
         except HttpError as error:
-            if error.status != 404:
+            if error.status == 404:
+                return
+            if error.status != 400 or "already open" not in str(error):
                 raise
-        else:
-            self._session_open = True
+            self.post("/end_weight_update", {})
+            self.post("/begin_weight_update", {})
+        self._session_open = True
 
     def end(self) -> None:
         if self._session_open:
             self._session_open = False
             self.post("/end_weight_update", {})
 
-    def update(self, route: str, payload: dict[str, Any]) -> None:
+    def abandon(self) -> None:
+        """Close the session of an update that failed, if the server can still be asked to."""
+        if self._session_open and not self._silent:
+            self._session_open = False
+            with suppress(HttpError):  # it may be what failed
+                self.post("/end_weight_update", {}, timeout=self._patience.answer_s)
+
+    def update(
+        self, route: str, payload: dict[str, Any], *, nbytes: int = 0, timeout: float | None = None
+    ) -> None:
         """One of the /update_weights_from_* calls; also checks the `success` it answers."""
-        reply = self.post(route, payload, timeout=_BUCKET_TIMEOUT_S)
+        reply = self.post(route, payload, timeout=timeout or allowed_s(nbytes))
         if not (isinstance(reply, dict) and reply.get("success") is True):
             raise HttpError(f"POST {self.url}{route}: {reply}")
 
@@ -74,7 +98,7 @@ class EngineClient:
 
     def checksums(self) -> dict[str, int]:
         """Checksum by Hugging Face name; the parts that several ranks of an engine hold add up."""
-        reply = self.post("/weights_checker", {"action": "checksum"}, timeout=_BUCKET_TIMEOUT_S)
+        reply = self._ask_checksums()
         total: dict[str, int] = {}
         for rank in reply["ranks"]:
             for name, value in rank["checksums"].items():
@@ -83,23 +107,41 @@ class EngineClient:
 
     def served_checksums(self) -> list[RankSums]:
         """SGLang's checksums by its own parameter names, of each rank."""
-        reply = self.post("/weights_checker", {"action": "checksum"}, timeout=_BUCKET_TIMEOUT_S)
+        reply = self._ask_checksums()
         return [_rank_sums(rank) for rank in reply["ranks"]]
 
     def server_info(self) -> dict[str, Any]:
-        return get_json(f"{self.url}/server_info", timeout=_CONTROL_TIMEOUT_S)
+        return self._get("/server_info")
 
     def architectures(self) -> list[str] | None:
-        return get_json(f"{self.url}/model_info", timeout=_CONTROL_TIMEOUT_S).get("architectures")
+        return self._get("/model_info").get("architectures")
 
     def weight_version(self) -> str:
-        return str(get_json(f"{self.url}/model_info", timeout=_CONTROL_TIMEOUT_S)["weight_version"])
+        return str(self._get("/model_info")["weight_version"])
 
     def resume(self) -> None:
         self.post("/continue_generation", {})
 
     def post(self, route: str, payload: dict[str, Any], timeout: float = _CONTROL_TIMEOUT_S) -> Any:
-        return post_json(self.url + route, payload, token=self._token, timeout=timeout)
+        url = self.url + route
+        return self._while_alive(
+            lambda: post_json(url, payload, token=self._token, timeout=timeout)
+        )
+
+    def _get(self, route: str) -> Any:
+        return self._while_alive(lambda: get_json(self.url + route, timeout=_CONTROL_TIMEOUT_S))
+
+    def _while_alive(self, call: Callable[[], Any]) -> Any:
+        """Given up early if the server falls silent altogether."""
+        try:
+            return call_while_alive(call, self.url, self._patience)
+        except SilentEngineError:
+            self._silent = True
+            raise
+
+    def _ask_checksums(self) -> dict[str, Any]:
+        body = {"action": "checksum"}
+        return self.post("/weights_checker", body, timeout=allowed_s(self.nbytes))
 
 
 def _rank_sums(reply: dict[str, Any]) -> RankSums:

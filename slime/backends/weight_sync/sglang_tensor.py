@@ -35,7 +35,9 @@ class SGLangTensorTransport:
         for engine in self._engines:
             ranks = len(engine.info.device_ids)
             body = tensor_update(named, num_ranks=ranks, version=self._version)
-            call = self._pool.submit(engine.update, "/update_weights_from_tensor", body)
+            call = self._pool.submit(
+                engine.update, "/update_weights_from_tensor", body, nbytes=bucket.nbytes
+            )
             self._calls.append((engine, call))
 
     def finish(self) -> None:

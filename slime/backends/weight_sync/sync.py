@@ -19,6 +19,7 @@ from slime.backends.sglang_utils.layout import ModelFacts, model_facts
 from slime.backends.weight_sync.disk import DiskTransport
 from slime.backends.weight_sync.distributed import DistributedTransport
 from slime.backends.weight_sync.engine_client import EngineClient, on_all
+from slime.backends.weight_sync.liveness import Patience
 from slime.backends.weight_sync.served import ServedCheck
 from slime.backends.weight_sync.sglang_tensor import SGLangTensorTransport
 from slime.backends.weight_sync.tensor import TensorTransport
@@ -31,7 +32,6 @@ from slime.utils.errors import WeightMismatchError
 from slime.utils.fp8 import quantize_all
 from slime.utils.ipc import remove_stale_segments
 from slime.utils.reports import SyncReport
-from slime.utils.sync_http import HttpError
 from slime.utils.types import EngineInfo
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ def make_weight_sync(args: Args) -> WeightSync:
         token=read_env().engine_token,
         verify=args.check_weight_update_equal,
         model=_model_facts(args),
+        patience=Patience(
+            look_every_s=args.rollout_health_check_interval,
+            answer_s=args.rollout_health_check_timeout,
+        ),
     )
 
 
@@ -82,10 +86,12 @@ class WeightSync:
         verify: bool = True,
         pause_mode: str = "retract",
         model: ModelFacts | None = None,
+        patience: Patience | None = None,
     ) -> None:
         """`model.fp8`: what engines hold matrices in, where that is not what the trainer has."""
         self.transport, self._model = transport, model or ModelFacts()
         self._token, self._verify, self._pause_mode = token, verify, pause_mode
+        self._patience = patience or Patience()
         self._rank_devices: list[str] = []
         remove_stale_segments()
 
@@ -97,7 +103,7 @@ class WeightSync:
         self._checksum_seconds = 0.0
         self._kinds = {info.kind for info in engines}
         self._served: ServedCheck | None = None
-        clients = [EngineClient(info, self._token) for info in engines]
+        clients = [EngineClient(info, self._token, self._patience) for info in engines]
         fp8 = self._model.fp8
         if fp8 is not None:
             buckets = (list(quantize_all(bucket, fp8)) for bucket in buckets)
@@ -105,6 +111,8 @@ class WeightSync:
             sums, nbytes, num_buckets = self._transfer(buckets, clients, version)
             with _on_all_ranks("finishing the update"):
                 if _rank() == 0:
+                    for client in clients:
+                        client.nbytes = nbytes
                     self._commit(clients, sums, version)
         except BaseException:
             self.transport.close()
@@ -174,9 +182,7 @@ class WeightSync:
 
     def _abandon(self, clients: list[EngineClient]) -> None:
         """Close the sessions, so that a later update can start over; generation stays paused."""
-        for engine in clients:
-            with contextlib.suppress(HttpError):  # it may be what failed
-                engine.end()
+        on_all(clients, EngineClient.abandon)
 
     def _add_sums(self, bucket: Bucket, sums: dict[str, int]) -> None:
         names = {name for name, _ in bucket.tensors}

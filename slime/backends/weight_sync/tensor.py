@@ -38,7 +38,9 @@ class TensorTransport:
         calls = []
         for engine in self._engines:
             payload = tensor_payload(buffer.export(), metadata, self._version)
-            call = self._pool.submit(engine.update, "/update_weights_from_tensor", payload)
+            call = self._pool.submit(
+                engine.update, "/update_weights_from_tensor", payload, nbytes=bucket.nbytes
+            )
             calls.append((engine, call))
         self._in_flight = (bucket.index, calls)
 
