@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from slime.utils.reports import Probe
 from slime.utils.types import RolloutBatch, Schedule
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from slime.backends.base import TrainRayActor
 
 _LENGTH = 9
+_TEXT = "The capital of France is Paris, and two plus two is four."
 
 
 def score_probe(actor: TrainRayActor) -> Probe:
@@ -36,8 +38,15 @@ def score_probe(actor: TrainRayActor) -> Probe:
 
 
 def probe_tokens(hf_checkpoint: str) -> list[int]:
+    """Plain text where there is a tokenizer: what no model expects has log-probs of 20 and more below
+    0, and bf16 knows those only to one or two."""
     config = json.loads((Path(hf_checkpoint) / "config.json").read_text())
     vocab_size = config.get("vocab_size") or config["text_config"]["vocab_size"]
+    tokenizer = Path(hf_checkpoint) / "tokenizer.json"
+    if tokenizer.exists():
+        tokens = Tokenizer.from_file(str(tokenizer)).encode(_TEXT).ids[:_LENGTH]
+        if len(tokens) == _LENGTH and max(tokens) < vocab_size:
+            return tokens
     return [random.Random(position).randrange(vocab_size) for position in range(_LENGTH)]
 
 
