@@ -19,6 +19,10 @@ settings() {  # defaults of a script: nodes, GPUs of each
     MASTER_ADDR=${MASTER_ADDR:-${MLP_WORKER_0_HOST:-}}
     RAY_PORT=${RAY_PORT:-6379}
     DASHBOARD_PORT=${DASHBOARD_PORT:-8265}
+    local name
+    for name in NUM_NODES GPUS_PER_NODE RAY_PORT DASHBOARD_PORT; do
+        [[ ${!name} =~ ^[1-9][0-9]*$ ]] || refuse "$name must be a whole number above 0, not '${!name}'"
+    done
     [[ -n ${HOSTFILE:-} || ! -r $BASE_DIR/mpi_hostfile ]] || HOSTFILE=$BASE_DIR/mpi_hostfile
     HOSTFILE=${HOSTFILE:-}
     # Without a GPU each "GPU" of the flags is a CPU process, and Ray is told of none.
@@ -66,7 +70,7 @@ on_cluster() {
     trap clean_up EXIT
     trap 'stop_job; exit 130' INT
     trap 'stop_job; exit 143' TERM
-    [[ -n ${RAY_ADDRESS:-} ]] || start_cluster
+    if [[ -n ${RAY_ADDRESS:-} ]]; then check_address; else start_cluster; fi
     ((NUM_NODES == 1)) || wait_for_nodes
     submit "$@" || status=$?
     exit $status

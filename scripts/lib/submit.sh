@@ -18,6 +18,15 @@ submit() {  # the command line of train.py
     return $status
 }
 
+check_address() {  # of a cluster that runs already
+    [[ $RAY_ADDRESS =~ ^https?:// ]] || refuse "RAY_ADDRESS $RAY_ADDRESS is not the address of a dashboard: give http://HEAD:$DASHBOARD_PORT, or unset it to start a cluster"
+    local deadline=$((SECONDS + ${HEAD_START_S:-5}))
+    until dashboard_answers; do
+        ((SECONDS < deadline)) || refuse "RAY_ADDRESS $RAY_ADDRESS does not answer: is Ray running there, with --dashboard-host=0.0.0.0? Unset it to start a cluster"
+        sleep 1
+    done
+}
+
 watch_head() {  # ends the process that follows the job's output: a host that is off closes no connection
     local missed=0
     trap 'kill $!; exit' TERM

@@ -1,5 +1,6 @@
 """A mistake in the settings of a run script costs one clear sentence, and nothing is started."""
 
+import re
 import socket
 
 import pytest
@@ -43,6 +44,45 @@ def test_hostfile_that_is_not_there(site, hosts):
     assert "HOSTFILE /no/hosts is not there" in refused(
         site, GLM, **{**hosts, "HOSTFILE": "/no/hosts"}
     )
+
+
+def test_head_name_that_nobody_knows(site, hosts):
+    sentence = refused(site, GLM, **{**hosts, "MASTER_ADDR": "no-such-host.invalid"})
+    assert "MASTER_ADDR no-such-host.invalid is a name that" in sentence
+
+
+def test_a_host_named_twice_counts_once(site, hosts):
+    (site.folder / "hosts").write_text("127.0.0.1\nnode-b\nnode-b\n")
+    sentence = refused(site, GLM, **{**hosts, "NUM_NODES": "3"})
+    assert "names 1 nodes besides the head, this job needs 2" in sentence
+
+
+def test_hostfile_of_an_editor_of_windows(site, hosts):
+    """Lines end with CR LF, the last one not at all."""
+    (site.folder / "hosts").write_bytes(b"127.0.0.1 slots=8\r\nnode-b\r\nnode-c")
+    status, output = site.run(GLM, **{**hosts, "NUM_NODES": "3"})
+    assert status == 0, output
+    assert re.findall(r"root@(\S+) bash", site.text("ssh"))[:2] == ["node-b", "node-c"]
+
+
+@pytest.mark.parametrize("name", ["NUM_NODES", "GPUS_PER_NODE", "RAY_PORT", "DASHBOARD_PORT"])
+@pytest.mark.parametrize("value", ["two", "0", "-1", "1.5"])
+def test_numbers(site, name, value):
+    assert f"{name} must be a whole number above 0, not '{value}'" in refused(
+        site, QWEN, **{name: value}
+    )
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("http://127.0.0.1:1", "does not answer"),
+        ("10.0.0.1:6379", "not the address of a dashboard"),
+    ],
+)
+def test_address_of_no_dashboard(site, address, words):
+    site.checkpoint("Qwen3-4B")
+    assert words in refused(site, QWEN, RAY_ADDRESS=address)
 
 
 def test_too_few_hosts(site, hosts):

@@ -3,6 +3,7 @@
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import time
 
@@ -125,10 +126,12 @@ def test_a_signal_stops_the_job_before_the_cluster(site, three_nodes):
 
 def test_a_cluster_that_runs_already_is_left_alone(site):
     site.checkpoint("Qwen3-4B")
-    status, output = site.run("scripts/run-qwen3-4B.sh", RAY_ADDRESS="http://10.9.9.9:8265")
+    with socket.create_server(("127.0.0.1", 0)) as dashboard:
+        address = f"http://127.0.0.1:{dashboard.getsockname()[1]}"
+        status, output = site.run("scripts/run-qwen3-4B.sh", RAY_ADDRESS=address)
     assert status == 0, output
     assert site.calls("start") == []
-    assert "--address=http://10.9.9.9:8265" in site.calls("job", "submit")[0]["words"]
+    assert f"--address={address}" in site.calls("job", "submit")[0]["words"]
 
 
 def test_one_node_needs_neither_hostfile_nor_address(site):
