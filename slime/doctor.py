@@ -49,11 +49,21 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="look at every node of a running Ray cluster instead; exit status 0: all alike and able",
     )
+    parser.add_argument(
+        "--sglang",
+        action="store_true",
+        help="compare the options slime knows with those of the SGLang and the router installed here, "
+        "or where SLIME_SGLANG_PYTHON says; exit status 0: no difference",
+    )
     parser.add_argument("--address", help="of the cluster; default: RAY_ADDRESS")
     parser.add_argument("--save", metavar="DIR", help="folder that all nodes must share")
     options = parser.parse_args(argv)
     if options.cluster:
         return _examine_cluster(options)
+    if options.sglang:
+        from slime.backends.sglang_utils import installed
+
+        return installed.main()
     if options.address or options.save:
         parser.error("--address and --save belong to --cluster")
     checks = examine()

@@ -54,7 +54,7 @@ class EngineGroup:
         """Until every engine answers; meanwhile `say` hears what the slow ones are doing."""
         begun = time.monotonic()
         next_word = begun + _WORD_EVERY_S
-        while waiting := [i for i, future in enumerate(self._starting) if not future.done()]:
+        while waiting := self._not_up():
             for future in self._starting:
                 if future.done():
                     future.result()
@@ -62,9 +62,19 @@ class EngineGroup:
             if time.monotonic() > next_word:
                 next_word += _WORD_EVERY_S
                 for index in waiting:
-                    line = self._handles[index].last_line()
+                    line = self._handles[index].last_lines(1)
                     say(f"engine {index} is starting ({time.monotonic() - begun:.0f} s): {line}")
         self.all = [future.result() for future in self._starting]
+
+    def last_words(self) -> str:
+        """Of the servers that are not up yet."""
+        return "\n".join(
+            f"engine {index} is not up; its log ends with\n{self._handles[index].last_lines(15)}"
+            for index in self._not_up()
+        )
+
+    def _not_up(self) -> list[int]:
+        return [index for index, future in enumerate(self._starting) if not future.done()]
 
     def members(self) -> list[Member]:
         return [member for handle in self._handles for member in handle.members()]

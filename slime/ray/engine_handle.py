@@ -76,9 +76,10 @@ class EngineHandle:
         except _GONE:
             return False
 
-    def last_line(self) -> str:
+    def last_lines(self, count: int) -> str:
+        """What the first node's server wrote last."""
         with suppress(*_GONE):
-            return self._actors[0].get("last_lines", 1, timeout=_ASK_TIMEOUT_S)
+            return self._actors[0].get("last_lines", count, timeout=_ASK_TIMEOUT_S)
         return ""
 
     def stop(self) -> Callable[[], None]:

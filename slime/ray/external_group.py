@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from slime.backends.sglang_utils.external import find_external
+from slime.backends.sglang_utils.external import find_external, version_warning
 from slime.ray.health import answers, health_route
 from slime.ray.stacks import Member
 from slime.utils.arguments import Args
@@ -27,7 +27,13 @@ class ExternalGroup:
     def wait(self, say: Callable[[str], None] = lambda text: None) -> None:
         self.all = find_external(self.args)
         for info in self.all:
-            say(f"{info.kind} engine at {info.url}")
+            say(f"{info.kind} engine at {info.url} (version {info.version})")
+        if warning := version_warning(self.all):
+            say(warning)
+
+    def last_words(self) -> str:
+        """They are up, or the run ends at once."""
+        return ""
 
     @property
     def count(self) -> int:

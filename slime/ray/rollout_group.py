@@ -15,6 +15,7 @@ from slime.ray.recorder import Recorder
 from slime.ray.remote import Remote
 from slime.ray.stacks import Member
 from slime.ray.stop_signal import StopSignal
+from slime.ray.watch import StallError
 from slime.utils.arguments import Args
 from slime.utils.errors import WeightMismatchError
 from slime.utils.reports import Probe
@@ -59,7 +60,11 @@ class RolloutGroup:
 
     def wait(self) -> None:
         """Until every engine answers."""
-        self._engines.wait(self._hear_of_start)
+        try:
+            self._engines.wait(self._hear_of_start)
+        except StallError as error:
+            error.args = (f"{error}\n{self._engines.last_words()}",)
+            raise
         self.admit_engines()
 
     def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:

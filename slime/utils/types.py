@@ -172,3 +172,4 @@ class EngineInfo:
     url: str
     device_ids: tuple[str, ...] = ("cpu",)
     kind: str = "slime"  # "slime" or "sglang"
+    version: str = ""  # of the server, where somebody else runs it

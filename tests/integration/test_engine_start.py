@@ -32,7 +32,7 @@ def start(tmp_path, monkeypatch):
     """Start one engine by a plan, and end it again."""
     groups: list[EngineGroup] = []
 
-    def start(plan: list[str], gpus: int = 1, **overrides) -> EngineGroup:
+    def start(plan: list[str], gpus: int = 1, wait: bool = True, **overrides) -> EngineGroup:
         env = write_stand_in(tmp_path, plan)
         for name, value in env.items():
             monkeypatch.setenv(name, value)
@@ -48,7 +48,8 @@ def start(tmp_path, monkeypatch):
         group = EngineGroup(args, [[options] * gpus], token="secret-of-this-run")
         groups.append(group)
         group.start()
-        group.wait()
+        if wait:
+            group.wait()
         return group
 
     yield start
@@ -75,6 +76,15 @@ def test_a_server_that_cannot_start_ends_in_its_own_last_words(start, tmp_path):
         start(["crash"])
     assert str(tmp_path / "run" / "logs" / "engine_0.log") in str(error.value)
     assert len(starts(tmp_path)) == 1  # another port would not help
+
+
+def test_a_server_that_is_not_up_is_asked_for_its_last_words(start, tmp_path):
+    group = start(["silent"], wait=False)
+    deadline = time.monotonic() + 60
+    while "start 0: silent" not in group.last_words():
+        assert time.monotonic() < deadline, group.last_words()
+        time.sleep(0.2)
+    assert group.last_words().startswith("engine 0 is not up; its log ends with\n")
 
 
 def test_the_key_of_the_control_routes_is_on_no_command_line(start, tmp_path):

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.sglang_utils.external import find_external, normalise
+import slime
+from slime.backends.sglang_utils.external import find_external, normalise, version_warning
 from slime.utils.errors import UserError
+from slime.utils.types import EngineInfo
 from tests.args import make_args
 from tests.engines import engine_server
 from tests.tiny import make_tiny_checkpoint
@@ -37,7 +39,18 @@ def server(model):
 def test_an_engine_is_found_by_its_address(model, server):
     [info] = find_external(external(model, server.url.removeprefix("http://") + "/"))
     assert info.url == server.url and info.kind == "slime" and len(info.device_ids) == 1
+    assert info.version == slime.__version__
     assert normalise("http://a:1/") == normalise("a:1") == "http://a:1"
+
+
+def test_engines_of_two_versions_are_named():
+    old, new = (
+        EngineInfo(url=f"http://{host}", kind="sglang", version=version)
+        for host, version in (("a", "0.5.16"), ("b", "0.5.23"))
+    )
+    assert version_warning([old, old]) is None
+    text = version_warning([old, new])
+    assert text and "http://a is sglang 0.5.16" in text and "http://b is sglang 0.5.23" in text
 
 
 def test_an_address_without_an_engine(model):

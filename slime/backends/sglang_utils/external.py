@@ -38,7 +38,17 @@ def _find(args: Args, url: str) -> EngineInfo:
     _check_tokenizer(args, url)
     ranks = server.get("tp_size", 1) * server.get("pp_size", 1)
     kind = "slime" if server.get("engine") == "slime" else "sglang"
-    return EngineInfo(url=url, device_ids=(f"elsewhere:{url}",) * ranks, kind=kind)
+    version = str(server.get("version", "unknown"))
+    return EngineInfo(url=url, device_ids=(f"elsewhere:{url}",) * ranks, kind=kind, version=version)
+
+
+def version_warning(engines: list[EngineInfo]) -> str | None:
+    """Two versions do not compute quite the same; None where all are alike."""
+    versions = {f"{engine.kind} {engine.version}" for engine in engines}
+    if len(versions) < 2:
+        return None
+    where = ", ".join(f"{e.url} is {e.kind} {e.version}" for e in engines)
+    return f"warning: the engines are of {len(versions)} versions ({where}): start them with the same one"
 
 
 def _check_model(args: Args, url: str, model: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The options of the SGLang and the router that are installed, asked of their own parsers.
 
-python -m slime.backends.sglang_utils.installed        says where the tables of slime differ
+slime doctor --sglang        says where the tables of slime differ
 """
 
 from __future__ import annotations

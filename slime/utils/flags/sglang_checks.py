@@ -162,5 +162,6 @@ def check_installed(draft: Draft) -> None:
     if known_version(install.version) != install.version:
         draft.warn(
             f"SGLang {install.version} is installed; its options are spelled as those of "
-            f"{known_version(install.version)}, the nearest version slime was checked with"
+            f"{known_version(install.version)}, the nearest version slime was checked with; `slime doctor "
+            "--sglang` lists what differs"
         )
