@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.utils.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -44,7 +46,13 @@ class Shape:
 def read_shape(folder: str) -> Shape:
     raw = json.loads((Path(folder).expanduser() / "config.json").read_text())
     quantized = (raw.get("quantization_config") or {}).get("quant_method") == "fp8"
-    return shape_of({**raw, **raw.get("text_config", {})}, fp8=quantized)
+    try:
+        return shape_of({**raw, **raw.get("text_config", {})}, fp8=quantized)
+    except KeyError as error:
+        raise ConfigError(
+            f"--hf-checkpoint: {folder}/config.json has no {error.args[0]}, which the plan needs: give the "
+            "config.json of a language model"
+        ) from None
 
 
 def shape_of(config: dict[str, Any], *, fp8: bool = False) -> Shape:

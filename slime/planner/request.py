@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +56,7 @@ def split_options(argv: list[str]) -> tuple[PlanOptions, list[str]]:
         elif name in _NUMBERS:
             own[_NUMBERS[name]] = _number(name, value or next(words, ""))
         elif name == "--html":
-            own["html"] = value or next(words, None)
+            own["html"] = _file_name(value or next(words, None))
         elif word != "--dry-run":
             rest.append(word)
     return PlanOptions(**own), rest
@@ -174,6 +175,16 @@ def _number(name: str, text: str) -> float | int:
         value = float(text)
     except ValueError:
         raise ConfigError(f"{name}: {text!r} is not a number") from None
-    if value <= 0:
-        raise ConfigError(f"{name} must be above 0, not {text}")
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be a number above 0, not {text}")
+    if name == "--gpus" and value != int(value):
+        raise ConfigError(f"--gpus must be a whole number, not {text}")
     return int(value) if name == "--gpus" else value
+
+
+def _file_name(text: str | None) -> str:
+    if not text or text.startswith("--"):
+        raise ConfigError("--html needs the name of the file to write: --html plan.html")
+    if not Path(text).absolute().parent.is_dir():
+        raise ConfigError(f"--html {text}: there is no folder {Path(text).absolute().parent}")
+    return text

@@ -21,6 +21,7 @@ from slime.planner.request import PlanOptions, gpu_capacity, planned_args
 from slime.planner.table import wide_console
 from slime.utils.arguments import Args
 from slime.utils.errors import ConfigError, UserError
+from slime.utils.flags.parser import read_command_line
 
 _SHOWN = 8
 _MOST_BUILT = 16
@@ -67,7 +68,7 @@ def suggest(argv: list[str], options: PlanOptions) -> int:
     size, source = gpu_capacity(options)
     host = None if options.host_memory is None else options.host_memory * GIB
     machine = Machine(gpu_bytes=size * GIB, source=source, host_bytes=host)
-    with planned_args([*argv, *_cluster(options.gpus)], options) as args:
+    with planned_args([*argv, *_cluster(options.gpus, argv)], options) as args:
         if args.train_backend != "megatron":
             raise ConfigError(
                 "--suggest proposes layouts of --train-backend megatron; FSDP has one layout: plan it"
@@ -106,10 +107,16 @@ def _rank(suggestion: Suggestion) -> tuple[float, ...]:
     return (suggestion.effort, copies, sizes.pp, spread, suggestion.plan.fullest.total)
 
 
-def _cluster(gpus: int) -> list[str]:
-    per_node = min(gpus, 8)
-    if gpus % per_node:
-        raise ConfigError(f"--gpus {gpus}: give at most 8, or a multiple of 8")
+def _cluster(gpus: int, argv: list[str]) -> list[str]:
+    """Machines of 8 GPUs, unless --num-gpus-per-node says otherwise."""
+    asked = read_command_line(argv).get("num_gpus_per_node")
+    per_node = min(gpus, asked or 8)
+    if per_node < 1 or gpus % per_node:
+        fitting = [f"--num-gpus-per-node {n}" for n in range(8, 1, -1) if gpus % n == 0]
+        how = " or ".join([*(f"add {flag}" for flag in fitting[:1]), "give another number of GPUs"])
+        raise ConfigError(
+            f"--gpus {gpus} is no whole number of machines with {per_node} GPUs: {how}"
+        )
     nodes = gpus // per_node
     return [
         *("--actor-num-nodes", str(nodes), "--actor-num-gpus-per-node", str(per_node)),
@@ -122,9 +129,9 @@ def _layouts(args: Args, shape: Shape, machine: Machine) -> list[dict[str, Any]]
     """Cheapest to communicate first; those that cannot hold their parameters are left out."""
     gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     found = []
-    for tp in _powers(args.actor_num_gpus_per_node):
-        for pp in _powers(gpus // tp):
-            if shape.heads % tp or shape.layers % pp or (tp > shape.kv_heads and not shape.latent):
+    for tp in _divisors(args.actor_num_gpus_per_node):
+        for pp in _divisors(gpus // tp):
+            if shape.heads % tp or shape.layers % pp or (shape.kv_heads % tp and not shape.latent):
                 continue
             for ep in _expert_sizes(shape, gpus, pp, tp):
                 layout = _layout(shape, tp, pp, ep)
@@ -152,7 +159,7 @@ def _expert_sizes(shape: Shape, gpus: int, pp: int, tp: int) -> list[int]:
     """As many expert ranks as there can be, and half of them."""
     if not shape.num_experts:
         return [1]
-    sizes = [n for n in _powers(gpus // pp) if shape.num_experts % n == 0]
+    sizes = [n for n in _divisors(gpus // pp) if shape.num_experts % n == 0]
     return sizes[-2:] if len(sizes) > 1 else sizes
 
 
@@ -172,15 +179,16 @@ def _engine_size(args: Args, shape: Shape, machine: Machine) -> dict[str, Any]:
     mlp = 3 * shape.hidden * max(shape.ffn, shape.expert_ffn * shape.num_experts)
     weights = 2 * (shape.layers * (attention + mlp) + 2 * shape.hidden * shape.vocab)
     fraction = args.sglang_mem_fraction_static or 0.7
-    sizes = [n for n in _powers(gpus) if weights / n < 0.5 * fraction * machine.gpu_bytes]
+    possible = [n for n in _divisors(gpus) if shape.heads % n == 0]
+    sizes = [n for n in possible if weights / n < 0.5 * fraction * machine.gpu_bytes]
     chosen = args.rollout_num_gpus_per_engine
     if args.origin("rollout_num_gpus_per_engine") == "default":
-        chosen = sizes[0] if sizes else gpus
+        chosen = sizes[0] if sizes else possible[-1]
     return {"rollout_num_gpus_per_engine": chosen, "sglang_mem_fraction_static": fraction}
 
 
-def _powers(most: int) -> list[int]:
-    return [1 << n for n in range(most.bit_length()) if most % (1 << n) == 0]
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _show(found: list[Suggestion], options: PlanOptions) -> None:
@@ -190,7 +198,7 @@ def _show(found: list[Suggestion], options: PlanOptions) -> None:
     console = wide_console()
     if not found:
         console.print(
-            f"nothing fits on {options.gpus} GPUs, not even with all activations recomputed and Adam on the "
+            f"nothing fits on {options.gpus} GPU{'s' * (options.gpus != 1)}, not even with all activations recomputed and Adam on the "
             "host: give more GPUs, or more memory with --gpu-memory",
             highlight=False,
         )

@@ -1,0 +1,53 @@
+"""What `slime plan` itself is told wrongly: one sentence each, before any model is built."""
+
+import json
+
+import pytest
+
+from slime.planner.model_shape import read_shape
+from slime.planner.request import PlanOptions, split_options
+from slime.planner.suggest import suggest
+from slime.utils.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--gpus", "2.5"], "--gpus must be a whole number, not 2.5"),
+        (["--gpus", "inf"], "--gpus must be a number above 0, not inf"),
+        (["--gpus", "0"], "--gpus must be a number above 0, not 0"),
+        (["--gpus"], "--gpus: '' is not a number"),
+        (["--gpu-memory", "nan"], "--gpu-memory must be a number above 0, not nan"),
+        (["--gpu-memory=80GB"], "--gpu-memory: '80GB' is not a number"),
+        (["--host-memory", "-1"], "--host-memory must be a number above 0, not -1"),
+        (["--html"], "--html needs the name of the file"),
+        (["--html", "--json"], "--html needs the name of the file"),
+        (["--html", "/no/such/folder/plan.html"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_options(words, sentence):
+    with pytest.raises(ConfigError) as refused:
+        split_options(words)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "sentence"),
+    [
+        (12, [], "12 is no whole number of machines with 8 GPUs: add --num-gpus-per-node 6 or"),
+        (13, [], "13 is no whole number of machines with 8 GPUs: give another number of GPUs"),
+        (12, ["--num-gpus-per-node", "5"], "12 is no whole number of machines with 5 GPUs"),
+        (None, [], "--suggest needs the number of GPUs"),
+        (8, [], "the plan needs the model's shape"),
+    ],
+)
+def test_suggest(gpus, words, sentence):
+    with pytest.raises(ConfigError) as refused:
+        suggest(words, PlanOptions(gpus=gpus, suggest=True))
+    assert sentence in str(refused.value)
+
+
+def test_a_config_that_is_no_language_models(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 64}))
+    with pytest.raises(ConfigError, match="has no num_attention_heads"):
+        read_shape(str(tmp_path))
