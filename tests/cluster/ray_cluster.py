@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,8 +22,20 @@ from tests.cluster.hosts import Host, Network
 
 ROOT = Path(__file__).resolve().parents[2]
 RAY = str(Path(sys.executable).parent / "ray")
+RECONNECT_S = 20
 _START_S = 120
 _TRIES = 3
+_SETTLED = """
+import sys, time
+from ray._raylet import GcsClient
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
+client = GcsClient(address=sys.argv[1])
+def alive():
+    nodes = client.get_all_node_info(timeout=30).values()
+    return [node for node in nodes if node.state == GcsNodeInfo.GcsNodeState.ALIVE]
+while len(alive()) != int(sys.argv[2]):
+    time.sleep(1)
+"""
 
 
 class RayCluster:
@@ -42,6 +55,8 @@ class RayCluster:
             "OMP_NUM_THREADS": "1",
             "RAY_prestart_worker_first_driver": "0",
             "RAY_health_check_failure_threshold": "3",
+            # How long everybody looks for a head that is gone; Ray's own default is 60.
+            "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_S),
         }
         for name in ("RAY_ADDRESS", "SLIME_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             self.env.pop(name, None)
@@ -59,9 +74,8 @@ class RayCluster:
     def start(self) -> None:
         head = ["--head", f"--node-ip-address={self.head.address}", "--disable-usage-stats"]
         self._start_node(self.head, [*head, "--dashboard-host=0.0.0.0", "--dashboard-port=8265"])
-        for host in self.network.hosts[1:]:
-            words = [f"--address={self.address}", f"--node-ip-address={host.address}"]
-            self._start_node(host, [*words, "--disable-usage-stats"])
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self._join, self.network.hosts[1:]))
 
     def popen(self, host: Host, words: list[str], **env: str) -> subprocess.Popen[str]:
         """A process on a host, in a process group of its own."""
@@ -100,26 +114,49 @@ class RayCluster:
                     found.append(pid)
         return found
 
-    def rejoin(self, host: Host, wrapper: Sequence[str] = (), **env: str) -> None:
-        """End Ray on a host that is not the head, and start it again, perhaps in another setting."""
+    def leave(self, host: Host) -> None:
+        """End Ray on a host that is not the head, which hears of it later."""
         self.end(self.pids(host, ""))
         self.nodes[host.address].wait(timeout=30)
-        words = [f"--address={self.address}", f"--node-ip-address={host.address}"]
-        self._start_node(host, [*words, "--disable-usage-stats"], wrapper, env)
+
+    def rejoin(self, host: Host, wrapper: Sequence[str] = (), **env: str) -> None:
+        """End Ray there, and start it again, perhaps in another setting; for a while Ray knows two."""
+        self.leave(host)
+        self._join(host, wrapper, env)
+
+    def settle(self) -> None:
+        """Until Ray knows every host once."""
+        words = [sys.executable, "-c", _SETTLED, self.address, str(len(self.network.hosts))]
+        done = self.run(self.head, words, timeout=180)
+        assert done.returncode == 0, done.stderr
+
+    def restart(self) -> None:
+        """Ray anew on all hosts, whatever is left of it."""
+        self.end_all()
+        self.start()
 
     def end(self, pids: list[int]) -> None:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def close(self) -> None:
+    def end_all(self) -> None:
         """End what runs on our hosts, and nothing else."""
         for host in self.network.hosts:
             self.network.mend(host)
-        self.end([pid for host in self.network.hosts for pid in self.pids(host, "")])
+            self.end(self.pids(host, ""))
         for process in [*self.nodes.values(), *self._started]:
             process.wait(timeout=30)
+
+    def close(self) -> None:
+        self.end_all()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _join(
+        self, host: Host, wrapper: Sequence[str] = (), env: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        words = [f"--address={self.address}", f"--node-ip-address={host.address}"]
+        self._start_node(host, [*words, "--disable-usage-stats"], wrapper, env)
 
     def _start_node(
         self,

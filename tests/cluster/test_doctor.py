@@ -9,6 +9,7 @@ DOCTOR = [sys.executable, "-m", "slime.cli", "doctor", "--cluster", "--json"]
 
 
 def test_equal_nodes_are_ok(cluster, tmp_path):
+    cluster.settle()
     status, rows = _examine(cluster, tmp_path)
     assert status == 0, rows
     assert {row["status"] for row in rows.values()} == {"ok"}
@@ -32,6 +33,23 @@ def test_an_odd_node_is_named(odd_cluster, tmp_path):
     assert gloo["status"] == "fails" and "no such interface on 10.77.0.3" in gloo["found"]
     assert "10.77.0.3 has eth0, lo" in gloo["advice"]
     assert rows["python"]["status"] == rows["connections"]["status"] == "ok"
+    # Ray still knows what the host was before it was started again.
+    assert rows["nodes"]["found"] == "3 answer: 10.77.0.1, 10.77.0.2, 10.77.0.3"
+
+
+def test_a_lost_node_is_named(cluster, tmp_path):
+    """Gone so recently that Ray itself does not know it yet; the others are looked at all the same."""
+    lost = cluster.network.hosts[2]
+    cluster.leave(lost)
+    try:
+        status, rows = _examine(cluster, tmp_path)
+    finally:
+        cluster.rejoin(lost)
+    assert status == 1
+    assert rows["nodes"]["status"] == "fails", rows["nodes"]
+    assert "2 answer: 10.77.0.1, 10.77.0.2; not 10.77.0.3" in rows["nodes"]["found"]
+    assert "ray start --address=10.77.0.1:6379 on 10.77.0.3" in rows["nodes"]["advice"]
+    assert rows["connections"]["found"] == "2 ways, all open"
 
 
 def test_no_cluster_is_one_sentence(cluster):
@@ -39,6 +57,12 @@ def test_no_cluster_is_one_sentence(cluster):
     done = cluster.run(cluster.head, words, timeout=120)
     assert done.returncode == 1 and "no Ray cluster at 10.77.0.1:1" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_no_token_is_one_sentence(cluster):
+    done = cluster.run(cluster.head, DOCTOR, timeout=120, RAY_AUTH_TOKEN_PATH="/no/token")
+    assert done.returncode == 1 and "no Ray cluster at 10.77.0.1:6379" in done.stderr, done.stderr
+    assert "RAY_AUTH_TOKEN" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.fixture
@@ -59,6 +83,7 @@ def odd_cluster(cluster, tmp_path):
     )
     yield cluster
     cluster.rejoin(odd)
+    cluster.settle()
 
 
 def _examine(cluster, folder) -> tuple[int, dict[str, dict[str, str]]]:

@@ -25,6 +25,7 @@ NAMED_S = 150  # Ray's own checks of a silent node, on busy cores
 @pytest.fixture
 def run(cluster, task, tmp_path):
     """A run in the middle of its rollouts, ended with the test."""
+    cluster.settle()
     started = []
 
     def start(**overrides):
@@ -56,20 +57,7 @@ def run(cluster, task, tmp_path):
             process.wait()
 
 
-@pytest.mark.parametrize("victim", ["trainer rank 3", "rollout manager"])
-def test_a_dead_process_is_named(run, cluster, tmp_path, victim):
-    process = run()
-    if victim == "trainer rank 3":
-        pid = int((tmp_path / "run" / "rank_3.pid").read_text())
-    else:
-        pid = _rollout_manager(cluster, tmp_path)
-    os.kill(pid, signal.SIGKILL)
-    output = _ended(process)
-    assert re.search(rf"slime: {victim} \(pid {pid} on 10\.77\.0\.\d\) died", output), output
-    _check_advice(output, tmp_path)
-
-
-def test_a_dead_engine_is_replaced(run, tmp_path):
+def test_a_dead_engine_is_replaced_and_a_dead_rank_is_named(run, tmp_path):
     process = run(custom_rm_path=SLOW)
     port_file = tmp_path / "run" / "logs" / "engine_0.port"
     first = json.loads(port_file.read_text())["pid"]
@@ -81,10 +69,22 @@ def test_a_dead_engine_is_replaced(run, tmp_path):
 
     runs.wait_for(moved_on, process)
     since = int(tracker.read_text())
-    runs.wait_for(lambda: int(tracker.read_text()) > since + 2, process)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
+    runs.wait_for(lambda: int(tracker.read_text()) > since + 1, process)
+    pid = int((tmp_path / "run" / "rank_3.pid").read_text())
+    os.kill(pid, signal.SIGKILL)
+    output = _ended(process)
     assert "engine 0 failed and was started again" in output
+    _check_named("trainer rank 3", pid, output)
+    _check_advice(output, tmp_path)
+
+
+def test_a_dead_rollout_manager_is_named(run, cluster, tmp_path):
+    process = run()
+    pid = _rollout_manager(cluster, tmp_path)
+    os.kill(pid, signal.SIGKILL)
+    output = _ended(process)
+    _check_named("rollout manager", pid, output)
+    _check_advice(output, tmp_path)
 
 
 def test_a_dead_raylet_takes_its_ranks_along(run, cluster, tmp_path):
@@ -143,6 +143,10 @@ def _ended(process) -> str:
     assert process.returncode == 1, output
     assert "Traceback" not in output, output
     return output
+
+
+def _check_named(label: str, pid: int, output: str) -> None:
+    assert re.search(rf"slime: {label} \(pid {pid} on 10\.77\.0\.\d\) died", output), output
 
 
 def _check_advice(output: str, tmp_path) -> None:

@@ -12,6 +12,7 @@ TRAIN = str(ROOT / "train.py")
 
 def test_a_submitted_job_trains_across_hosts(cluster, task, tmp_path):
     """The seeds' `ray job submit` at the head; weights by broadcast from host to host."""
+    cluster.settle()
     words = task.command(tmp_path / "run", update_weight_transport="distributed")
     environment = {"env_vars": {"PYTHONPATH": str(ROOT), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
     submit = [RAY, "job", "submit", f"--address={cluster.dashboard}"]

@@ -1,0 +1,100 @@
+"""The head dies in the middle of a run: it is said, nothing stays behind, and the run goes on with new heads."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.cluster.ray_cluster import RECONNECT_S
+from tests.e2e import runs
+
+SAID_S = RECONNECT_S + 60  # Ray's patience, and busy cores
+GONE_S = 2 * RECONNECT_S + 90  # the agents of a node look for the head once more
+# Of the run: its driver and who tells of it, its actors, its engine.
+OF_RUN = ("train_there", "last_words", "_Host", "slime.engine.server")
+
+
+@pytest.fixture
+def start(cluster, task, tmp_path):
+    """Starts the run on a host, from its last checkpoint; every start has a folder of its own."""
+    started = []
+
+    def begin(host, name: str, **overrides):
+        words = task.command(
+            tmp_path / name, **{"save": tmp_path / "saved", "save_interval": 1, **overrides}
+        )
+        command = [sys.executable, "-m", "tests.cluster.train_there", host.address, *words]
+        process = cluster.popen(host, command, RAY_ADDRESS=cluster.address)
+        started.append(process)
+        log = tmp_path / name / "metrics.jsonl"
+        runs.wait_for(lambda: log.exists() and '"kind":"perf"' in log.read_text(), process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    cluster.restart()
+
+
+def test_a_run_outlives_two_heads(cluster, start, tmp_path):
+    """First the head's GCS is killed, with the driver beside it; then the whole host, with the driver on another."""
+    process = start(cluster.head, "first", num_rollout=2000)
+    (gcs,) = cluster.pids(cluster.head, "gcs/gcs_server")
+    os.kill(gcs, signal.SIGKILL)
+    last = _check_words(process, cluster, tmp_path, driver=cluster.head)
+    _check_nothing_left(cluster)
+
+    cluster.restart()
+    other = cluster.network.hosts[1]
+    process = start(other, "second", num_rollout=2000, load=tmp_path / "saved")
+    first = runs.metrics(tmp_path / "second", "train")[0]["rollout_id"]
+    assert first == last + 1
+    cluster.network.cut(cluster.head)
+    cluster.end(cluster.pids(cluster.head, ""))
+    assert _check_words(process, cluster, tmp_path, driver=other) >= first
+    _check_nothing_left(cluster, *OF_RUN)  # Ray's own processes take minutes
+
+
+def _check_words(process, cluster, tmp_path, *, driver) -> int:
+    """The rollout after which the run can go on."""
+    output, _ = process.communicate(timeout=SAID_S)
+    assert process.returncode not in (0, None), output
+    assert "Traceback" not in output, output
+    (said,) = re.findall(r"^slime: .*(?:\n.*)*", output, re.M)
+    assert said.startswith(f"slime: Ray's head at {cluster.address} died or cannot be reached"), (
+        said
+    )
+    assert re.search(rf"the driver \(pid \d+ on {re.escape(driver.address)}\) ended with it", said)
+    assert f"ray start --address={cluster.address}" in said
+    match = re.search(r"The checkpoint after rollout (\d+) is in (\S+): ", said)
+    assert match and (tmp_path / "saved" / f"iter_{int(match[1]):07d}" / "meta.json").exists(), said
+    return int(match[1])
+
+
+def _check_nothing_left(cluster, *patterns: str) -> None:
+    """Ranks, engines and, without patterns, Ray itself end on every host, without anybody ending them."""
+    deadline = time.monotonic() + GONE_S
+    hosts = cluster.network.hosts
+    while left := [
+        pid for host in hosts for p in patterns or ("",) for pid in cluster.pids(host, p)
+    ]:
+        assert time.monotonic() < deadline, _words(left)
+        time.sleep(1)
+
+
+def _words(pids: list[int]) -> list[str]:
+    found = []
+    for pid in pids:
+        try:
+            found.append(" ".join(psutil.Process(pid).cmdline())[:120])
+        except psutil.Error:
+            continue
+    return found
