@@ -13,7 +13,13 @@ from slime.ray.rollout_group import RolloutGroup
 from slime.ray.train_group import TrainGroup
 from slime.ray.watch import BrokenRunError
 from slime.utils.arguments import Args
-from slime.utils.checkpoint import CheckpointFolder, CheckpointMeta, find_checkpoint, read_meta
+from slime.utils.checkpoint import (
+    CheckpointFolder,
+    CheckpointMeta,
+    find_checkpoint,
+    how_to_continue,
+    read_meta,
+)
 from slime.utils.errors import ConfigError, UserError
 
 _CRITIC = "critic"
@@ -82,15 +88,7 @@ class Checkpointer:
 
     def how_to_continue(self) -> str:
         """What to type after the run broke off."""
-        if self._folder is None:
-            return "Nothing was saved (--save was not given): the same command starts anew."
-        good = self._folder.rollout_ids()
-        if not good:
-            return "Nothing had been saved yet: the same command starts anew."
-        where = f"The checkpoint after rollout {good[-1]} is in {self._folder.root}"
-        if self.args.load == self.args.save:
-            return f"{where}: the same command continues from it."
-        return f"{where}: continue with the same command and --load {self._folder.root}"
+        return how_to_continue(self.args.save, self.args.load)
 
     def _begin_critic(self, rollout_id: int, path: Path) -> str:
         if self._critic_folder:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from slime.ray.last_words import Subject
+from slime.utils.arguments import Args
 from slime.utils.env import read_env
+from slime.utils.errors import UserError
 
 _OBJECT_STORE_BYTES = 2 * 1024**3
+_KNOCK_S = 10.0
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # as gRPC begins
 
 
 def connect(say: Callable[[str], None] = lambda text: None) -> bool:
@@ -22,7 +30,7 @@ def connect(say: Callable[[str], None] = lambda text: None) -> bool:
     if ray.is_initialized():
         return False
     if read_env().ray_address:
-        context = ray.init(address="auto", log_to_driver=False, logging_level="warning")
+        context = join(read_env().ray_address or "auto", logging_level="warning")
         if context.dashboard_url:
             say(f"Ray dashboard: http://{context.dashboard_url}")
         return False
@@ -38,6 +46,47 @@ def connect(say: Callable[[str], None] = lambda text: None) -> bool:
         },  # idle workers would only slow the start
     )
     return True
+
+
+def join(address: str, *, logging_level: Any) -> Any:
+    """Ray's context of a cluster that runs already, or one sentence why it cannot be joined."""
+    try:
+        _knock(address)  # Ray itself would try for a minute
+        return ray.init(address=address, log_to_driver=False, logging_level=logging_level)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        hint = f"Look with `ray status --address {address}` on its head; a cluster with a token wants it "
+        hint += "here too (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)"
+        if address.startswith("http"):
+            hint = "This is the dashboard's address: give the head's, HOST:6379"
+        raise UserError(f"no Ray cluster at {address}: {line}. {hint}") from error
+
+
+def _knock(address: str) -> None:
+    """Raise OSError where no Ray head can be."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit() and "/" not in host):
+        return
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S) as head:
+        head.sendall(_HTTP2)
+        with suppress(TimeoutError):  # a busy one
+            said = head.recv(5)  # gRPC answers with a frame, whose first byte is 0
+            if said.decode("latin-1").isprintable():
+                raise OSError("no Ray head answers there, perhaps its dashboard: the head has 6379")
+
+
+def subject(args: Args, *, owns_ray: bool) -> Subject:
+    """What is to be known of this driver should it end without a word."""
+    context = ray.get_runtime_context()
+    return Subject(
+        pid=os.getpid(),
+        host=ray.util.get_node_ip_address(),
+        head=context.gcs_address,
+        raylet=ray._private.worker._global_node.raylet_socket_name,
+        owns_ray=owns_ray,
+        save=args.save,
+        load=args.load,
+    )
 
 
 def actor_env(processes: int, *, token: str, several_nodes: bool) -> dict[str, str]:

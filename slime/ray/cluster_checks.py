@@ -20,6 +20,16 @@ class Finding:
     advice: str = ""
 
 
+def check_nodes(answering: list[str], lost: dict[str, str], *, head: str) -> Finding:
+    """`lost`: by address what became of it; `head` is where a node joins."""
+    found = f"{len(answering)} answer: {', '.join(answering)}"
+    if not lost:
+        return Finding(name="nodes", status="ok", found=found)
+    reasons = "; ".join(f"{address} {why}" for address, why in lost.items())
+    advice = f"join them again: ray start --address={head} on {', '.join(lost)}"
+    return Finding(name="nodes", status="fails", found=f"{found}; not {reasons}", advice=advice)
+
+
 def check_versions(nodes: list[NodeFacts]) -> list[Finding]:
     """One row per program: the same everywhere, or who has another one."""
     findings = []
@@ -78,6 +88,12 @@ def check_gpus(nodes: list[NodeFacts], free: dict[str, tuple[float, float]]) -> 
         )
         return Finding(name="GPUs", status="differs", found=found, advice=advice)
     return Finding(name="GPUs", status="ok", found=found)
+
+
+def unwritable_folder(folder: str, address: str, why: str) -> Finding:
+    reason = f"cannot be written on {address}: {why}"
+    advice = "make it writable for the user that started Ray, or name another folder"
+    return Finding(name=f"folder {folder}", status="fails", found=reason, advice=advice)
 
 
 def check_folder(folder: str, wrote: str, text: str, read: dict[str, str]) -> Finding:

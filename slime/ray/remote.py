@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from slime.ray.head_watch import HeadWatch
 from slime.utils.whereabouts import answer_questions, doing
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class _Host:
 
     def __init__(self, path: str, *args: Any, **kwargs: Any):
         answer_questions()
+        HeadWatch(ray.get_runtime_context().gcs_address)
         module, name = path.rsplit(".", 1)
         self._error: Exception | None = None
         try:

@@ -13,7 +13,9 @@ import ray
 from slime.dashboard.report import write_report
 from slime.dashboard.summary import closing_lines
 from slime.ray.checkpointing import Checkpointer
-from slime.ray.cluster import actor_env, connect
+from slime.ray.cluster import actor_env, connect, subject
+from slime.ray.head_watch import HeadWatch
+from slime.ray.last_words import Witness
 from slime.ray.log_collection import collect_logs
 from slime.ray.placement_group import Placement, needs_critic, plan_layout
 from slime.ray.recorder import Recorder
@@ -155,6 +157,9 @@ class Run:
             with_critic=needs_critic(args),
         )
         self._owns_ray = connect(self.recorder.message)
+        about = subject(args, owns_ray=self._owns_ray)
+        self._witness = Witness(about)
+        self._head_watch = HeadWatch(about.head)
         self.stop_signal.install()
         self._placement = placement = Placement(layout)
         token = secrets.token_hex(16)
@@ -229,10 +234,14 @@ class Run:
             if part in self.__dict__:
                 self.__dict__[part].stop()
         self._collect_logs()
+        if "_head_watch" in self.__dict__:
+            self._head_watch.stop()
         if self._owns_ray:
             ray.shutdown()
         self.stop_signal.restore()
         self.recorder.close()
+        if "_witness" in self.__dict__:
+            self._witness.dismiss()
 
     def _collect_logs(self) -> None:
         if "_placement" in self.__dict__ and self._placement.several_nodes:

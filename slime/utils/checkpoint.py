@@ -107,6 +107,19 @@ def read_meta(path: Path) -> CheckpointMeta:
     return CheckpointMeta(**json.loads((path / _META).read_text()))
 
 
+def how_to_continue(save: str | None, load: str | None) -> str:
+    """What to type after a run with these flags broke off."""
+    if save is None:
+        return "Nothing was saved (--save was not given): the same command starts anew."
+    good = CheckpointFolder(save).rollout_ids()
+    if not good:
+        return "Nothing had been saved yet: the same command starts anew."
+    where = f"The checkpoint after rollout {good[-1]} is in {save}"
+    if load == save:
+        return f"{where}: the same command continues from it."
+    return f"{where}: continue with the same command and --load {save}"
+
+
 def _sync_tree(root: Path) -> None:
     for folder, _, names in os.walk(root):
         for name in names:

@@ -14,6 +14,7 @@ class Env:
     engine_token: str | None  # SLIME_ENGINE_TOKEN: the run's token for control routes
     sglang_python: str | None  # SLIME_SGLANG_PYTHON: interpreter of an environment with SGLang
     ray_address: str | None  # RAY_ADDRESS: a cluster that is already running
+    head_timeout_s: float  # RAY_gcs_rpc_server_reconnect_timeout_s: how long Ray looks for its head
     wandb_api_key: str | None
     cuda_visible_devices: str | None  # CUDA_VISIBLE_DEVICES; empty hides every GPU
     python_path: str | None
@@ -29,6 +30,7 @@ def read_env() -> Env:
         engine_token=get("SLIME_ENGINE_TOKEN"),
         sglang_python=get("SLIME_SGLANG_PYTHON"),
         ray_address=get("RAY_ADDRESS"),
+        head_timeout_s=float(get("RAY_gcs_rpc_server_reconnect_timeout_s") or 60),
         wandb_api_key=get("WANDB_API_KEY"),
         cuda_visible_devices=get("CUDA_VISIBLE_DEVICES"),
         python_path=get("PYTHONPATH"),
