@@ -1,6 +1,6 @@
 """Weights from a trainer to the embedded engine on the same GPU, over CUDA IPC, checksums included.
 
-usage: python benchmarks/weight_sync_gpu.py [--shapes 0.6B 4B] [--rounds 5] [--buffer-size BYTES]
+usage: python benchmarks/weight_sync_gpu.py [--shapes 0.6B 4B] [--rounds 5] [--buffer-size BYTES] [--profile]
 
 An FSDP trainer in this process (fp32 master weights, sent in bf16) and the engine's server in another,
 both on one card, random weights of Qwen3's shapes. One update is all of it: pausing the engine, casting
@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
 import os
+import pstats
 import statistics
 import sys
 import tempfile
@@ -44,6 +46,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["0.6B", "4B"], choices=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--buffer-size", type=int, help="bytes of a bucket; default: the run's")
+    parser.add_argument("--profile", action="store_true", help="where one more update spends it")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if cuda else "CPU, shared memory"
@@ -61,6 +64,10 @@ def measure(shape: str, options: argparse.Namespace) -> float:
         with serve(model) as engine:
             versions = range(1, 2 + options.rounds)
             reports = [actor.update_weights([engine], version) for version in versions][1:]
+            if options.profile:
+                profile = cProfile.Profile()
+                profile.runcall(actor.update_weights, [engine], 2 + options.rounds)
+                pstats.Stats(profile).sort_stats("tottime").print_stats(18)
     seconds = statistics.median(report.seconds for report in reports)
     sums = statistics.median(report.checksum_seconds for report in reports)
     first = reports[0]

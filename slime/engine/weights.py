@@ -138,6 +138,7 @@ class WeightStore:
 
     def _copy_from(self, buffer: torch.Tensor, metas: list[TensorMeta]) -> None:
         views = self._views()
+        sent: list[torch.Tensor] = []
         for meta in metas:
             data = buffer[meta.offset : meta.offset + meta.num_bytes]
             if data.numel() != meta.num_bytes:
@@ -146,7 +147,8 @@ class WeightStore:
                 )
             if meta.offset % meta.dtype.itemsize:
                 data = data.clone()
-            views[meta.name].copy_(data.view(meta.dtype).view(meta.shape))
+            sent.append(data.view(meta.dtype).view(meta.shape))
+        torch._foreach_copy_([views[meta.name] for meta in metas], sent)
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
         return list(hf_views(module_weights(self._model), model_type=self._model_type))

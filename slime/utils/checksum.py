@@ -13,6 +13,7 @@ two plain reductions, and no multiplication by positions as long as the tensor i
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Iterable
 
 import torch
@@ -27,17 +28,17 @@ _CPU_ROWS = 31
 
 def tensor_checksum(name: str, tensor: torch.Tensor, start: int = 0) -> int:
     """Checksum of the elements of HF tensor `name` from flat position `start` on."""
-    plain, positional = _sums(tensor).tolist()
+    plain, positional = _sums(_bits(tensor)).tolist()
     return _combine(name, plain, positional + start * plain)
 
 
 def tensor_checksums(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """Checksums of whole tensors by name, read back from their device all at once."""
-    names, sums = [], []
+    names, tensors = [], []
     for name, tensor in named:
         names.append(name)
-        sums.append(_sums(tensor))
-    rows = torch.stack(sums).tolist() if sums else []
+        tensors.append(_bits(tensor))
+    rows = _all_sums(tensors)
     return {name: _combine(name, *row) for name, row in zip(names, rows, strict=True)}
 
 
@@ -50,10 +51,28 @@ def _combine(name: str, plain: int, positional: int) -> int:
     return (plain * name_hash + positional * _POSITION_FACTOR) % 2**64
 
 
-def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """[sum_i b_i, sum_i i * b_i]; int64 wraps around, which is what modulo 2**64 means."""
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
-    bits = flat.view(_BITS[flat.element_size()])
+    return flat.view(_BITS[flat.element_size()])
+
+
+def _all_sums(tensors: list[torch.Tensor]) -> list[list[int]]:
+    """What `_sums` gives for each; those of a GPU together."""
+    if not tensors:
+        return []
+    if tensors[0].device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return torch.stack([_sums(bits) for bits in tensors]).tolist()
+    from slime.utils.checksum_kernel import many_sums
+
+    sums = torch.empty(len(tensors), 2, dtype=torch.int64, device=tensors[0].device)
+    for dtype in {bits.dtype for bits in tensors}:
+        rows = [row for row, bits in enumerate(tensors) if bits.dtype == dtype]
+        sums[rows] = many_sums([tensors[row] for row in rows])
+    return sums.tolist()
+
+
+def _sums(bits: torch.Tensor) -> torch.Tensor:
+    """[sum_i b_i, sum_i i * b_i]; int64 wraps around, which is what modulo 2**64 means."""
     whole = bits.numel() // _COLUMNS * _COLUMNS
     tail = bits[whole:].to(torch.int64)
     plain = tail.sum()

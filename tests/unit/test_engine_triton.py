@@ -11,11 +11,12 @@ import pytest
 from slime.utils.env import child_env
 
 REPO = Path(__file__).resolve().parents[2]
+KERNELS = ["tests/gpu/test_engine_kernels.py", "tests/gpu/test_checksum_kernel.py"]
 
 
 def test_kernels_in_the_interpreter():
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/gpu/test_engine_kernels.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *KERNELS]
     env = child_env(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:]

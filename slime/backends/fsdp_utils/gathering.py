@@ -59,10 +59,9 @@ def _gathered(batch: list[Wanted]) -> Iterator[Named]:
 
 def _local(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """This rank's part, cast, on the device that gathers: parameters may be offloaded."""
-    local = param.detach()
-    if isinstance(local, DTensor):
-        local = local.to_local()
-    return local.to(current_device(), dtype)
+    with torch.no_grad():  # with gradients each of them would pass DTensor's dispatcher
+        local = param.to_local() if isinstance(param, DTensor) else param
+    return local.detach().to(current_device(), dtype)
 
 
 def _padded_part(param: DTensor, dtype: torch.dtype) -> torch.Tensor:

@@ -82,15 +82,16 @@ def packed_size(bucket: Bucket) -> int:
 
 def pack(bucket: Bucket, buffer: torch.Tensor) -> list[dict[str, Any]]:
     """Copy the tensors into the buffer and say where each lies."""
-    metadata, offset = [], 0
+    metadata, places, offset = [], [], 0
     for name, tensor in bucket.tensors:
         place = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        place.copy_(tensor, non_blocking=True)
+        places.append(place)
         dtype = str(tensor.dtype).removeprefix("torch.")
         metadata.append(
             {"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset}
         )
         offset += _aligned(tensor.nbytes)
+    torch._foreach_copy_(places, [tensor for _, tensor in bucket.tensors], non_blocking=True)
     return metadata
 
 
