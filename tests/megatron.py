@@ -41,6 +41,8 @@ def megatron_args(case: Case, world_size: int, *layouts: dict[str, Any], **more:
         "actor_num_gpus_per_node": world_size,
         "rollout_num_gpus": 1,
     }
+    if torch.cuda.is_available():  # an engine, of which there is none, would need a GPU of its own
+        flags |= {"rollout_num_gpus": None, "colocate": True, "offload_train": False}
     for layout in layouts:
         flags |= layout
     return case.args(**{**flags, **more})
