@@ -16,7 +16,7 @@ from slime.ray.health import failed_engines, health_route
 from slime.ray.stacks import Member
 from slime.utils.arguments import Args
 from slime.utils.errors import UserError
-from slime.utils.sync_http import post_json
+from slime.utils.sync_http import HttpError, post_json
 from slime.utils.types import EngineInfo
 
 _CONTROL_TIMEOUT_S = 120
@@ -144,9 +144,19 @@ class EngineGroup:
     def resume(self, tag: str) -> None:
         """Take back what was given away; SGLang ends itself if it is asked for more than that."""
         without = [info for info in self.infos if tag in self._released.get(info.url, ())]
-        self._post(without, "/resume_memory_occupation", {"tags": [tag]})
+        try:
+            self._post(without, "/resume_memory_occupation", {"tags": [tag]})
+        except HttpError as error:
+            raise UserError(
+                f"an engine could not take back the memory it had given away ({error}). Does another "
+                "process use the same GPU (nvidia-smi)? If not, lower --sglang-mem-fraction-static. "
+                f"Its log ends with\n{self._last_lines()}"
+            ) from error
         for info in without:
             self._released[info.url].discard(tag)
+
+    def _last_lines(self) -> str:
+        return "\n".join(handle.last_lines(15) for handle in self._handles)
 
     def _gave_away(self) -> bool:
         return any(self._released.get(info.url) for info in self.infos)
