@@ -32,6 +32,11 @@ def synced(run_dir: Path) -> int:
     return path.read_text().count('"kind":"perf"') if path.exists() else 0
 
 
+def updates(run_dir: Path) -> int:
+    """How many were begun."""
+    return (run_dir / "logs" / "engine_0.log").read_text().count("POST /begin_weight_update")
+
+
 def check(run_dir: Path, rollouts: int) -> None:
     trained = runs.metrics(run_dir, "train")
     assert [record["rollout_id"] for record in trained] == list(range(rollouts))
@@ -76,32 +81,35 @@ def test_one_engine_of_two_is_killed_in_generation_and_the_other_frozen(model, d
     check(run_dir, 5)
 
 
-def test_the_engine_is_killed_in_an_update_and_while_it_is_idle(model, data, tmp_path):
+def test_the_engine_is_killed_while_idle_and_in_an_update_and_frozen_in_another(
+    model, data, tmp_path
+):
     run_dir = tmp_path / "run"
     words = runs.command(
         model,
         data,
         run_dir,
         rollout_engine="sglang",
-        num_rollout=4,
+        num_rollout=5,
+        rollout_health_check_interval=5,
         rollout_health_check_timeout=20,
-        update_weight_buffer_size=16384,
+        update_weight_buffer_size=1024,  # a bucket per tensor: the update takes a while
         rollout_data_postprocess_path="tests.sglang.hooks.slow_step",
     )
     process = runs.start(words)
     runs.wait_for(lambda: (run_dir / "training_1").exists(), process, timeout=600)
     os.kill(first := pid(run_dir, 0), signal.SIGKILL)
     runs.wait_for(lambda: pid(run_dir, 0) != first, process, timeout=600)
-    runs.wait_for(lambda: (run_dir / "training_2").exists(), process, timeout=600)
-    log = run_dir / "logs" / "engine_0.log"
-    updates = log.read_text().count("POST /begin_weight_update")
-    runs.wait_for(
-        lambda: log.read_text().count("POST /begin_weight_update") > updates, process, timeout=600
-    )
-    os.kill(pid(run_dir, 0), signal.SIGKILL)
+    for rollout_id, how in ((2, signal.SIGKILL), (3, signal.SIGSTOP)):
+        marked = run_dir / f"training_{rollout_id}"
+        runs.wait_for(marked.exists, process, timeout=600)
+        begun = updates(run_dir)
+        runs.wait_for(lambda n=begun: updates(run_dir) > n, process, timeout=600)
+        os.kill(pid(run_dir, 0), how)
     output = finish(process)
-    assert output.count("engine 0 failed and was started again") == 2
-    check(run_dir, 4)
+    assert output.count("engine 0 failed and was started again") == 3
+    assert "does not answer any more" in (run_dir / "logs" / "trainer_0.log").read_text()
+    check(run_dir, 5)
 
 
 def test_a_taken_port_is_what_the_server_says_it_is(model, tmp_path):
@@ -125,3 +133,18 @@ def test_a_taken_port_is_what_the_server_says_it_is(model, tmp_path):
             time.sleep(0.5)
     process.stop()
     assert says_port_taken(process.last_lines(300)), process.last_lines(300)
+
+
+def test_a_server_that_dies_at_its_start_ends_the_run_in_its_own_words(model, data, tmp_path):
+    words = runs.command(
+        model,
+        data,
+        tmp_path / "run",
+        rollout_engine="sglang",
+        sglang_tokenizer_path=str(tmp_path / "nothing"),
+    )
+    status, output = runs.run(words, timeout=600)
+    assert status == 1, output
+    assert "slime: engine 0 ended with status" in output
+    assert str(tmp_path / "run" / "logs" / "engine_0.log") in output
+    assert str(tmp_path / "nothing") in output.split("engine_0.log ends with")[1], output
