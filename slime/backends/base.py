@@ -182,6 +182,8 @@ class TrainRayActor(ABC):
                 self.train_step(rollout_id, step_id, micro_batches)
                 for step_id, micro_batches in enumerate(() if critic_alone else self.steps(batch))
             ]
+        if self.args.offload_train:
+            self.drop_gradients()
         interval = self.args.ref_update_interval
         if self.needs_ref and interval and (rollout_id + 1) % interval == 0:
             self.update_ref()
@@ -421,6 +423,10 @@ class TrainRayActor(ABC):
     @abstractmethod
     def export_hf(self, path: str) -> None:
         """Write the current weights as a Hugging Face folder."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Leave to the engines what only the next step needs; it begins by zeroing them."""
 
     @abstractmethod
     def sleep(self) -> None:

@@ -1,10 +1,15 @@
-"""Give the GPU memory of tensors away and take it back, without replacing the tensors."""
+"""Give the GPU memory of tensors away and take it back, without replacing the tensors.
+
+Gradients have no part in it: between the steps of two rollouts nobody reads them, so they are dropped.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
+
+from slime.utils.device import device_type
 
 
 class Offloaded:
@@ -29,7 +34,12 @@ class Offloaded:
             torch.cuda.synchronize()
             for storage, _ in self._kept:
                 storage.resize_(0)
-            torch.cuda.empty_cache()
+        return_unused()
+
+    @property
+    def nbytes(self) -> int:
+        """Of host memory that is held for it, which the allocator may have rounded up."""
+        return sum(copy.nbytes() for _, copy in self._kept)
 
     def restore(self) -> None:
         for storage, copy in self._kept:
@@ -38,3 +48,9 @@ class Offloaded:
         if self._kept:
             torch.cuda.synchronize()
         self._kept = []
+
+
+def return_unused() -> None:
+    """Memory that torch keeps for later goes back to the GPU, where another process may take it."""
+    if device_type() == "cuda":
+        torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """Host memory of a machine: CPU Adam, what sleeps there, copies of weights, processes.
 
 Pinned memory is taken from torch's host allocator, which rounds every block up to a power of two: a
-gradient buffer of 18.9 GB takes 34.4 GB while its GPU is lent to the engine.
+buffer of weights of 18.9 GB takes 34.4 GB while its GPU is lent to the engine.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class Host:
         return [*items, Item(name="actor's weights meanwhile", nbytes=each, note="pinned")]
 
     def _asleep(self, ranks: list[RankModel]) -> list[Item]:
+        """Without gradients, which are dropped after the last step."""
         if not self.args.offload_train:
             return []
         weights = sum(_pinned(rank.weight_storages) for rank in ranks)
-        gradients = sum(_pinned(rank.gradient_storages) for rank in ranks)
         optimizer = 0
         for rank in ranks:
             on_gpu = {item.name: item.nbytes for item in self.trainer.resident(rank)}
@@ -85,7 +85,6 @@ class Host:
                 optimizer += 2 * _pinned(_fp32(rank.moment_sizes))
         return [
             Item(name="sleeping parameters", nbytes=weights, note="pinned"),
-            Item(name="sleeping gradients", nbytes=gradients, note="pinned"),
             Item(name="sleeping optimizer", nbytes=optimizer, note="pinned"),
         ]
 

@@ -10,35 +10,37 @@ from slime.planner.memory import Item, Phase, total
 from slime.planner.trainer import Trainer
 from slime.utils.arguments import Args
 
+_Items = Callable[[RankModel], list[Item]]
+
 
 def phases_of(args: Args, trainer: Trainer, engine: Engine | None) -> list[Phase]:
     shared = engine if args.colocate else None
     phases = [
-        _trainer_phase("training", trainer.training, trainer, shared),
-        _trainer_phase("log_probs", trainer.log_probs, trainer, shared),
+        _trainer_phase("training", trainer.resident, trainer.training, trainer, shared),
+        _trainer_phase("log_probs", trainer.between_steps, trainer.log_probs, trainer, shared),
     ]
     if engine is None:
         return phases
-    heavy = max(trainer.count.ranks, key=lambda rank: total(trainer.resident(rank)))
+    heavy = max(trainer.count.ranks, key=lambda rank: total(trainer.between_steps(rank)))
     return [*phases, _rollout(trainer, engine, heavy), _update(trainer, engine, heavy)]
 
 
 def _trainer_phase(
-    name: str, work: Callable[[RankModel], list[Item]], trainer: Trainer, beside: Engine | None
+    name: str, held: _Items, work: _Items, trainer: Trainer, beside: Engine | None
 ) -> Phase:
     """Of the rank that needs most in it."""
     there = _everything(beside) if beside else []
     stays = beside.overhead() if beside and trainer.args.offload_rollout else there
     phases = []
     for rank in trainer.count.ranks:
-        own = [*trainer.resident(rank), *work(rank), *trainer.overhead()]
+        working = [*work(rank), *trainer.overhead()]
         phases.append(
             Phase(
                 name=name,
                 where="shared" if beside else "trainer",
                 rank=rank.rank,
-                items=[*own, *stays],
-                without_offload=total([*own, *there]),
+                items=[*held(rank), *working, *stays],
+                without_offload=total([*trainer.resident(rank), *working, *there]),
             )
         )
     return max(phases, key=lambda phase: phase.total)
@@ -64,15 +66,17 @@ def _rollout(trainer: Trainer, engine: Engine, heavy: RankModel) -> Phase:
 
 
 def _update(trainer: Trainer, engine: Engine, heavy: RankModel) -> Phase:
-    """The trainer is awake and engines have their weights; their KV cache comes back after it."""
-    items = [*trainer.resident(heavy), *trainer.update(), *trainer.overhead()]
+    """The trainer is awake, without gradients; engines have their weights, and their KV cache after it."""
+    work = [*trainer.update(), *trainer.overhead()]
+    items = [*trainer.between_steps(heavy), *work]
+    awake = [*trainer.resident(heavy), *work]
     if not trainer.args.colocate:
         return Phase(
             name="weight_update",
             where="trainer",
             rank=heavy.rank,
             items=items,
-            without_offload=total(items),
+            without_offload=total(awake),
         )
     everything = _everything(engine)
     there = everything
@@ -84,7 +88,7 @@ def _update(trainer: Trainer, engine: Engine, heavy: RankModel) -> Phase:
         where="shared",
         rank=heavy.rank,
         items=[*items, *there],
-        without_offload=total([*items, *everything]),
+        without_offload=total([*awake, *everything]),
     )
 
 

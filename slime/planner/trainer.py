@@ -16,6 +16,7 @@ from slime.utils.arguments import Args
 # Assumed, not derived: what a CUDA process takes before its first tensor, and a communicator's buffers.
 CUDA_CONTEXT = int(0.5 * GIB)
 NCCL_GROUP = int(0.2 * GIB)
+GRADIENTS = "gradients"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Trainer:
         items = [Item(name="parameters", nbytes=weights, note=self._dtype_note())]
         if self._is_megatron:
             note = "accumulated in fp32"
-            items.append(Item(name="gradients", nbytes=rank.gradient_bytes, note=note))
+            items.append(Item(name=GRADIENTS, nbytes=rank.gradient_bytes, note=note))
         master, moments = self._optimizer(rank)
         items.append(Item(name="fp32 master weights", nbytes=master))
         items.append(Item(name="Adam's moments", nbytes=moments))
@@ -43,6 +44,13 @@ class Trainer:
             both = sum(item.nbytes for item in items)
             items.append(Item(name="critic", nbytes=both, note="as much as the actor"))
         return [item for item in items if item.nbytes]
+
+    def between_steps(self, rank: RankModel) -> list[Item]:
+        """The same where the engines' turn comes after every rollout: without gradients."""
+        items = self.resident(rank)
+        if not self.args.offload_train:
+            return items
+        return [item for item in items if item.name != GRADIENTS]
 
     def overhead(self) -> list[Item]:
         groups = sum(
@@ -197,7 +205,7 @@ class Trainer:
             here = 0 if self.args.fsdp_cpu_offload else own * 4
             whole_ones = 2 * whole.layer + self._outside_layers()
             work = 0 if self.sizes.world == 1 else whole_ones * 4
-            items.append(Item(name="gradients", nbytes=here + work, note="fp32, until the step"))
+            items.append(Item(name=GRADIENTS, nbytes=here + work, note="fp32, until the step"))
         return items
 
     def _outside_layers(self) -> int:

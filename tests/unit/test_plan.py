@@ -215,6 +215,22 @@ def test_resident_bytes_of_a_rank(folder):
     assert item(items, "Adam's moments") == 8e9
 
 
+def test_gradients_are_there_for_the_steps_only_where_engines_take_turns(folder):
+    turns, apart = (
+        plan_of(folder, count(10**9)),
+        plan_of(folder, count(10**9), "--no-offload-train"),
+    )
+    for plan, held in ((turns, {"training"}), (apart, {p.name for p in apart.phases})):
+        found = {p.name for p in plan.phases if any(i.name == "gradients" for i in p.items)}
+        assert found == held
+    for name in ("log_probs", "weight_update"):
+        assert phase(apart, name).total - phase(turns, name).total == 4e9
+        assert phase(apart, name).without_offload == phase(turns, name).without_offload
+    asleep = [i for i in turns.host.items if i.name.startswith("sleeping")]
+    # Eight ranks, weights and 12 bytes of optimizer, in blocks of the next power of two.
+    assert sum(i.nbytes for i in asleep) == 8 * (2**31 + 3 * 2**32)
+
+
 def test_cpu_adam_moves_sixteen_bytes_per_parameter(folder):
     flags = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
     plan = plan_of(folder, count(2**28), *flags)

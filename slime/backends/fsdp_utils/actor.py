@@ -21,7 +21,7 @@ from slime.backends.fsdp_utils.loading import (
     load_hf_weights,
 )
 from slime.backends.fsdp_utils.optimizer import ShardedAdamW
-from slime.backends.offload import Offloaded
+from slime.backends.offload import Offloaded, return_unused
 from slime.backends.step import StepResult, step_optimizer
 from slime.backends.trained_names import trained_names
 from slime.backends.weight_sync import serving_dtype
@@ -182,9 +182,14 @@ class FSDPTrainRayActor(TrainRayActor):
     def export_hf(self, path: str) -> None:
         export_hf(self.model, path, self.args.hf_checkpoint, serving_dtype(self.args))
 
+    def drop_gradients(self) -> None:
+        self.optimizer.drop_grads()
+        return_unused()
+
     def sleep(self) -> None:
         """Parameters and optimizer state go to host memory; nothing to do on a CPU, which shares it."""
         if self._asleep is None:
+            self.drop_gradients()
             self._asleep = Offloaded(self._resident())
 
     def wake_up(self) -> None:

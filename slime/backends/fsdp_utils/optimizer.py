@@ -54,7 +54,7 @@ class ShardedAdamW:
             group["lr"] = self.lr
         self._adam.step()
         self.num_steps += 1
-        self._drop_grads()
+        self.drop_grads()
         return norm
 
     def state_tensors(self) -> dict[str, DTensor]:
@@ -96,7 +96,7 @@ class ShardedAdamW:
                 grads.append(local.grad)
         return grads
 
-    def _drop_grads(self) -> None:
+    def drop_grads(self) -> None:
         for name, param in self.params.items():
             param.grad = self._local[name].grad = None
 

@@ -17,7 +17,7 @@ from slime.backends.base import HFBucket, ModelName, TrainRayActor, first_weight
 from slime.backends.hf_folder import FILE_BYTES, write_hf_folder
 from slime.backends.lr import lr_schedule
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
-from slime.backends.offload import Offloaded
+from slime.backends.offload import Offloaded, return_unused
 from slime.backends.step import StepResult, step_optimizer
 from slime.backends.weight_sync import serving_dtype
 from slime.utils import hook_types
@@ -109,7 +109,10 @@ class MegatronTrainRayActor(TrainRayActor):
         kind = kinds.get(args.update_weight_transport, UpdateWeightFromDistributed)
         self._updater = kind(args, self.chunks)
         self._hook("custom_megatron_init_path", hook_types.MegatronInit, args)
-        return 0 if checkpoint is None else self.load(checkpoint) + 1
+        start = 0 if checkpoint is None else self.load(checkpoint) + 1
+        if args.offload_train:
+            self.drop_gradients()
+        return start
 
     def _released(self) -> str | None:
         """What --load names, if that is a converted model and not a run to continue."""
@@ -185,6 +188,7 @@ class MegatronTrainRayActor(TrainRayActor):
     def train_step(
         self, rollout_id: int, step_id: int, micro_batches: list[TrainBatch]
     ) -> StepResult:
+        self.optimizer.hold_grads()
         self._hook(
             "custom_megatron_before_train_step_hook_path",
             hook_types.BeforeTrainStepHook,
@@ -293,9 +297,14 @@ class MegatronTrainRayActor(TrainRayActor):
             names = [n for n in reader.names() if n.startswith(self._weights.untrained)]
             yield [(name, reader.read(name)) for name in names]
 
+    def drop_gradients(self) -> None:
+        self.optimizer.drop_grads()
+        return_unused()
+
     def sleep(self) -> None:
-        """Parameters, gradients and optimizer state go to host memory; a CPU has nothing to gain."""
+        """Parameters and optimizer state go to host memory; a CPU has nothing to gain."""
         if self._asleep is None:
+            self.drop_gradients()
             self._asleep = Offloaded(self._resident())
 
     def wake_up(self) -> None:
@@ -307,8 +316,6 @@ class MegatronTrainRayActor(TrainRayActor):
         for chunk in self.model:
             yield from chunk.parameters()
             yield from chunk.module.buffers()
-            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-                yield buffer.grad_data
         yield from self.optimizer.tensors()
 
     def _hook(self, flag: str, protocol: type, *values: object) -> None:

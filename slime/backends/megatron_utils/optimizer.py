@@ -45,7 +45,22 @@ class MegatronAdamW:
         """Of the step that comes next."""
         return self.schedule.at(self.num_steps)
 
+    def hold_grads(self) -> None:
+        """Take the memory of the gradients back after `drop_grads`; they are zero then."""
+        for grads in self._grad_buffers():
+            if not grads.untyped_storage().nbytes():
+                grads.untyped_storage().resize_(grads.nbytes)
+                grads.zero_()
+
+    def drop_grads(self) -> None:
+        """Give their memory away until the next step; Megatron's views of it stay and are filled again."""
+        self.inner.zero_grad()
+        torch.cuda.synchronize()
+        for grads in self._grad_buffers():
+            grads.untyped_storage().resize_(0)
+
     def zero_grad(self) -> None:
+        self.hold_grads()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.inner.zero_grad()
@@ -81,6 +96,11 @@ class MegatronAdamW:
                 yield from group["params"]
             for state in torch_optimizer.state.values():
                 yield from (value for value in state.values() if torch.is_tensor(value))
+
+    def _grad_buffers(self) -> Iterator[torch.Tensor]:
+        for chunk in self._chunks:
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+                yield buffer.grad_data
 
     def _clip(self, norm: float) -> None:
         for optimizer in self.inner.chained_optimizers:
