@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socketserver
+import threading
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -56,6 +59,15 @@ def test_engines_of_two_versions_are_named():
 def test_an_address_without_an_engine(model):
     with pytest.raises(UserError, match=r"127.0.0.1:9: no engine answers there.*cannot connect"):
         find_external(external(model, "127.0.0.1:9"))
+
+
+def test_an_address_of_another_kind_of_server(model):
+    with socketserver.TCPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
+        address = f"127.0.0.1:{other.server_address[1]}"
+        with pytest.raises(UserError, match=rf"{address}: this is a server, but not SGLang's"):
+            find_external(external(model, address))
+        other.shutdown()
 
 
 def test_another_model_and_another_tokenizer_are_refused(model, server, tmp_path):

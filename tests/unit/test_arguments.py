@@ -120,6 +120,8 @@ def test_unknown_flags_name_the_nearest():
     assert "--sglang-mem-fraction-static" in refusal("--sglang-mem-fraction", "0.5")
     assert "--tensor-model-parallel-size" in refusal("--tensor-parallel-size=2")
     assert "did you mean" not in refusal("--qqqqqqqq")
+    # SGLang itself would take the beginning of an option for it.
+    assert "did you mean --sglang-tp-size?" in refusal("--sglang-tp", "2")
 
 
 def test_flags_are_not_abbreviated():

@@ -31,7 +31,9 @@ def _find(args: Args, url: str) -> EngineInfo:
         model = get_json(f"{url}/model_info", timeout=_TIMEOUT_S)
         server = get_json(f"{url}/server_info", timeout=_TIMEOUT_S)
     except HttpError as error:
-        raise UserError(f"{_OPTION} {url}: no engine answers there ({error})") from error
+        if error.status is None:
+            raise UserError(f"{_OPTION} {url}: no engine answers there ({error})") from error
+        model = server = None
     if not isinstance(model, dict) or "weight_version" not in model:
         raise UserError(f"{_OPTION} {url}: this is a server, but not SGLang's or slime's")
     _check_model(args, url, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit
 
 from slime.utils.errors import ConfigError
 from slime.utils.flags.draft import Draft
@@ -41,6 +42,7 @@ def check_external(draft: Draft) -> None:
         )
     if not addresses:
         return
+    _check_addresses(addresses)
     if draft["colocate"]:
         raise ConfigError("--colocate is for engines that slime starts: leave it out")
     if draft["update_weight_transport"] == "tensor":
@@ -55,6 +57,29 @@ def check_external(draft: Draft) -> None:
                 f"{flag.option} configures engines that slime starts; give it to the servers at "
                 "--rollout-external-engine-addrs themselves"
             )
+
+
+def _check_addresses(addresses: list[str]) -> None:
+    option, seen = "--rollout-external-engine-addrs", set()
+    for address in addresses:
+        place = _engine_place(address)
+        if place is None:
+            raise ConfigError(f"{option} {address}: write HOST:PORT, such as 10.0.0.1:30000")
+        if place in seen:
+            raise ConfigError(f"{option}: {address} is there twice: name every engine once")
+        seen.add(place)
+
+
+def _engine_place(address: str) -> tuple[str, int] | None:
+    """Host and port; None where it is no address of a server."""
+    try:
+        parts = urlsplit(address if "://" in address else f"http://{address}")
+        port = parts.port
+    except ValueError:
+        return None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return None
+    return parts.hostname, port or (443 if parts.scheme == "https" else 80)
 
 
 def sglang_values(draft: Draft) -> dict[str, Any]:

@@ -35,8 +35,10 @@ def convert(flag: Flag, raw: Any, where: str) -> Any:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like `name`, if any is like it at all."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    """The known name that alone begins with `name`, else the one most like it, if any is at all."""
+    known = list(known)
+    begun = [other for other in known if other.startswith(name)]
+    matches = begun if len(begun) == 1 else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 
