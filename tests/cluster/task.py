@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.e2e import runs
 
+_START_S = 400
 ACROSS = {
     "train_backend": "megatron",
     "tensor_model_parallel_size": 2,
@@ -35,3 +37,11 @@ class Task:
             **overrides,
         }
         return runs.command(self.model, self.train, run_dir, **flags)
+
+
+def wait_for_rollout(run_dir: Path, process: subprocess.Popen[str]) -> None:
+    """Until a first rollout is done and the next one begun; on busy cores a start takes minutes."""
+    log = run_dir / "metrics.jsonl"
+    runs.wait_for(
+        lambda: log.exists() and '"kind":"perf"' in log.read_text(), process, timeout=_START_S
+    )

@@ -15,6 +15,7 @@ import time
 import pytest
 
 from tests.cluster.ray_cluster import ROOT
+from tests.cluster.task import wait_for_rollout
 from tests.e2e import runs
 
 TRAIN = str(ROOT / "train.py")
@@ -45,9 +46,7 @@ def run(cluster, task, tmp_path):
             cluster.head, [sys.executable, TRAIN, *words], RAY_ADDRESS=cluster.address
         )
         started.append(process)
-        log = tmp_path / "run" / "metrics.jsonl"
-        # Written at the end of a rollout: the next thing is to generate.
-        runs.wait_for(lambda: log.exists() and '"kind":"perf"' in log.read_text(), process)
+        wait_for_rollout(tmp_path / "run", process)
         return process
 
     yield start

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.cluster.ray_cluster import RECONNECT_S
+from tests.cluster.task import wait_for_rollout
 from tests.e2e import runs
 
 SAID_S = RECONNECT_S + 60  # Ray's patience, and busy cores
@@ -32,8 +33,7 @@ def start(cluster, task, tmp_path):
         command = [sys.executable, "-m", "tests.cluster.train_there", host.address, *words]
         process = cluster.popen(host, command, RAY_ADDRESS=cluster.address)
         started.append(process)
-        log = tmp_path / name / "metrics.jsonl"
-        runs.wait_for(lambda: log.exists() and '"kind":"perf"' in log.read_text(), process)
+        wait_for_rollout(tmp_path / name, process)
         return process
 
     yield begin
@@ -44,6 +44,7 @@ def start(cluster, task, tmp_path):
     cluster.restart()
 
 
+@pytest.mark.timeout(1500)  # two whole runs, two clusters
 def test_a_run_outlives_two_heads(cluster, start, tmp_path):
     """First the head's GCS is killed, with the driver beside it; then the whole host, with the driver on another."""
     process = start(cluster.head, "first", num_rollout=2000)
