@@ -80,7 +80,12 @@ class SamplingParams:
     @cached_property
     def special(self) -> bool:
         """Draws need filters, or the tokens drawn before."""
-        return self.filtered or self.penalized or self.min_new_tokens > 0
+        return self.reshaped or self.min_new_tokens > 0
+
+    @cached_property
+    def reshaped(self) -> bool:
+        """The distribution is another one, beyond some tokens left out of it."""
+        return self.filtered or self.penalized
 
 
 def parse_sampling_params(given: dict[str, Any]) -> SamplingParams:

@@ -136,3 +136,34 @@ def test_draws(kernels: CpuKernels, vocab: int):
     assert torch.equal(settings.last_tokens, tokens)
     chosen = scaled.log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
     torch.testing.assert_close(log_probs, chosen, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [5, 300])
+def test_barred_tokens_are_not_drawn_but_count_in_the_log_probs(kernels: CpuKernels, vocab: int):
+    count = 200
+    logits = torch.randn(count, vocab) * 3
+    logits[:, 0] = 60.0  # would be drawn in every row that does not bar it
+    temperatures = torch.full((count,), 0.8)
+    temperatures[::3] = -1.0
+    settings = DrawSettings(
+        temperatures=temperatures,
+        seeds=torch.arange(count),
+        last_tokens=torch.zeros(count, dtype=torch.int32),
+    )
+    barred = np.full((count, 3), -1, np.int32)
+    barred[::2] = [0, vocab - 1, vocab + 7]  # the last is no token of this model
+    rows = torch.arange(count, dtype=torch.int32)
+    positions = torch.full((count,), 9, dtype=torch.int32)
+    tokens, log_probs = kernels.draw(logits, rows, positions, settings, barred)
+    scaled = logits / temperatures.abs()[:, None]
+    open_ones = scaled.double().clone()
+    open_ones[::2, [0, vocab - 1]] = float("-inf")
+    draws = torch.from_numpy(uniforms(np.arange(count), np.full(count, 10)))
+    expected = torch.searchsorted(open_ones.softmax(-1).cumsum(-1), draws[:, None], right=True)
+    expected = expected[:, 0]
+    expected[::3] = open_ones[::3].argmax(-1)
+    assert (tokens.long() != expected).sum() <= 1
+    assert not np.isin(tokens[::2].numpy(), [0, vocab - 1]).any()
+    assert (tokens[1::2] == 0).all()
+    chosen = scaled.double().log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
+    torch.testing.assert_close(log_probs.double(), chosen, atol=1e-4, rtol=1e-5)

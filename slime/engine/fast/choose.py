@@ -48,6 +48,7 @@ def make_fast_runner(
         from slime.engine.fast.cuda_runner import CudaRunner
 
         return CudaRunner(fast.model, fast.kernels, cache, scheduler, deterministic)
+    assert isinstance(fast.kernels, CpuKernels)
     return CpuRunner(fast.model, fast.kernels, cache, scheduler, deterministic)
 
 

@@ -4,35 +4,13 @@
  * where a token stands: position p of row r lies in page page_table[r * width + p / page_size].
  */
 
-#include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "float_math.h"
+
 #define ENOUGH 8192 /* elements for which waking the other threads pays */
 #define CHUNK 256 /* vocabulary entries summed up at a time */
-
-static inline float exp_fast(float x) {
-    /* 2^n * e^r with |r| <= ln(2)/2; within 2 units in the last place, 0 below -87 */
-    x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
-    float n = rintf(x * 1.44269504f);
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    union { int32_t i; float f; } scale = {((int32_t)n + 127) << 23};
-    return p * scale.f;
-}
-
-static inline float inverse_rms(const float *x, long size, float eps) {
-    float sum = 0.0f;
-    for (long i = 0; i < size; i++) sum += x[i] * x[i];
-    return 1.0f / sqrtf(sum / size + eps);
-}
 
 /* hidden += delta (if there is one); out = weight * hidden / rms(hidden) */
 void add_rms_norm(float *hidden, const float *delta, const float *weight, float *out, long tokens,
@@ -192,25 +170,39 @@ void silu_mul(const float *gate_up, float *out, long tokens, long size) {
 }
 
 /* A token per row: the most probable if `uniform` is negative, else the first whose cumulative weight
- * exceeds uniform * total. Its log-prob is that of softmax(logits / temperature). */
+ * exceeds uniform * total. Its log-prob is that of softmax(logits / temperature). A row of `barred` (none
+ * if it is NULL) names up to `width` tokens that are not drawn but count in that softmax; -1 names none. */
 void draw(const float *logits, long rows, long vocab, const float *temperatures,
-          const double *uniforms, int32_t *tokens, float *log_probs) {
+          const double *uniforms, const int32_t *barred, long width, int32_t *tokens,
+          float *log_probs) {
     long chunks = (vocab + CHUNK - 1) / CHUNK;
 #pragma omp parallel if (rows * vocab > ENOUGH)
     {
         double *sums = malloc(chunks * sizeof(double));
+        float *open = barred ? malloc(vocab * sizeof(float)) : NULL;
 #pragma omp for
         for (long r = 0; r < rows; r++) {
-            const float *x = logits + r * vocab;
+            const float *all = logits + r * vocab, *x = all;
+            if (barred) {
+                x = memcpy(open, all, vocab * sizeof(float));
+                for (long i = 0; i < width; i++) {
+                    int32_t b = barred[r * width + i];
+                    if (b >= 0 && b < vocab) open[b] = -INFINITY;
+                }
+            }
             float inverse = 1.0f / temperatures[r], most = x[0];
             for (long i = 1; i < vocab; i++) most = x[i] > most ? x[i] : most;
-            double total = 0.0;
+            double total = 0.0, shut = 0.0;
             for (long c = 0; c < chunks; c++) {
                 long end = (c + 1) * CHUNK < vocab ? (c + 1) * CHUNK : vocab;
                 float sum = 0.0f;
                 for (long i = c * CHUNK; i < end; i++) sum += exp_fast((x[i] - most) * inverse);
                 sums[c] = sum;
                 total += sum;
+            }
+            for (long i = 0; i < (barred ? width : 0); i++) {
+                int32_t b = barred[r * width + i];
+                if (b >= 0 && b < vocab) shut += exp((double)((all[b] - most) * inverse));
             }
             long token = vocab - 1;
             if (uniforms[r] < 0.0) {
@@ -221,15 +213,16 @@ void draw(const float *logits, long rows, long vocab, const float *temperatures,
                 while (c < chunks - 1 && before + sums[c] <= target) before += sums[c++];
                 long end = (c + 1) * CHUNK < vocab ? (c + 1) * CHUNK : vocab;
                 for (long i = c * CHUNK; i < end; i++) {
-                    float weight = exp_fast((x[i] - most) * inverse);
+                    if (x[i] == -INFINITY) continue;
                     token = i;
-                    before += weight;
+                    before += exp_fast((x[i] - most) * inverse);
                     if (before > target) break;
                 }
             }
             tokens[r] = token;
-            log_probs[r] = (x[token] - most) * inverse - (float)log(total);
+            log_probs[r] = (x[token] - most) * inverse - (float)log(total + shut);
         }
         free(sums);
+        free(open);
     }
 }

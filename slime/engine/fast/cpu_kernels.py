@@ -19,7 +19,7 @@ _SIGNATURES = {
     "rope_store": [_P, _L, _L, _L, _L, _P, _P, _P, _P, _F, _P, _P, _P, _L, _L, _P, _P],
     "attend": [_P, _L, _L, _L, _L, _P, _P, _P, _L, _L, _P, _P, _F, _L, _P],
     "silu_mul": [_P, _P, _L, _L],
-    "draw": [_P, _L, _L, _P, _P, _P, _P],
+    "draw": [_P, _L, _L, _P, _P, _P, _L, _P, _P],
 }
 
 
@@ -106,6 +106,7 @@ class CpuKernels:
         rows: torch.Tensor,
         positions: torch.Tensor,
         settings: DrawSettings,
+        barred: np.ndarray | None = None,  # [R, B] int32, tokens not to be drawn; -1 is none
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.float().contiguous()
         index = rows.long()
@@ -121,6 +122,8 @@ class CpuKernels:
             *logits.shape,
             temperatures.ctypes.data,
             draws.ctypes.data,
+            None if barred is None else barred.ctypes.data,
+            0 if barred is None else barred.shape[1],
             tokens.data_ptr(),
             log_probs.data_ptr(),
         )

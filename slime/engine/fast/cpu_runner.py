@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slime.engine.fast.drawing import draw_all, make_settings, note_settings
-from slime.engine.fast.kernels import Kernels, Tokens
+from slime.engine.fast.cpu_kernels import CpuKernels
+from slime.engine.fast.drawing import barred_ends, draw_special, make_settings, note_settings
+from slime.engine.fast.kernels import Tokens
 from slime.engine.fast.layout import Layout, lay_out
 from slime.engine.fast.model import FastModel
 from slime.engine.kv_cache import KVCache
@@ -22,7 +23,7 @@ class CpuRunner:
     def __init__(
         self,
         model: FastModel,
-        kernels: Kernels,
+        kernels: CpuKernels,
         cache: KVCache,
         scheduler: Scheduler,
         deterministic: bool,
@@ -76,14 +77,22 @@ class CpuRunner:
         count = len(requests)
         output = StepOutput(requests=requests, tokens=[], log_probs=[], scored=[])
         if count:
-            tokens, log_probs, _ = draw_all(
-                self._kernels,
-                logits[:count],
-                requests,
+            logits_drawn, places = logits[:count], positions[:count]
+            tokens, log_probs = self._kernels.draw(
+                logits_drawn,
                 rows[:count],
-                positions[:count],
+                places,
                 self._settings,
-                positions[:count].numpy(),
+                barred_ends(requests, places.tolist()),
+            )
+            draw_special(
+                logits_drawn,
+                requests,
+                tokens,
+                log_probs,
+                self._settings,
+                places.numpy(),
+                ends_barred=True,
             )
             output.tokens, output.log_probs = tokens.tolist(), log_probs.tolist()
         if layout.scored:

@@ -33,6 +33,22 @@ def note_settings(settings: DrawSettings, requests: list[Request]) -> None:
     settings.seeds[rows] = seeds
 
 
+def barred_ends(requests: list[Request], positions: list[int]) -> np.ndarray | None:
+    """[R, B] int32: tokens that would end a request before its minimum length, filled up with -1."""
+    ends: dict[int, list[int]] = {}
+    for i, (request, position) in enumerate(zip(requests, positions, strict=True)):
+        params = request.params
+        if position + 1 - request.prompt_len < params.min_new_tokens:
+            ends[i] = list(request.eos_ids | params.stop_token_ids)
+    width = max(map(len, ends.values()), default=0)
+    if not width:
+        return None
+    barred = np.full((len(requests), width), -1, np.int32)
+    for i, tokens in ends.items():
+        barred[i, : len(tokens)] = tokens
+    return barred
+
+
 def draw_special(
     logits: torch.Tensor,  # [R, V]
     requests: list[Request],
@@ -40,9 +56,18 @@ def draw_special(
     log_probs: torch.Tensor,
     settings: DrawSettings,
     positions: np.ndarray,  # [R], of the tokens before those to draw
+    *,
+    ends_barred: bool = False,
 ) -> bool:
-    """Draw again for special requests; whether there were any."""
-    special = [i for i, request in enumerate(requests) if request.params.special]
+    """Draw again for special requests; whether there were any.
+
+    `ends_barred`: nothing that `barred_ends` names was drawn, so a minimum length alone is not special.
+    """
+    special = [
+        i
+        for i, request in enumerate(requests)
+        if (request.params.reshaped if ends_barred else request.params.special)
+    ]
     if not special:
         return False
     chosen = [requests[i] for i in special]
