@@ -144,9 +144,24 @@ def _padded(
     window: int | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    gqa = key.shape[1] != query.shape[1]
     if layout.gather is not None:
         query, key, value = (x.index_select(0, layout.gather) for x in (query, key, value))
+    out = attend_groups(query, key, value, layout, scale=scale, window=window, sinks=sinks)
+    return out if layout.scatter is None else out.index_select(0, layout.scatter)
+
+
+def attend_groups(
+    query: torch.Tensor,  # [padded positions, heads, D]
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Like `attend_packed`, for tensors that are padded already; what it gives is padded too."""
+    gqa = key.shape[1] != query.shape[1]
     sizes = [count * length for count, length in layout.groups]
     parts = zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
     outs = []
@@ -160,8 +175,7 @@ def _padded(
                 q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
             )
         outs.append(out.transpose(1, 2).flatten(0, 1))  # [n * L, heads, D]
-    out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return out if layout.scatter is None else out.index_select(0, layout.scatter)
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def attend_with_sinks(
