@@ -22,7 +22,7 @@ from slime.utils.types import EngineInfo
 _CONTROL_TIMEOUT_S = 120
 _WORD_EVERY_S = 20.0
 # SGLang decodes one step ahead of what it reads, and unmaps its cache without waiting for that step: seen
-# on an H200 as an illegal memory access in one release of thirty.
+# on an H200 as an illegal memory access in one release of sixty.
 _LAST_STEP_S = 0.3
 _MEMORY = ("kv_cache", "weights")
 
