@@ -15,6 +15,7 @@ from slime.utils.types import EngineInfo
 _TIMEOUT_S = 60.0
 _SPELLING = "The 3 Äpfel cost 4.50 €, {x: [1, 2]}\n\tdef f(): return None"
 _OPTION = "--rollout-external-engine-addrs"
+_OF_ANOTHER_KIND = _OPTION + " {url}: this is a server, but not SGLang's or slime's"
 
 
 def find_external(args: Args) -> list[EngineInfo]:
@@ -33,9 +34,9 @@ def _find(args: Args, url: str) -> EngineInfo:
     except HttpError as error:
         if error.status is None:
             raise UserError(f"{_OPTION} {url}: no engine answers there ({error})") from error
-        model = server = None
+        raise UserError(_OF_ANOTHER_KIND.format(url=url)) from error
     if not isinstance(model, dict) or "weight_version" not in model:
-        raise UserError(f"{_OPTION} {url}: this is a server, but not SGLang's or slime's")
+        raise UserError(_OF_ANOTHER_KIND.format(url=url))
     _check_model(args, url, model)
     _check_tokenizer(args, url)
     ranks = server.get("tp_size", 1) * server.get("pp_size", 1)
