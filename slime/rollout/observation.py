@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from slime.rollout.sampling import SamplingParams
-from slime.utils.tokenizer import load_tokenizer
+from slime.utils.tokenizer import encode_content, load_tokenizer
 from slime.utils.types import Sample, Status
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
 
-def add_observation(args: Args, sample: Sample, text: str, params: SamplingParams) -> bool:
+def add_observation(
+    args: Args,
+    sample: Sample,
+    text: str,
+    params: SamplingParams,
+    *,
+    before: str = "",
+    after: str = "",
+) -> bool:
     """Append `text` to the response, out of the loss; False, with the sample TRUNCATED, if it is too long.
 
-    The tokens the sample has stay as they are: only the new text is tokenized.
+    The tokens the sample has stay as they are: only the new text is tokenized. `text` is content: an
+    `<|im_end|>` in it ends no turn. What frames it and is meant so goes into `before` and `after`.
     """
-    tokens = load_tokenizer(args.hf_checkpoint).encode(text, add_special_tokens=False)
+    frame = partial(load_tokenizer(args.hf_checkpoint).encode, add_special_tokens=False)
+    content = encode_content(args.hf_checkpoint, text)
+    tokens = [*frame(before), *content, *frame(after)]
     limit, context = params["max_new_tokens"], args.rollout_max_context_len
     room = min(
         (sys.maxsize if limit is None else limit) - sample.response_length,
@@ -28,5 +40,5 @@ def add_observation(args: Args, sample: Sample, text: str, params: SamplingParam
         sample.status = Status.TRUNCATED
         return False
     sample.append_response_tokens(tokens=tokens, trainable=False)
-    sample.response += text
+    sample.response += before + text + after
     return True
