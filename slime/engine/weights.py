@@ -148,7 +148,9 @@ class WeightStore:
             if meta.offset % meta.dtype.itemsize:
                 data = data.clone()
             sent.append(data.view(meta.dtype).view(meta.shape))
-        torch._foreach_copy_([views[meta.name] for meta in metas], sent)
+        places = [views[meta.name] for meta in metas]
+        if places:
+            torch._foreach_copy_(places, sent)  # pyright: ignore[reportPrivateImportUsage]
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
         return list(hf_views(module_weights(self._model), model_type=self._model_type))

@@ -1,6 +1,6 @@
 """Checksums of many tensors in one launch, against the definition of slime/utils/checksum.py.
 
-On a GPU, or in Triton's interpreter with TRITON_INTERPRET=1, as tests/unit/test_engine_triton.py does.
+On a GPU, or in Triton's interpreter with TRITON_INTERPRET=1, as tests/integration/test_engine_triton.py does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Triton kernels against naive versions over random shapes.
 
-On a GPU, or in Triton's interpreter with TRITON_INTERPRET=1, as tests/unit/test_engine_triton.py does.
+On a GPU, or in Triton's interpreter with TRITON_INTERPRET=1, as tests/integration/test_engine_triton.py does.
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ def pack(bucket: Bucket, buffer: torch.Tensor) -> list[dict[str, Any]]:
             {"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset}
         )
         offset += _aligned(tensor.nbytes)
-    torch._foreach_copy_(places, [tensor for _, tensor in bucket.tensors], non_blocking=True)
+    if places:
+        torch._foreach_copy_(places, [tensor for _, tensor in bucket.tensors], non_blocking=True)
     return metadata
 
 
