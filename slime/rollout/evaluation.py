@@ -52,7 +52,7 @@ async def evaluate(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
 async def _evaluate_one(args: Args, dataset: EvalDataset, progress: Progress) -> list[Sample]:
     args = dataset_args(args, dataset)
     seed_parts = (args.rollout_seed, "eval", dataset.name) if args.deterministic else ()
-    current_run.set(Run(seed_parts=seed_parts))
+    current_run.set(Run(seed_parts=seed_parts, calls=progress.calls))
     params = eval_sampling_params(
         args,
         temperature=dataset.temperature,

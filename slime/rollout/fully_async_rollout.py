@@ -81,7 +81,7 @@ class Stream:
         if isinstance(self.source, TracksRollouts):
             self.source.begin(rollout_id)
         self.rollout_id = rollout_id
-        verdicts = self.verdicts = Verdicts(self.args, rollout_id)
+        verdicts = self.verdicts = Verdicts(self.args, rollout_id, self.run.calls)
         try:
             num_stale = await self._fill(verdicts)
             output = verdicts.output(self.source)

@@ -10,7 +10,7 @@ from slime.rollout.base_types import GenerateFunction
 from slime.rollout.rm_hub import Reward, async_rm, check_number, group_rm
 from slime.rollout.samples import clone_sample, fill_empty_response, mark_failed
 from slime.rollout.sampling import SamplingParams
-from slime.rollout.turn import generate, is_aborting
+from slime.rollout.turn import current_calls, generate, is_aborting
 from slime.utils.errors import UserError
 from slime.utils.http import gather
 from slime.utils.load_function import accepts, load_function
@@ -104,7 +104,7 @@ async def _generate(
     async def call() -> Sample | list[Sample]:
         return await fn(args, sample, sampling_params, **extra)
 
-    result = await contain(call(), what=where, limit_s=GENERATE_TIME_LIMIT_S)
+    result = await contain(call(), what=where, limit_s=GENERATE_TIME_LIMIT_S, calls=current_calls())
     samples = result if isinstance(result, list) else [result]
     _check_generated(samples, where)
     return samples

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from slime.utils.types import Sample, Status
-from slime.utils.user_code import longest_call
+from slime.utils.user_code import Calls
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class Progress:
     started: float = field(default_factory=time.monotonic)
     last_sample: float = field(default_factory=time.monotonic)
     finished: bool = True
+    calls: Calls = field(default_factory=Calls)  # of user code, under way
 
     @property
     def seconds(self) -> float:
@@ -71,7 +72,7 @@ def silence() -> str | None:
     _told = since, quiet
     name = "evaluation" if progress.evaluation else "rollout"
     text = f"{name} {progress.rollout_id}: no sample has been finished for {quiet:.0f} s"
-    if call := longest_call():
+    if call := progress.calls.longest():
         text += f"; {call.what} has been running for {now - call.since:.0f} s, at {call.place}"
     return text
 

@@ -52,11 +52,11 @@ class _Collector:
     def __init__(self, args: Args, rollout_id: int, data_source: DataSource) -> None:
         self.args = args
         self.source = data_source
-        self.verdicts = Verdicts(args, rollout_id)
         self.run = Run(
             seed_parts=(args.rollout_seed,) if args.deterministic else (),
             keep_partial=args.partial_rollout,
         )
+        self.verdicts = Verdicts(args, rollout_id, self.run.calls)
         self.undecided: dict[asyncio.Task[Group], Group] = {}  # task -> the group as it was taken
         self.decided: list[Group] = []  # as they were taken
         self.finished: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()

@@ -6,7 +6,7 @@ import base64
 import json
 import sys
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from slime.utils.data import encode_prompt
 from slime.utils.errors import UserError
 from slime.utils.tokenizer import load_tokenizer
 from slime.utils.types import Sample, Status
-from slime.utils.user_code import on_main_loop
+from slime.utils.user_code import Calls, on_main_loop
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
@@ -36,6 +36,7 @@ class Run:
     seed_parts: tuple[object, ...] = ()  # empty: the engines draw their own seeds
     keep_partial: bool = False
     aborting: bool = False
+    calls: Calls = field(default_factory=Calls)  # of user code, under way
 
 
 current_run: ContextVar[Run | None] = ContextVar("current_run", default=None)
@@ -70,6 +71,11 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
     raise UserError(
         f"the engines aborted the request of sample {sample.index} {_MAX_ATTEMPTS} times in a row"
     )
+
+
+def current_calls() -> Calls | None:
+    run = current_run.get()
+    return None if run is None else run.calls
 
 
 def is_aborting() -> bool:

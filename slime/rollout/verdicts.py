@@ -22,6 +22,7 @@ from slime.rollout.staleness import limit_staleness
 from slime.utils.errors import UserError
 from slime.utils.load_function import load_function
 from slime.utils.types import Group, Sample, Status
+from slime.utils.user_code import Calls
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
@@ -35,7 +36,7 @@ _REJECTED_BATCHES, _REJECTED_GROUPS = 20, 256
 class Verdicts:
     """Decides on finished groups, one at a time, until the batch is `full`; then makes the `output`."""
 
-    def __init__(self, args: Args, rollout_id: int) -> None:
+    def __init__(self, args: Args, rollout_id: int, calls: Calls) -> None:
         self.args = args
         self.rollout_id = rollout_id
         self.kept: list[Group] = []
@@ -45,7 +46,12 @@ class Verdicts:
         self._num_scored = 0
         self._first_failure: Sample | None = None
         self.progress = progress_report.start(
-            Progress(rollout_id=rollout_id, target_groups=args.rollout_batch_size, finished=False)
+            Progress(
+                rollout_id=rollout_id,
+                target_groups=args.rollout_batch_size,
+                finished=False,
+                calls=calls,
+            )
         )
 
     @property

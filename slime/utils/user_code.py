@@ -41,7 +41,29 @@ class Call:
     place: str  # where it stands: "judge.py:12 in score"
 
 
-_under_way: dict[asyncio.Task[Any], tuple[str, float, Coroutine[Any, Any, Any]]] = {}
+class Calls:
+    """User code under way in one rollout; looked at from any thread."""
+
+    def __init__(self) -> None:
+        self._begun: dict[asyncio.Task[Any], tuple[str, float, Coroutine[Any, Any, Any]]] = {}
+
+    @contextlib.contextmanager
+    def during(
+        self, task: asyncio.Task[Any], what: str, call: Coroutine[Any, Any, Any]
+    ) -> Iterator[None]:
+        self._begun[task] = (what, time.monotonic(), call)
+        try:
+            yield
+        finally:
+            del self._begun[task]
+
+    def under_way(self) -> list[Call]:
+        """All of them, the longest first."""
+        calls = sorted(self._begun.values(), key=lambda entry: entry[1])
+        return [Call(what=what, since=since, place=_place(call)) for what, since, call in calls]
+
+    def longest(self) -> Call | None:
+        return next(iter(self.under_way()), None)
 
 
 class Turn:
@@ -83,27 +105,23 @@ class Turn:
 
 
 async def contain(
-    call: Coroutine[Any, Any, T], *, what: str, limit_s: float, turn: Turn | None = None
+    call: Coroutine[Any, Any, T],
+    *,
+    what: str,
+    limit_s: float,
+    turn: Turn | None = None,
+    calls: Calls | None = None,
 ) -> T:
     """Await user code in a task of its own; what comes out is its result or an Exception.
+
+    While it is under way it is one of `calls`.
 
     An exit would end the event loop, and a cancellation that the code brought about itself would look
     like one from outside.
     """
     task = asyncio.get_running_loop().create_task(_without_exits(call))
-    _under_way[task] = (what, time.monotonic(), call)
-    turn = turn or Turn.begun_now()
-    try:
-        while not task.done():
-            if turn.seconds >= limit_s:
-                turn.end()
-                raise TimeoutError(f"{what} took longer than {limit_s:.0f} s")
-            await asyncio.wait([task], timeout=max(limit_s - turn.seconds, 0.01))
-    finally:
-        await _end(task, what)
-        del _under_way[task]
-        if task.done():
-            call.close()  # in case it was cancelled before it had begun
+    with (calls or Calls()).during(task, what, call):
+        await _wait(task, call, what, limit_s, turn or Turn.begun_now())
     if task.cancelled():
         raise HookEndedError("CancelledError: it cancelled itself")
     error = task.exception()
@@ -112,15 +130,19 @@ async def contain(
     return task.result()
 
 
-def longest_call() -> Call | None:
-    """The contained call that has been under way for longest; from any thread."""
-    return next(iter(calls_under_way()), None)
-
-
-def calls_under_way() -> list[Call]:
-    """All of them, the longest first; from any thread."""
-    calls = sorted(_under_way.values(), key=lambda entry: entry[1])
-    return [Call(what=what, since=since, place=_place(call)) for what, since, call in calls]
+async def _wait(
+    task: asyncio.Task[Any], call: Coroutine[Any, Any, Any], what: str, limit_s: float, turn: Turn
+) -> None:
+    try:
+        while not task.done():
+            if turn.seconds >= limit_s:
+                turn.end()
+                raise TimeoutError(f"{what} took longer than {limit_s:.0f} s")
+            await asyncio.wait([task], timeout=max(limit_s - turn.seconds, 0.01))
+    finally:
+        await _end(task, what)
+        if task.done():
+            call.close()  # in case it was cancelled before it had begun
 
 
 async def elsewhere(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -9,11 +9,12 @@ import time
 import pytest
 
 from slime.ray.train_data import samples_to_batch
+from slime.rollout import progress
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.errors import UserError
 from slime.utils.types import Status
-from slime.utils.user_code import Turn, calls_under_way, contain, in_thread
+from slime.utils.user_code import Calls, Turn, contain, in_thread
 from tests.fake_engine import Reply
 from tests.prompts import flat, rollout_args
 
@@ -82,12 +83,13 @@ def test_a_hook_that_does_not_come_back_is_named_with_its_place(tmp_path, fake_e
     hook = f"{HOOKS}.generate_that_ignores_cancellation"
     args = rollout_args(tmp_path, custom_generate_function_path=hook, rollout_batch_size=2)
     source = RolloutDataSourceWithBuffer(args)
+    others = progress.current().calls
     threading.Thread(target=lambda: generate_rollout(args, 0, source), daemon=True).start()
     deadline = time.monotonic() + 20
-    while not (calls := [call for call in calls_under_way() if "odd_hooks" in call.place]):
+    while (calls := progress.current().calls) is others or not calls.under_way():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    call = calls[0]  # others may be left of tests before this one
+    call = calls.under_way()[0]
     assert call.what == f"--custom-generate-function-path {hook}"
     assert "in generate_that_ignores_cancellation" in call.place
 
@@ -145,6 +147,18 @@ def test_user_code_that_never_returns_is_given_up_on_and_holds_nobody_up():
     never.set()
     assert [str(error) for error in given_up] == ["--custom-rm-path x took longer than 0 s"] * 4
     assert three == 3
+
+
+def test_a_call_is_seen_by_its_own_rollout_only_and_until_it_ends():
+    async def scenario():
+        mine, others = Calls(), Calls()
+        call = contain(asyncio.sleep(0.05, "done"), what="hook", limit_s=10, calls=mine)
+        task = asyncio.create_task(call)
+        await asyncio.sleep(0)
+        seen = [call.what for call in mine.under_way()], others.under_way()
+        return seen, await task, mine.under_way()
+
+    assert asyncio.run(scenario()) == ((["hook"], []), "done", [])
 
 
 def test_waiting_behind_other_slow_calls_is_no_reason_to_be_given_up_on():

@@ -23,6 +23,7 @@ from slime.rollout.rm_hub import (
 )
 from slime.rollout.rm_hub.boxed import last_boxed
 from slime.rollout.rm_hub.types import BOXED, check_rm_type
+from slime.rollout.turn import current_calls
 from slime.utils.arguments import Args
 from slime.utils.errors import ConfigError
 from slime.utils.http import gather
@@ -130,7 +131,9 @@ async def _within(seconds: float, grade: Callable[[Sample], float], sample: Samp
     turn = Turn("plain rewards")
     try:
         call = in_thread(_timed, turn, grade, sample)
-        return await contain(call, what=grade.__module__, limit_s=seconds, turn=turn)
+        return await contain(
+            call, what=grade.__module__, limit_s=seconds, turn=turn, calls=current_calls()
+        )
     except TimeoutError:
         return 0.0
 
@@ -146,7 +149,8 @@ async def _call(fn: Any, args: RewardArgs, samples: Sample | list[Sample], what:
         result = await in_thread(_timed, turn, fn, args, samples)
         return await elsewhere(_awaited(result, turn)) if inspect.isawaitable(result) else result
 
-    return await contain(call(), what=what, limit_s=CUSTOM_TIME_LIMIT_S, turn=turn)
+    limit = CUSTOM_TIME_LIMIT_S
+    return await contain(call(), what=what, limit_s=limit, turn=turn, calls=current_calls())
 
 
 def _timed(turn: Turn, fn: Callable[..., Any], *args: Any) -> Any:
