@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from slime.backends.weight_sync.liveness import (
     Patience,
-    SilentEngineError,
     allowed_s,
     call_while_alive,
 )
@@ -135,8 +134,8 @@ class EngineClient:
         """Given up early if the server falls silent altogether."""
         try:
             return call_while_alive(call, self.url, self._patience)
-        except SilentEngineError:
-            self._silent = True
+        except HttpError as error:
+            self._silent = self._silent or error.status is None
             raise
 
     def _ask_checksums(self) -> dict[str, Any]:

@@ -14,14 +14,10 @@ from typing import TypeVar
 
 from slime.utils.sync_http import HttpError, get_json
 
-_LEAST_S = 120.0
+_LEAST_S = 60.0
 _SLOWEST_BYTES_PER_S = 16 * 2**20
 
 Result = TypeVar("Result")
-
-
-class SilentEngineError(HttpError):
-    """A server that says nothing at all any more."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -33,7 +29,7 @@ class Patience:
 
 
 def allowed_s(nbytes: int) -> float:
-    """For a call that moves so much: 512 MiB may take 152 s."""
+    """For a call that moves so much: 512 MiB may take 92 s."""
     return _LEAST_S + nbytes / _SLOWEST_BYTES_PER_S
 
 
@@ -45,7 +41,7 @@ def call_while_alive(call: Callable[[], Result], url: str, patience: Patience) -
             get_json(f"{url}/model_info", timeout=patience.answer_s, retries=0)
         except HttpError as error:
             if not future.done():
-                raise SilentEngineError(f"it does not answer any more: {error}") from error
+                raise HttpError(f"it does not answer any more: {error}") from error
     return future.result()
 
 
