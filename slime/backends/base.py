@@ -28,30 +28,28 @@ actor, so both have the same layout.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from slime.algorithms.advantages import compute_advantages
-from slime.algorithms.correction import mismatch_metrics
+from slime.backends.backend import Backend
 from slime.backends.hooks import TrainHooks
 from slime.backends.losses import TrainLoss
 from slime.backends.probe import score_probe
 from slime.backends.profiling import Profiler
 from slime.backends.rendezvous import Rendezvous
+from slime.backends.reporting import Reporter
 from slime.backends.step import StepResult
 from slime.backends.weight_sync import SyncReport, WeightSync, make_weight_sync
 from slime.utils.debug_train_data import save_train_data
 from slime.utils.device import device_type
 from slime.utils.errors import UserError
-from slime.utils.metrics import add_up, prefixed, reduce_metrics
 from slime.utils.packing import pack, unpack
 from slime.utils.process_log import open_process_log
 from slime.utils.reports import TrainReport
@@ -60,7 +58,6 @@ from slime.utils.tokenizer import refuse_other_vocabulary
 from slime.utils.types import (
     CriticColumns,
     EngineInfo,
-    MetricSum,
     ParallelInfo,
     RolloutBatch,
     TrainBatch,
@@ -68,9 +65,6 @@ from slime.utils.types import (
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
-
-HFBucket = list[tuple[str, torch.Tensor]]
-ModelName = Literal["actor", "ref", "teacher"]
 
 
 def first_weights(args: Args, role: str) -> str:
@@ -81,10 +75,10 @@ def first_weights(args: Args, role: str) -> str:
     return args.critic_load
 
 
-class TrainRayActor(ABC):
+class TrainRayActor(Backend):
     """One rank of the trainer; a plain class, which slime/ray makes an actor of.
 
-    A backend fills in `init, log_probs, train_step, save, load, hf_buckets, sleep, wake_up`.
+    A backend fills in what `Backend` lists.
     """
 
     def __init__(
@@ -125,7 +119,6 @@ class TrainRayActor(ABC):
     def parallel_info(self) -> ParallelInfo:
         return self.parallel
 
-    @abstractmethod
     def init(
         self,
         args: Args | None = None,
@@ -134,10 +127,7 @@ class TrainRayActor(ABC):
         with_opd_teacher: bool = False,
         checkpoint: str | None = None,
     ) -> int:
-        """Join the process group, build and load the model; the rollout id to start with.
-
-        `checkpoint` is the folder of one checkpoint (`iter_0000019`) to resume from.
-        """
+        """The part of it that needs no model."""
         if args is not None:
             self.args = args
         self.role = role
@@ -325,54 +315,9 @@ class TrainRayActor(ABC):
         return "train" if self.role == "actor" else self.role
 
     def report(self, batch: RolloutBatch, results: list[StepResult]) -> TrainReport:
-        """Metrics of all steps and ranks as one; the times are this rank's."""
-        gap_sums, gap_maxima = self._mismatch(batch, results)
-        sums = add_up([*(result.metrics for result in results), gap_sums])
-        means = reduce_metrics(sums, gap_maxima, gather=self._gather)
-        if self.role == "critic":
-            means = {f"critic_{name}": value for name, value in means.items()}
-        metrics = prefixed("train", means)
         times = self.timer.take()
         del times["perf/step_time"]
-        if self.role == "critic":
-            return TrainReport(metrics={**metrics, **times})
-        tokens = sum(self._gather(sum(batch.total_lens))) / self.parallel.cp_size
-        return TrainReport(metrics={**metrics, **times, "perf/train_tokens": float(tokens)})
-
-    def _mismatch(
-        self, batch: RolloutBatch, results: list[StepResult]
-    ) -> tuple[dict[str, MetricSum], dict[str, float]]:
-        """How far these log-probs are from the engine's; later steps are off by their own updates."""
-        if batch.rollout_log_probs is None or self.args.loss_type != "policy_loss":
-            return {}, {}
-        if self.role != "actor" or not (results or batch.old_log_probs):
-            return {}, {}
-        breakdown = self.args.get_mismatch_metrics
-        if batch.old_log_probs is not None:
-            return mismatch_metrics(batch, breakdown=breakdown)
-        rows = sorted(results[0].log_probs)
-        seen = batch.select(rows)
-        seen.old_log_probs = [results[0].log_probs[row] for row in rows]
-        return mismatch_metrics(seen, breakdown=breakdown)
-
-    @property
-    def dp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold different rows, one of each model replica; None for a single one."""
-        return dist.group.WORLD if self.parallel.dp_size > 1 else None
-
-    @property
-    def cp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold parts of the same rows; None for a single one."""
-        return None
-
-    def _gather(self, value: object) -> list[Any]:
-        """What every rank says whose loss counts: the first tensor rank of each last pipeline stage."""
-        here = self.parallel
-        speaks = here.tp_rank == 0 and here.pp_rank == here.pp_size - 1
-        everyone: list[Any] = [(speaks, value)] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(everyone, (speaks, value))
-        return [said for counts, said in everyone if counts]
+        return Reporter(self.args, self.role, self.parallel).report(batch, results, times)
 
     # ---- weights
 
@@ -384,57 +329,6 @@ class TrainRayActor(ABC):
         if self.args.check_weight_update_equal and any(e.kind == "sglang" for e in engines):
             report = replace(report, probe=score_probe(self))
         return report
-
-    # ---- what a backend fills in
-
-    @abstractmethod
-    def log_probs(self, batch: RolloutBatch, model: ModelName) -> list[np.ndarray]:
-        """Log-probs of the response tokens of every row under one of the models: N x [R].
-
-        "teacher" is the model of --opd-teacher-load, which `init` loads with `with_opd_teacher`.
-        """
-
-    def update_ref(self) -> None:
-        """Make the reference model a copy of the actor, and from now on a part of checkpoints."""
-        raise UserError(f"--ref-update-interval does not work with {type(self).__name__}")
-
-    @abstractmethod
-    def train_step(
-        self, rollout_id: int, step_id: int, micro_batches: list[TrainBatch]
-    ) -> StepResult:
-        """One optimizer step. Calls `loss` once per micro-batch; their losses add up over ranks too."""
-
-    @abstractmethod
-    def save(self, rollout_id: int, path: str, force_sync: bool = False) -> None:
-        """Write this rank's share of a checkpoint into the folder `path`, which exists."""
-
-    @abstractmethod
-    def wait_save(self) -> None:
-        """Return once a save in the background has finished; raise what it raised."""
-
-    @abstractmethod
-    def load(self, path: str) -> int:
-        """Continue from a checkpoint folder; the rollout id it was saved after."""
-
-    @abstractmethod
-    def hf_buckets(self) -> Iterator[HFBucket]:
-        """(Hugging Face name, whole tensor) lists of at most --update-weight-buffer-size bytes each."""
-
-    @abstractmethod
-    def export_hf(self, path: str) -> None:
-        """Write the current weights as a Hugging Face folder."""
-
-    @abstractmethod
-    def drop_gradients(self) -> None:
-        """Leave to the engines what only the next step needs; it begins by zeroing them."""
-
-    @abstractmethod
-    def sleep(self) -> None:
-        """Leave the GPU's memory to the engines."""
-
-    @abstractmethod
-    def wake_up(self) -> None:
-        """Undo `sleep`."""
 
     def save_model(self, rollout_id: int, path: str, force_sync: bool = False) -> None:
         self.save(rollout_id, path, force_sync)

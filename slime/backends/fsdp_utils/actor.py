@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from slime.backends.base import HFBucket, ModelName, TrainRayActor, first_weights
+from slime.backends.backend import HFBucket, ModelName
+from slime.backends.base import TrainRayActor, first_weights
 from slime.backends.fsdp_utils.checkpoint import Checkpointer, is_checkpoint
 from slime.backends.fsdp_utils.hf_export import export_hf, hf_buckets
 from slime.backends.fsdp_utils.loading import (

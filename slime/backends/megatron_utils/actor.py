@@ -13,7 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.backends.base import HFBucket, ModelName, TrainRayActor, first_weights
+from slime.backends.backend import HFBucket, ModelName
+from slime.backends.base import TrainRayActor, first_weights
 from slime.backends.hf_folder import FILE_BYTES, write_hf_folder
 from slime.backends.lr import lr_schedule
 from slime.backends.megatron_utils.cpu import install_cpu_adapter

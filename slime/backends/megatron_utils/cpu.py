@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
+from slime.backends.megatron_utils.torch_calls import Function, TorchCalls
 from slime.utils.device import device_type
 from slime.utils.env import set_default_env
 
@@ -29,37 +29,28 @@ def install_cpu_adapter() -> None:
         return
     _installed = True
     _answer_for_cuda()
-    _CudaMeansCpu().__enter__()
+    TorchCalls(_cuda_means_cpu).__enter__()
     _mend_megatron()
     _mend_uneven_collectives()
     _share_groups()
 
 
-class _CudaMeansCpu(TorchFunctionMode):
+def _cuda_means_cpu(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Tensors asked for on "cuda" are made on the CPU."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _RETURN_SELF:
-            return args[0]
-        if func is torch.Tensor.record_stream:
-            return None
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Optimizers look for names such as torch.cuda.FloatTensor.
-            return func(*args).replace("torch.", "torch.cuda.")
-        if _is_cuda(kwargs.get("device")):
-            kwargs = {**kwargs, "device": _CPU}
-        if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        if func is torch.Tensor.to:
-            args = [_CPU if _is_cuda(arg) else arg for arg in args]
-        return func(*args, **kwargs)
+    if func in _RETURN_SELF:
+        return args[0]
+    if func is torch.Tensor.record_stream:
+        return None
+    if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+        # Optimizers look for names such as torch.cuda.FloatTensor.
+        return func(*args).replace("torch.", "torch.cuda.")
+    if _is_cuda(kwargs.get("device")):
+        kwargs = {**kwargs, "device": _CPU}
+    if kwargs.get("pin_memory"):
+        kwargs = {**kwargs, "pin_memory": False}
+    if func is torch.Tensor.to:
+        args = [_CPU if _is_cuda(arg) else arg for arg in args]
+    return func(*args, **kwargs)
 
 
 _RETURN_SELF = {torch.Tensor.cuda, torch.Tensor.pin_memory}

@@ -7,16 +7,16 @@ a laptop can be rank 37 of 64. Meant for a process that does nothing else (`slim
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
 from slime.backends.lr import lr_schedule
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
+from slime.backends.megatron_utils.torch_calls import Function, TorchCalls
 from slime.backends.rank_model import RankModel
 from slime.utils.device import use_device
 
@@ -49,7 +49,7 @@ _WITHOUT = {"moe_enable_deepep": False, "moe_grouped_gemm": False}
 def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) -> RankModel:
     args = args.replace(**_WITHOUT, moe_token_dispatcher_type="alltoall")
     hf_config = read_config(args.hf_checkpoint)
-    with _as_rank(rank, world_size), _ShortTypes(), use_device(_META):
+    with _as_rank(rank, world_size), TorchCalls(_with_short_types), use_device(_META):
         init_parallel(args, virtual_stages(args, hf_config.num_hidden_layers))
         config = model_config(hf_config, args)
         config.transformer_impl = "local"
@@ -117,17 +117,9 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _ShortTypes(TorchFunctionMode):
+def _with_short_types(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Optimizers look for names such as torch.cuda.FloatTensor."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.type and isinstance(result, str):
-            return result.replace("meta.", "")
-        return result
+    result = func(*args, **kwargs)
+    if func is torch.Tensor.type and isinstance(result, str):
+        return result.replace("meta.", "")
+    return result

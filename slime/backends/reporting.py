@@ -1,0 +1,63 @@
+"""What all ranks did in one rollout, as one set of metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from slime.algorithms.correction import mismatch_metrics
+from slime.backends.step import StepResult
+from slime.utils.metrics import add_up, prefixed, reduce_metrics
+from slime.utils.reports import TrainReport
+from slime.utils.types import MetricSum, ParallelInfo, RolloutBatch
+
+if TYPE_CHECKING:
+    from slime.utils.arguments import Args
+
+
+class Reporter:
+    """For the ranks of one model, which all call it together."""
+
+    def __init__(self, args: Args, role: str, parallel: ParallelInfo) -> None:
+        self._args, self._role, self._parallel = args, role, parallel
+
+    def report(
+        self, batch: RolloutBatch, results: list[StepResult], times: dict[str, float]
+    ) -> TrainReport:
+        """Metrics of all steps and ranks as one; the times are this rank's."""
+        gap_sums, gap_maxima = self._mismatch(batch, results)
+        sums = add_up([*(result.metrics for result in results), gap_sums])
+        means = reduce_metrics(sums, gap_maxima, gather=self._gather)
+        if self._role == "critic":
+            means = {f"critic_{name}": value for name, value in means.items()}
+        metrics = {**prefixed("train", means), **times}
+        if self._role == "actor":
+            tokens = sum(self._gather(sum(batch.total_lens))) / self._parallel.cp_size
+            metrics["perf/train_tokens"] = float(tokens)
+        return TrainReport(metrics=metrics)
+
+    def _mismatch(
+        self, batch: RolloutBatch, results: list[StepResult]
+    ) -> tuple[dict[str, MetricSum], dict[str, float]]:
+        """How far these log-probs are from the engine's; later steps are off by their own updates."""
+        if batch.rollout_log_probs is None or self._args.loss_type != "policy_loss":
+            return {}, {}
+        if self._role != "actor" or not (results or batch.old_log_probs):
+            return {}, {}
+        breakdown = self._args.get_mismatch_metrics
+        if batch.old_log_probs is not None:
+            return mismatch_metrics(batch, breakdown=breakdown)
+        rows = sorted(results[0].log_probs)
+        seen = batch.select(rows)
+        seen.old_log_probs = [results[0].log_probs[row] for row in rows]
+        return mismatch_metrics(seen, breakdown=breakdown)
+
+    def _gather(self, value: object) -> list[Any]:
+        """What every rank says whose loss counts: the first tensor rank of each last pipeline stage."""
+        here = self._parallel
+        speaks = here.tp_rank == 0 and here.pp_rank == here.pp_size - 1
+        everyone: list[Any] = [(speaks, value)] * here.world_size
+        if here.world_size > 1:
+            dist.all_gather_object(everyone, (speaks, value))
+        return [said for counts, said in everyone if counts]
