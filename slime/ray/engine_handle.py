@@ -84,7 +84,9 @@ class EngineHandle:
 
     def stop(self) -> Callable[[], None]:
         """End the servers, then the actors; the call that is returned waits for it."""
-        stopping = [actor.call("stop") for actor in self._actors]
+        # One that found no place has no server, and would not answer.
+        placed = [actor for actor in self._actors if actor.place() is not None]
+        stopping = [actor.call("stop") for actor in placed]
 
         def wait() -> None:
             for reference in stopping:

@@ -54,6 +54,10 @@ class Remote:
                 self._place = ray.get(self._asked_place)
         return self._place
 
+    def ping(self) -> ray.ObjectRef:
+        """Ready when the process has nothing else to do, or is dead."""
+        return self._actor.place.remote()
+
     def kill(self) -> None:
         ray.kill(self._actor)
 

@@ -191,7 +191,8 @@ class RolloutGroup:
         while not ray.wait([reference], timeout=min(first, self._watch.left_s()))[0]:
             first = wait
             self._watch.check()
-            with suppress(ray.exceptions.GetTimeoutError):  # a hook holds the whole process
+            # A hook holds the whole process; or it died, which the next look at `reference` tells.
+            with suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
                 if silence := self._member.remote.get("silence", timeout=_ANSWER_S):
                     self.recorder.message(silence)
             if self.replace_failed():

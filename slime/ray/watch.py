@@ -30,6 +30,7 @@ _CONNECTION = re.compile(
     re.I,
 )
 _DEATH_KNOWN_S = 45.0  # Ray finds a dead process at once, a dead node after several silent checks
+_OWNER_KNOWN_S = 10.0
 _LOOK_EVERY_S = 30.0
 
 
@@ -116,9 +117,21 @@ class Watch:
             lost = self.lost(owners[reference], error)
             raise self._with_survivors(lost, pending, owners) from error
         except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, ray.exceptions.ObjectLostError):
+                self._name_the_dead(error)
             if pending and _CONNECTION.search(str(error.cause)):
                 self._blame(owners[reference], error, pending, owners)
             raise
+
+    def _name_the_dead(self, error: Exception) -> None:
+        """What one process made for another is lost with it: the rows of a rollout, with its manager."""
+        asked = {member.remote.ping(): member for member in self.members}
+        pending, deadline = list(asked), time.monotonic() + _OWNER_KNOWN_S
+        while pending and time.monotonic() < deadline:
+            done, pending = ray.wait(pending, timeout=1.0)
+            for reference in done:
+                if death := _death(reference):
+                    raise self.lost(asked[reference], death) from error
 
     def _blame(
         self, first: Member, error: Any, pending: list[Any], owners: dict[Any, Member]
@@ -146,7 +159,7 @@ class Watch:
         done, pending = (
             ray.wait(pending, num_returns=len(pending), timeout=3) if pending else ([], [])
         )
-        died = [owners[reference] for reference in done if _is_dead(reference)]
+        died = [owners[reference] for reference in done if _death(reference)]
         if not died or not pending or "node" in str(lost):
             return lost
         names = ", ".join(member.label for member in died)
@@ -170,14 +183,14 @@ class Watch:
         raise StallError(f"{what}.\n{text}\nThe same is in {file}.")
 
 
-def _is_dead(reference: Any) -> bool:
+def _death(reference: Any) -> Exception | None:
     try:
         ray.get(reference)
-    except ray.exceptions.RayActorError:
-        return True
+    except ray.exceptions.RayActorError as error:
+        return error
     except ray.exceptions.RayTaskError:
-        return False
-    return False
+        return None
+    return None
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,47 @@
+"""A process dies whose objects others were to read: the error of the others names it."""
+
+import os
+import signal
+
+import pytest
+import ray
+
+from slime.ray.remote import Remote
+from slime.ray.stacks import Member
+from slime.ray.watch import LostError, Watch
+from tests.args import make_args
+
+
+class Maker:
+    def make(self) -> list[ray.ObjectRef]:
+        return [ray.put(b"rows" * 100_000)]
+
+
+class Reader:
+    def read(self, references: list[ray.ObjectRef]) -> int:
+        return len(ray.get(references[0]))
+
+
+@pytest.fixture
+def local_ray():
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+def test_the_owner_of_lost_rows_is_named(local_ray, tmp_path):
+    here = f"{__name__}."
+    maker = Remote({"num_cpus": 0}, here + "Maker")
+    reader = Remote({"num_cpus": 0}, here + "Reader")
+    members = [
+        Member(label="rollout manager", remote=maker),
+        Member(label="trainer rank 0", remote=reader, rank=0),
+    ]
+    watch = Watch(make_args(run_dir=str(tmp_path)), print)
+    watch.add(lambda: members)
+    rows = maker.get("make", timeout=60)
+    place = maker.place(timeout=60)
+    assert place is not None
+    os.kill(place.pid, signal.SIGKILL)
+    with pytest.raises(LostError, match=rf"^rollout manager \(pid {place.pid} on \S+\) died: "):
+        watch.get([reader.call("read", rows)], members[1:])
