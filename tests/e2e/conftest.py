@@ -1,11 +1,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.e2e import runs
 from tests.tiny import make_tiny_checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainRun:
+    """Of one rank and one engine, apart; nobody may change what it left."""
+
+    flags: dict[str, object]  # those that decide what is learned
+    run_dir: Path
+    checkpoints: Path
+    rollouts: str  # pattern of the recorded ones
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +31,20 @@ def tiny_data(tmp_path_factory) -> Path:
     rows = [{"input": f"{a}+{b}=", "label": str(a + b)} for a in range(5) for b in range(4)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture(scope="session")
+def plain_run(tiny_model, tiny_data, tmp_path_factory) -> PlainRun:
+    """A whole run of three rollouts, made once for all tests that compare another one with it."""
+    folder = tmp_path_factory.mktemp("plain")
+    made = PlainRun(
+        flags={"sglang_enable_deterministic_inference": True, "num_rollout": 3},
+        run_dir=folder / "run",
+        checkpoints=folder / "checkpoints",
+        rollouts=str(folder / "rollouts" / "{rollout_id}.pt"),
+    )
+    written = {"save": made.checkpoints, "save_debug_rollout_data": made.rollouts}
+    words = runs.command(tiny_model, tiny_data, made.run_dir, **made.flags, **written)
+    status, output = runs.run(words)
+    assert status == 0, output
+    return made

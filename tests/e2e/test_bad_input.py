@@ -51,14 +51,10 @@ def test_empty_dataset(tiny_model, tmp_path):
     refused(runs.command(tiny_model, data, tmp_path / "run"), str(data), "empty")
 
 
-def test_checkpoint_of_another_architecture(tiny_model, tiny_data, tmp_path):
-    save = tmp_path / "checkpoints"
-    options = {"save": save, "load": save, "num_rollout": 1}
-    status, output = runs.run(runs.command(tiny_model, tiny_data, tmp_path / "run", **options))
-    assert status == 0, output
-    other = make_tiny_checkpoint(tmp_path / "other", hidden_size=32)
-    options["num_rollout"] = 2
-    refused(runs.command(other, tiny_data, tmp_path / "run2", **options), str(save))
+def test_checkpoint_of_another_architecture(plain_run, tiny_data, tmp_path):
+    other, saved = make_tiny_checkpoint(tmp_path / "other", hidden_size=32), plain_run.checkpoints
+    words = runs.command(other, tiny_data, tmp_path / "run", load=saved, num_rollout=4)
+    refused(words, str(saved))
 
 
 def test_reward_hook_that_always_raises_stops_the_run(tiny_model, tiny_data, tmp_path):

@@ -9,25 +9,19 @@ import torch
 from tests.e2e import runs
 
 
-def test_training_on_a_recorded_rollout_repeats_it(tiny_model, tiny_data, tmp_path):
-    record = str(tmp_path / "rollouts" / "{rollout_id}.pt")
-    shared = {"num_rollout": 2}
-    live = runs.command(
-        tiny_model, tiny_data, tmp_path / "live", save_debug_rollout_data=record, **shared
-    )
+def test_training_on_a_recorded_rollout_repeats_it(plain_run, tiny_model, tiny_data, tmp_path):
     again = runs.command(
         tiny_model,
         tiny_data,
         tmp_path / "again",
         debug_train_only=True,
-        load_debug_rollout_data=record,
+        load_debug_rollout_data=plain_run.rollouts,
         rollout_num_gpus=None,
-        **shared,
+        **plain_run.flags,
     )
-    for words in (live, again):
-        status, output = runs.run(words)
-        assert status == 0, output
-    first, second = runs.learning(tmp_path / "live"), runs.learning(tmp_path / "again")
+    status, output = runs.run(again)
+    assert status == 0, output
+    first, second = runs.learning(plain_run.run_dir), runs.learning(tmp_path / "again")
     assert first == second
     assert {kind for _, kind in first} == {"rollout", "train"}
 

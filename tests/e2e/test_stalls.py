@@ -46,7 +46,7 @@ def test_a_hung_engine_is_replaced(tiny_model, tiny_data, tmp_path):
         tiny_model,
         tiny_data,
         tmp_path / "run",
-        num_rollout=4,
+        num_rollout=3,
         custom_rm_path="tests.e2e.stall_hooks.slow_reward",
         rollout_health_check_interval=1,
         rollout_health_check_timeout=2,
@@ -59,7 +59,7 @@ def test_a_hung_engine_is_replaced(tiny_model, tiny_data, tmp_path):
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "engine 0 failed and was started again" in output
-    assert len(runs.metrics(tmp_path / "run", "train")) == 4
+    assert len(runs.metrics(tmp_path / "run", "train")) == 3
 
 
 def _command(tiny_model, tiny_data, tmp_path, hook: str, **overrides) -> list[str]:
