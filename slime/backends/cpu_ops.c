@@ -134,11 +134,11 @@ static inline void turn_heads_back(const float *restrict x, const float *restric
 
 /* Rows of query | key | value heads become three tensors, queries and keys normed and rotated.
  *
- * Position p of them is of token gather[p]; where scatter[gather[p]] is not p it is padding, and zero. */
-void split_heads(const float *qkv, const int64_t *gather, const int64_t *scatter, long positions,
-                 long query_heads, long key_heads, long dim, const float *cosines,
-                 const float *sines, const float *query_norm, const float *key_norm, float eps,
-                 float *queries, float *keys, float *values) {
+ * Position p of them is of token gather[p]; padding repeats a token. */
+void split_heads(const float *qkv, const int64_t *gather, long positions, long query_heads,
+                 long key_heads, long dim, const float *cosines, const float *sines,
+                 const float *query_norm, const float *key_norm, float eps, float *queries,
+                 float *keys, float *values) {
     long query_size = query_heads * dim, key_size = key_heads * dim;
     long stride = query_size + 2 * key_size;
 #pragma omp parallel
@@ -147,14 +147,8 @@ void split_heads(const float *qkv, const int64_t *gather, const int64_t *scatter
 #pragma omp for schedule(static)
         for (long p = 0; p < positions; p++) {
             long t = gather ? gather[p] : p;
-            float *q = queries + p * query_size, *k = keys + p * key_size, *v = values + p * key_size;
-            if (gather && scatter[t] != p) {
-                memset(q, 0, query_size * sizeof(float));
-                memset(k, 0, key_size * sizeof(float));
-                memset(v, 0, key_size * sizeof(float));
-                continue;
-            }
             const float *x = qkv + t * stride, *cosine = cosines + t * dim, *sine = sines + t * dim;
+            float *q = queries + p * query_size, *k = keys + p * key_size, *v = values + p * key_size;
             turn_heads(x, query_norm, eps, cosine, sine, query_heads, dim, normed, q);
             turn_heads(x + query_size, key_norm, eps, cosine, sine, key_heads, dim, normed, k);
             memcpy(v, x + query_size + key_size, key_size * sizeof(float));
@@ -162,6 +156,7 @@ void split_heads(const float *qkv, const int64_t *gather, const int64_t *scatter
     }
 }
 
+/* No gradient comes back from padding, which no token looks at and whose output is dropped. */
 void split_heads_backward(const float *qkv, const int64_t *scatter, long tokens, long query_heads,
                           long key_heads, long dim, const float *cosines, const float *sines,
                           const float *query_norm, const float *key_norm, float eps,

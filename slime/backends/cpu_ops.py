@@ -19,7 +19,7 @@ _SIGNATURES = {
     "add_rms_norm_backward": [_P, _P, _P, _P, _P, _P, _L, _L, _F],
     "silu_mul": [_P, _P, _L, _L],
     "silu_mul_backward": [_P, _P, _P, _L, _L],
-    "split_heads": [_P, _P, _P, _L, _L, _L, _L, _P, _P, _P, _P, _F, _P, _P, _P],
+    "split_heads": [_P, _P, _L, _L, _L, _L, _P, _P, _P, _P, _F, _P, _P, _P],
     "split_heads_backward": [_P, _P, *[_L] * 4, *[_P] * 4, _F, *[_P] * 6],
     "take_rows": [_P, _P, _P, _L, _L, _P],
 }
@@ -74,7 +74,7 @@ def split_heads(
     padding: tuple[torch.Tensor, torch.Tensor] | None,  # gather and scatter of a PackedLayout
     heads: Heads,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries and keys, normed and rotated, and values: [P, heads, dim], zero where P is padding."""
+    """Queries and keys, normed and rotated, and values: [P, heads, dim]."""
     return _SplitHeads.apply(qkv, *norms, cosines, sines, padding, heads)
 
 
@@ -187,7 +187,7 @@ class _SplitHeads(torch.autograd.Function):
             for count in (heads.num_query, heads.num_key, heads.num_key)
         )
         _library().split_heads(
-            *map(_at, (qkv, gather, scatter)),
+            *map(_at, (qkv, gather)),
             positions,
             *heads.sizes,
             *map(_at, (cosines, sines, query_norm, key_norm)),
