@@ -165,10 +165,15 @@ def check_reach(failures: dict[tuple[str, str], str]) -> Finding:
 
 def check_bandwidth(rates: dict[tuple[str, str], float]) -> Finding:
     """`rates`: by (from, to) bytes per second."""
-    best = max(rates.values())
     words = [f"{a} -> {b} {rate * 8 / 1e9:.1f} Gbit/s" for (a, b), rate in rates.items()]
-    slow = [f"{a} -> {b}" for (a, b), rate in rates.items() if rate < _SLOW * best]
+    slow = [f"{a} -> {b}" for a, b in slow_ways(rates)]
     if slow:
         advice = f"look at cable, speed (ethtool) and other traffic of {', '.join(slow)}"
         return Finding(name="bandwidth", status="differs", found=", ".join(words), advice=advice)
     return Finding(name="bandwidth", status="ok", found=", ".join(words))
+
+
+def slow_ways(rates: dict[tuple[str, str], float]) -> list[tuple[str, str]]:
+    """Those far slower than the fastest."""
+    best = max(rates.values(), default=0.0)
+    return [way for way, rate in rates.items() if rate < _SLOW * best]
