@@ -62,7 +62,8 @@ def test_hostfile_of_an_editor_of_windows(site, hosts):
     (site.folder / "hosts").write_bytes(b"127.0.0.1 slots=8\r\nnode-b\r\nnode-c")
     status, output = site.run(GLM, **{**hosts, "NUM_NODES": "3"})
     assert status == 0, output
-    assert re.findall(r"root@(\S+) bash", site.text("ssh"))[:2] == ["node-b", "node-c"]
+    reached = re.findall(r"root@(\S+) bash", site.text("ssh"))  # at once, so in any order
+    assert set(reached) == {"node-b", "node-c"}
 
 
 @pytest.mark.parametrize("name", ["NUM_NODES", "GPUS_PER_NODE", "RAY_PORT", "DASHBOARD_PORT"])
