@@ -68,7 +68,8 @@ class _Host:
 
     def __init__(self, path: str, *args: Any, **kwargs: Any):
         answer_questions()
-        HeadWatch(ray.get_runtime_context().gcs_address)
+        if ray.is_initialized():  # asking for the context would start a Ray otherwise
+            HeadWatch(ray.get_runtime_context().gcs_address)
         module, name = path.rsplit(".", 1)
         self._error: Exception | None = None
         try:
