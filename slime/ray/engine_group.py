@@ -22,7 +22,7 @@ from slime.utils.types import EngineInfo
 _CONTROL_TIMEOUT_S = 120
 _WORD_EVERY_S = 20.0
 # SGLang decodes one step ahead of what it reads, and unmaps its cache without waiting for that step: seen
-# on an H200 as an illegal memory access in one release of sixty.
+# on an H200 as an illegal memory access in one release of seventy.
 _LAST_STEP_S = 0.3
 _MEMORY = ("kv_cache", "weights")
 
@@ -147,12 +147,13 @@ class EngineGroup:
         self._released = {info.url: set(_MEMORY) for info in self.infos}
 
     def resume(self, tag: str) -> None:
-        """Take back what was given away; SGLang ends itself if it is asked for more than that."""
+        """Take back what was given away; SGLang ends itself if it is asked for more than that, or if
+        the memory is not free any more."""
         without = [info for info in self.infos if tag in self._released.get(info.url, ())]
         try:
             self._post(without, "/resume_memory_occupation", {"tags": [tag]})
         except HttpError as error:
-            raise UserError(
+            raise HttpError(
                 f"an engine could not take back the memory it had given away ({error}). Does another "
                 "process use the same GPU (nvidia-smi)? If not, lower --sglang-mem-fraction-static. "
                 f"Its log ends with\n{self._last_lines()}"

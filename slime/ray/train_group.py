@@ -11,7 +11,7 @@ from slime.ray.ranks import Ranks
 from slime.ray.recorder import Recorder
 from slime.ray.rollout_group import PUSH_TRIES, RolloutGroup
 from slime.utils.arguments import Args
-from slime.utils.errors import WeightMismatchError
+from slime.utils.errors import UserError, WeightMismatchError
 from slime.utils.sync_http import HttpError
 from slime.utils.types import EngineInfo
 
@@ -151,12 +151,18 @@ class TrainGroup:
             try:
                 return self._push_once(rollout)
             except (ray.exceptions.RayTaskError, HttpError) as error:
-                if isinstance(error, WeightMismatchError) or attempt == PUSH_TRIES - 1:
-                    raise
-                self._actor.wake_up()
-                if not rollout.replace_failed(paused=True):
+                if not self._try_again(rollout, error, attempt):
+                    if isinstance(error, HttpError):
+                        raise UserError(str(error)) from error
                     raise
         raise AssertionError("unreachable")
+
+    def _try_again(self, rollout: RolloutGroup, error: Exception, attempt: int) -> bool:
+        """Whether an engine was the cause, and is replaced."""
+        if isinstance(error, WeightMismatchError) or attempt == PUSH_TRIES - 1:
+            return False
+        self._actor.wake_up()
+        return bool(rollout.replace_failed(paused=True))
 
     def _push_once(self, rollout: RolloutGroup) -> list[Any]:
         rollout.resume("weights")
