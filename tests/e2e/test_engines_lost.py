@@ -33,6 +33,24 @@ def is_paused(port: int) -> bool:
     return bool(info["internal_states"][0]["paused"])
 
 
+def lose_one_in_an_update(words, run_dir, number: signal.Signals, *, timeout_s: float) -> int:
+    """Send the signal to engine 0 in an update; the run replaces it and goes on. Its process id."""
+    process = runs.start(words)
+    runs.wait_for(lambda: len(trained(run_dir)) >= 1, process)
+    victim, other = facts(run_dir, 0), facts(run_dir, 1)
+    runs.wait_for(lambda: is_paused(victim["port"]), process)
+    os.kill(victim["pid"], number)
+    output, _ = process.communicate(timeout=timeout_s)
+    assert process.returncode == 0, output
+    assert output.count("engine 0 failed and was started again") == 1
+    assert "engine 1 failed" not in output
+    assert facts(run_dir, 1) == other
+    assert trained(run_dir) == list(range(4))
+    records = runs.metrics(run_dir, "train")
+    assert all(record["train/log_prob_gap_max"] < 1e-4 for record in records), records
+    return victim["pid"]
+
+
 def test_an_engine_lost_in_a_broadcast_is_replaced_and_the_other_runs_on(
     tiny_model, tiny_data, tmp_path
 ):
@@ -46,19 +64,7 @@ def test_an_engine_lost_in_a_broadcast_is_replaced_and_the_other_runs_on(
         update_weight_transport="distributed",
         update_weight_buffer_size=8192,  # many buckets: the update takes a while
     )
-    process = runs.start(words)
-    runs.wait_for(lambda: len(trained(run_dir)) >= 1, process)
-    victim, other = facts(run_dir, 0), facts(run_dir, 1)
-    runs.wait_for(lambda: is_paused(victim["port"]), process)
-    os.kill(victim["pid"], signal.SIGKILL)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    assert output.count("engine 0 failed and was started again") == 1
-    assert "engine 1 failed" not in output
-    assert facts(run_dir, 1) == other
-    assert trained(run_dir) == list(range(4))
-    records = runs.metrics(run_dir, "train")
-    assert all(record["train/log_prob_gap_max"] < 1e-4 for record in records), records
+    lose_one_in_an_update(words, run_dir, signal.SIGKILL, timeout_s=300)
 
 
 def test_an_engine_frozen_in_an_update_is_replaced_and_the_other_runs_on(
@@ -77,20 +83,8 @@ def test_an_engine_frozen_in_an_update_is_replaced_and_the_other_runs_on(
         rollout_health_check_interval=1,
         rollout_health_check_timeout=5,
     )
-    process = runs.start(words)
-    runs.wait_for(lambda: len(trained(run_dir)) >= 1, process)
-    victim, other = facts(run_dir, 0), facts(run_dir, 1)
-    runs.wait_for(lambda: is_paused(victim["port"]), process)
-    os.kill(victim["pid"], signal.SIGSTOP)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    assert output.count("engine 0 failed and was started again") == 1
-    assert "engine 1 failed" not in output
-    assert facts(run_dir, 1) == other
-    assert trained(run_dir) == list(range(4))
-    records = runs.metrics(run_dir, "train")
-    assert all(record["train/log_prob_gap_max"] < 1e-4 for record in records), records
-    assert not psutil.pid_exists(victim["pid"])
+    lost = lose_one_in_an_update(words, run_dir, signal.SIGSTOP, timeout_s=240)
+    assert not psutil.pid_exists(lost)
 
 
 def test_with_every_engine_dead_the_run_waits_then_saves_and_ends(tiny_data, tmp_path):
