@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socketserver
 import threading
 from http.server import SimpleHTTPRequestHandler
@@ -14,18 +13,9 @@ import slime
 from slime.backends.sglang_utils.external import find_external, normalise, version_warning
 from slime.utils.errors import UserError
 from slime.utils.types import EngineInfo
-from tests.args import make_args
 from tests.engines import engine_server
+from tests.external import check_refusals, external
 from tests.tiny import make_tiny_checkpoint
-
-
-def external(model: Path, address: str):
-    return make_args(
-        rollout_engine=None,
-        hf_checkpoint=str(model),
-        rollout_external=True,
-        rollout_external_engine_addrs=[address],
-    )
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +60,5 @@ def test_an_address_of_another_kind_of_server(model):
         other.shutdown()
 
 
-def test_another_model_and_another_tokenizer_are_refused(model, server, tmp_path):
-    other = make_tiny_checkpoint(tmp_path / "llama", "llama")
-    with pytest.raises(UserError, match=r"LlamaForCausalLM.*start it with the model"):
-        find_external(external(other, server.url))
-    spelled = make_tiny_checkpoint(tmp_path / "spelled")
-    path = spelled / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    vocab = tokenizer["model"]["vocab"]
-    vocab["a"], vocab["c"] = vocab["c"], vocab["a"]
-    path.write_text(json.dumps(tokenizer))
-    with pytest.raises(UserError, match="another tokenizer"):
-        find_external(external(spelled, server.url))
+def test_another_model_and_another_tokenizer_are_refused(server, tmp_path):
+    check_refusals(server.url, tmp_path)
