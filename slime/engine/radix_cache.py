@@ -39,15 +39,20 @@ class RadixCache:
             node = child
         return pages
 
-    def insert(self, token_ids: list[int], pages: list[int], num_computed: int) -> None:
+    def insert(
+        self, token_ids: list[int], pages: list[int], num_computed: int, *, in_use: bool = False
+    ) -> None:
         """Make known that `pages` hold the first `num_computed` tokens; full pages only are kept.
 
         Where the tree already has a page for a piece of text it stays, and the given one is left to
-        its request.
+        its request. While that is `in_use` nothing goes behind such a page: the request does not hold
+        it, so it would count as evictable with pages behind it that cannot go.
         """
         node, now = self._root, next(self._clock)
         for key, page in zip(self._keys(token_ids, num_computed), pages, strict=False):
             child = node.children.get(key)
+            if in_use and child is not None and child.page != page:
+                return
             if child is None:
                 child = _Node(page=page, parent=node, key=key)
                 node.children[key] = child

@@ -169,7 +169,7 @@ class Scheduler:
             request = piece.request
             request.num_computed = piece.start + piece.count
             if piece.count > 1:
-                self._remember(request)
+                self._remember(request, in_use=True)
             if piece.samples:
                 request.num_pending += 1
                 self._lens[request.row] += 1
@@ -251,7 +251,8 @@ class Scheduler:
             request = self.waiting.popleft()
             prefix = self._match(request)
             next_page = self._next_page(request.token_ids, len(prefix) * self.pool.page_size)
-            if next_page is not None and next_page in in_flight:
+            shareable = len(next_page or ()) <= self._sharing_limit(request)
+            if shareable and next_page is not None and next_page in in_flight:
                 # Another request computes this page in this very step: wait for it and share it.
                 skipped.append(request)
                 continue
@@ -285,11 +286,15 @@ class Scheduler:
     def _match(self, request: Request) -> list[int]:
         if not self._use_prefix_cache:
             return []
+        return self.cache.match(request.token_ids, self._sharing_limit(request))
+
+    def _sharing_limit(self, request: Request) -> int:
+        """Tokens from the start of its text that need not be computed for this request."""
         # The last token is always computed: its output is what the next one is sampled from.
         limit = len(request.token_ids) - 1
         if request.logprob_start_len >= 0 and request.num_output == 0:
             limit = min(limit, request.logprob_start_len)
-        return self.cache.match(request.token_ids, limit)
+        return limit
 
     def _enter(self, request: Request, prefix: list[int]) -> None:
         request.row = self._free_rows.pop()
@@ -341,7 +346,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _leave(self, request: Request) -> None:
-        self._remember(request)
+        self._remember(request, in_use=False)
         self.pool.release(request.pages)
         self._free_rows.append(request.row)
         if request in self._prompts:
@@ -351,9 +356,10 @@ class Scheduler:
         request.num_computed = request.num_pending = 0
         request.row = -1
 
-    def _remember(self, request: Request) -> None:
+    def _remember(self, request: Request, *, in_use: bool) -> None:
         if self._use_prefix_cache and request.cache_epoch == self.cache.epoch:
-            self.cache.insert(request.token_ids, request.pages, request.num_computed)
+            text, pages, count = request.token_ids, request.pages, request.num_computed
+            self.cache.insert(text, pages, count, in_use=in_use)
 
 
 def _piece(request: Request, count: int) -> Work:

@@ -26,9 +26,12 @@ def make_scheduler(
     )
 
 
-def make_request(tokens: list[int], max_new_tokens: int = 4, rid: str = "r") -> Request:
+def make_request(
+    tokens: list[int], max_new_tokens: int = 4, rid: str = "r", start_len: int = -1
+) -> Request:
     return Request(
         rid=rid,
+        logprob_start_len=start_len,
         token_ids=list(tokens),
         prompt_len=len(tokens),
         params=SamplingParams(max_new_tokens=max_new_tokens),
@@ -146,6 +149,28 @@ def test_pages_filled_before_a_flush_do_not_come_back():
     assert scheduler.pool.num_free == 64
 
 
+def test_pages_computed_twice_do_not_bar_the_way_to_those_before_them():
+    """The scored prompt computes its first page again though the cache has it; all six are needed."""
+    scheduler = make_scheduler(num_pages=6, chunk_size=8)
+    known = make_request([1] * 5, 1)
+    scored = make_request([1] * 4 + [2] * 8, 12, start_len=0)
+    scheduler.add(known)
+    step(scheduler)
+    scheduler.add(scored)
+    for _ in range(14):
+        if not scored.finish:
+            step(scheduler)
+    assert known.finish and scored.finish and scored.num_output == 12
+
+
+def test_prompts_that_are_scored_do_not_wait_for_each_other():
+    """Each computes its whole prompt, so there is nothing to share and all fit into one step."""
+    scheduler = make_scheduler(chunk_size=64)
+    for _ in range(4):
+        scheduler.add(make_request([1] * 9, start_len=0))
+    assert [work.count for work in step(scheduler)] == [9] * 4
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_loads_finish_and_give_back_every_page(seed: int):
     rng = random.Random(seed)
@@ -153,7 +178,11 @@ def test_random_loads_finish_and_give_back_every_page(seed: int):
         num_pages=rng.randint(12, 40), max_running=rng.randint(1, 8), chunk_size=rng.randint(1, 40)
     )
     requests = [
-        make_request([rng.randrange(2) for _ in range(rng.randint(1, 30))], rng.randint(1, 16))
+        make_request(
+            [rng.randrange(2) for _ in range(rng.randint(1, 30))],
+            rng.randint(1, 16),
+            start_len=rng.choice([-1, 0, 5]),
+        )
         for _ in range(40)
     ]
     pending = list(requests)
