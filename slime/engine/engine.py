@@ -128,6 +128,8 @@ class Engine:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # who asked has hung up
             self.in_call = True
             try:
                 future.set_result(function())

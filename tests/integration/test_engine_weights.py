@@ -17,7 +17,7 @@ from slime.utils.hf_views import hf_views, module_weights
 from slime.utils.ipc import SharedBuffer
 from slime.utils.process_group import destroy_side_group, init_side_group, serve_store
 from slime.utils.sync_http import HttpError, post_json
-from tests.engines import EngineServer, engine_server
+from tests.engines import TOKEN, EngineServer, engine_server
 from tests.tiny import make_tiny_checkpoint
 
 PROMPT = [5, 6, 7, 8]
@@ -265,6 +265,19 @@ def test_an_update_without_pause_waits_for_requests_in_flight(
         assert [s["version"] for s in before.result()["meta_info"]["weight_versions"]] == ["0"]
         assert updated.result()["success"]
         assert [s["version"] for s in after.result()["meta_info"]["weight_versions"]] == ["1"]
+
+
+def test_an_update_whose_sender_hung_up_is_left_out(server: EngineServer, policies: list[Policy]):
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(post_json, f"{server.url}/generate", body)
+        wait_until_running(server)
+        update = {"model_path": str(policies[1].path), "weight_version": "1"}
+        with pytest.raises(HttpError, match="no answer within"):
+            url = f"{server.url}/update_weights_from_disk"
+            post_json(url, update, token=TOKEN, timeout=0.02)
+        running.result()
+    assert_serves(server, policies[0], "0")
 
 
 def test_a_damaged_tensor_shows_in_its_checksum_alone(
