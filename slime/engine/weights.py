@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 
 from slime.engine.sampling_params import RequestError
 from slime.utils.checksum import format_checksum, tensor_checksums
-from slime.utils.hf_views import hf_views, module_weights
-from slime.utils.ipc import import_buffer
+from slime.utils.hf_views import hf_views
+from slime.utils.ipc import ImportedBuffers, finish_reading
 from slime.utils.process_group import destroy_side_group, init_side_group
+
+Named = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,9 @@ class WeightStore:
         self._model = model
         self._model_type: str = model.config.model_type
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._weights: dict[str, torch.Tensor] = {}  # by module name; released memory keeps them
         self._kept: tuple[int, dict[str, torch.Tensor]] | None = None  # views, and where they look
+        self._imported = ImportedBuffers()
         self.session_open = False
 
     def begin_session(self) -> None:
@@ -57,6 +61,7 @@ class WeightStore:
             raise RequestError("end_weight_update() without begin_weight_update()")
         self.session_open = False
         self._kept = None
+        self._imported.close()
 
     def require_session(self, route: str) -> None:
         if not self.session_open:
@@ -92,13 +97,21 @@ class WeightStore:
                     views[name].copy_(file.get_tensor(name))
 
     def update_from_buffer(self, handle: Any, metas: list[TensorMeta]) -> None:
-        """From memory another process of this machine shares."""
+        """From memory another process of this machine shares, which is read when this returns.
+
+        The memory stays open during a session.
+        """
         self._check_metas(metas)
         try:
-            with import_buffer(handle) as buffer:
-                self._copy_from(buffer, metas)
+            buffer = self._imported.get(handle)
         except (KeyError, TypeError, OSError, ValueError) as error:
             raise RequestError(f"cannot open the shared buffer: {error}") from error
+        try:
+            self._copy_from(buffer, metas)
+        finally:
+            finish_reading(buffer)
+            if not self.session_open:
+                self._imported.close()
 
     def init_group(
         self, *, address: str, port: int, rank: int, world_size: int, name: str, backend: str
@@ -152,19 +165,31 @@ class WeightStore:
         if places:
             torch._foreach_copy_(places, sent)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _named(self) -> list[tuple[str, torch.Tensor]]:
-        return list(hf_views(module_weights(self._model), model_type=self._model_type))
+    def _named(self) -> list[Named]:
+        """Tied weights once, under the first name."""
+        once: dict[int, Named] = {}
+        for name, tensor in self._all().items():
+            once.setdefault(id(tensor), (name, tensor))
+        return self._hf_views(once.values())
+
+    def _all(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers; going through all modules takes longer than a bucket."""
+        if not self._weights:
+            found = self._model.state_dict(keep_vars=True).items()
+            self._weights = {name: t for name, t in found if isinstance(t, torch.Tensor)}
+        return self._weights
+
+    def _hf_views(self, named: Iterable[Named]) -> list[Named]:
+        detached = ((name, tensor.detach()) for name, tensor in named)
+        return list(hf_views(detached, model_type=self._model_type))
 
     def _views(self) -> dict[str, torch.Tensor]:
-        """As `_named`, and the second name of a tied weight (lm_head) too.
-
-        Kept during a session: going through all modules takes longer than copying a bucket.
-        """
+        """As `_named`, and the second name of a tied weight (lm_head) too; kept during a session."""
         # Weights that were moved, moved together.
         address = next(self._model.parameters()).data_ptr()
         if self._kept is not None and self._kept[0] == address:
             return self._kept[1]
-        views = dict(hf_views(self._model.state_dict().items(), model_type=self._model_type))
+        views = dict(self._hf_views(self._all().items()))
         if self.session_open:
             self._kept = (address, views)
         return views

@@ -12,6 +12,7 @@ two plain reductions, and no multiplication by positions as long as the tensor i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 from collections.abc import Iterable
@@ -34,12 +35,32 @@ def tensor_checksum(name: str, tensor: torch.Tensor, start: int = 0) -> int:
 
 def tensor_checksums(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """Checksums of whole tensors by name, read back from their device all at once."""
-    names, tensors = [], []
-    for name, tensor in named:
-        names.append(name)
-        tensors.append(_bits(tensor))
-    rows = _all_sums(tensors)
-    return {name: _combine(name, *row) for name, row in zip(names, rows, strict=True)}
+    sums = RunningChecksums()
+    sums.add(named)
+    return sums.read()
+
+
+class RunningChecksums:
+    """Checksums of tensors that come in parts of a model, read back when all have come.
+
+    A GPU sums them in the order of its work: what is queued after `add` may overwrite them.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._sums: list[torch.Tensor] = []  # [tensors of one part, 2]
+
+    def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        tensors = []
+        for name, tensor in named:
+            self._names.append(name)
+            tensors.append(_bits(tensor))
+        if tensors:
+            self._sums.append(_all_sums(tensors))
+
+    def read(self) -> dict[str, int]:
+        rows = torch.cat(self._sums).tolist() if self._sums else []
+        return {name: _combine(name, *row) for name, row in zip(self._names, rows, strict=True)}
 
 
 def format_checksum(value: int) -> str:
@@ -47,8 +68,12 @@ def format_checksum(value: int) -> str:
 
 
 def _combine(name: str, plain: int, positional: int) -> int:
-    name_hash = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-    return (plain * name_hash + positional * _POSITION_FACTOR) % 2**64
+    return (plain * _hash(name) + positional * _POSITION_FACTOR) % 2**64
+
+
+@functools.lru_cache(maxsize=1 << 17)  # of two models with all the experts that there are
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,19 +81,20 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(_BITS[flat.element_size()])
 
 
-def _all_sums(tensors: list[torch.Tensor]) -> list[list[int]]:
-    """What `_sums` gives for each; those of a GPU together."""
-    if not tensors:
-        return []
+def _all_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """What `_sums` gives for each, [len(tensors), 2]; those of a GPU together."""
     if tensors[0].device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return torch.stack([_sums(bits) for bits in tensors]).tolist()
+        return torch.stack([_sums(bits) for bits in tensors])
     from slime.utils.checksum_kernel import many_sums
 
+    dtypes = {bits.dtype for bits in tensors}
+    if len(dtypes) == 1:
+        return many_sums(tensors)
     sums = torch.empty(len(tensors), 2, dtype=torch.int64, device=tensors[0].device)
-    for dtype in {bits.dtype for bits in tensors}:
+    for dtype in dtypes:
         rows = [row for row, bits in enumerate(tensors) if bits.dtype == dtype]
         sums[rows] = many_sums([tensors[row] for row in rows])
-    return sums.tolist()
+    return sums
 
 
 def _sums(bits: torch.Tensor) -> torch.Tensor:

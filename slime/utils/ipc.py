@@ -1,9 +1,9 @@
 """Buffers of bytes that two processes of one machine share: a file in /dev/shm, or CUDA IPC.
 
 The owner makes a `SharedBuffer` and sends what `export()` returns, plain JSON values; the other side
-opens it with `import_buffer`. A CUDA export is counted by torch and must be opened exactly once, so
-every receiver gets an export of its own; a shared-memory export may be opened by name any number of
-times until the owner closes it.
+opens it with `import_buffer`, or with `ImportedBuffers` where the owner fills it again and again. A CUDA
+export is counted by torch and must be opened exactly once, so every receiver gets an export of its own;
+a shared-memory export may be opened by name any number of times until the owner closes it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import fcntl
+import json
 import mmap
 import os
 import re
@@ -78,6 +79,36 @@ class SharedBuffer:
             self._segment.close()
 
 
+class ImportedBuffers:
+    """Buffers that an owner fills by turns, each opened once; the two that were used last stay open.
+
+    What the owner writes later is seen: before it does, a reader must be done (`finish_reading`), and
+    before the reader is told, the owner must be done writing.
+    """
+
+    _KEPT = 2
+
+    def __init__(self) -> None:
+        # By handle, the one used last at the end.
+        self._open: dict[str, tuple[contextlib.ExitStack, torch.Tensor]] = {}
+
+    def get(self, handle: BufferHandle) -> torch.Tensor:
+        """As `import_buffer` gives it, valid until two others were asked for or all are closed."""
+        key = json.dumps(handle, sort_keys=True)
+        self._open[key] = self._open.pop(key, None) or _opened(handle)
+        while len(self._open) > self._KEPT:
+            self._close(next(iter(self._open)))
+        return self._open[key][1]
+
+    def close(self) -> None:
+        for key in list(self._open):
+            self._close(key)
+
+    def _close(self, key: str) -> None:
+        stack, _ = self._open.pop(key)
+        stack.close()
+
+
 @contextlib.contextmanager
 def import_buffer(handle: BufferHandle) -> Iterator[torch.Tensor]:
     """The exported bytes as a uint8 tensor, valid inside the `with` only; writing to it is not seen
@@ -90,9 +121,33 @@ def import_buffer(handle: BufferHandle) -> Iterator[torch.Tensor]:
         try:
             yield tensor
         finally:
-            torch.cuda.synchronize(tensor.device)  # the owner may overwrite it from now on
+            finish_reading(tensor)
     else:
         raise ValueError(f"unknown kind of shared buffer {handle['kind']!r}; know shm, cuda_ipc")
+
+
+def _opened(handle: BufferHandle) -> tuple[contextlib.ExitStack, torch.Tensor]:
+    stack = contextlib.ExitStack()
+    return stack, stack.enter_context(import_buffer(handle))
+
+
+def finish_reading(tensor: torch.Tensor) -> None:
+    """Wait for what this thread queued on a GPU: the owner may overwrite the buffer from then on."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def release_export(handle: BufferHandle) -> None:
+    """In place of a receiver that is gone: torch keeps the memory until it is told."""
+    if handle["kind"] == "cuda_ipc":
+        counter = _decode(handle["ref_counter"])
+        torch.UntypedStorage._release_ipc_counter(counter, handle["ref_counter_offset"])
+
+
+def collect_exports() -> None:
+    """Take back memory of closed CUDA buffers whose receivers have let go of them."""
+    if torch.cuda.is_initialized():
+        torch.cuda.ipc_collect()
 
 
 def remove_stale_segments() -> list[str]:

@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from slime.utils import ipc
-from slime.utils.ipc import SharedBuffer, import_buffer, remove_stale_segments
+from slime.utils.ipc import ImportedBuffers, SharedBuffer, import_buffer, remove_stale_segments
 
 PATTERN = torch.arange(1000, dtype=torch.int64).to(torch.uint8)
 
@@ -139,3 +140,42 @@ def test_cuda_buffer_between_processes():
     child.stdin.close()
     assert child.wait(60) == 0
     buffer.close()
+
+
+def test_an_open_buffer_shows_what_is_written_later(buffer):
+    """A mapping is private, but Linux copies a page only for who writes to it."""
+    imported = ImportedBuffers()
+    for factor in (1, 2, 3):
+        buffer.tensor.copy_(PATTERN * factor)
+        assert torch.equal(imported.get(buffer.export()), PATTERN * factor)
+    imported.close()
+
+
+def test_the_two_buffers_used_last_stay_open_and_are_opened_once():
+    buffers = [SharedBuffer(64) for _ in range(3)]
+    handles = [buffer.export() for buffer in buffers]
+    imported = ImportedBuffers()
+    first, second = (imported.get(handle) for handle in handles[:2])
+    assert imported.get(handles[0]) is first
+    for buffer in buffers[:2]:  # what is open needs no name any more
+        (ipc.SHM_DIR / buffer.export()["name"].lstrip("/")).unlink()
+    assert imported.get(handles[1]) is second and imported.get(handles[0]) is first
+    imported.get(handles[2])
+    assert imported.get(handles[0]) is first
+    with pytest.raises(FileNotFoundError):  # the one of the three that was not used for longest
+        imported.get(handles[1])
+    imported.close()
+    with pytest.raises(FileNotFoundError):
+        imported.get(handles[0])
+    for buffer in buffers:
+        buffer.close()
+
+
+def test_a_closed_buffer_is_mapped_no_more(buffer):
+    imported = ImportedBuffers()
+    imported.get(buffer.export())
+    name = buffer.export()["name"].lstrip("/")
+    assert name in Path("/proc/self/maps").read_text()
+    before = Path("/proc/self/maps").read_text().count(name)
+    imported.close()
+    assert Path("/proc/self/maps").read_text().count(name) == before - 1

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from slime.utils.sync_http import HttpError, get_json, post_json
+from slime.utils.sync_http import HttpError, JsonServer, get_json, post_json
 
 
 class Echo(BaseHTTPRequestHandler):
@@ -122,3 +122,111 @@ def test_a_request_that_was_sent_is_not_repeated():
     with serving(HangUp) as url, pytest.raises(HttpError, match="connection lost"):
         post_json(f"{url}/update", {}, retries=3)
     assert seen == ["/update"]
+
+
+class Counting(Echo):
+    """Keeps connections open, and numbers them by the answers' `client`."""
+
+    protocol_version = "HTTP/1.1"
+
+    def answer(self, body: object) -> None:
+        data = json.dumps({"client": self.client_address[1], "body": body}).encode()
+        self.send_response(400 if self.path == "/bad" else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def test_calls_one_after_the_other_share_a_connection():
+    with serving(Counting) as url:
+        server = JsonServer(url, token="t")
+        clients = [server.start("POST", "/a", {"n": n}).result() for n in range(3)]
+        with pytest.raises(HttpError, match="status 400"):
+            server.start("POST", "/bad", {}).result()
+        clients.append(server.start("GET", "/a").result())
+        server.close()
+        clients.append(server.start("GET", "/a").result())
+        server.close()
+    assert [reply["body"] for reply in clients] == [{"n": 0}, {"n": 1}, {"n": 2}, None, None]
+    ports = [reply["client"] for reply in clients]
+    assert len(set(ports[:4])) == 1 and ports[4] != ports[0]
+
+
+def test_calls_at_the_same_time_have_a_connection_each():
+    with serving(Counting) as url:
+        server = JsonServer(url)
+        calls = [server.start("POST", "/a", {"n": n}) for n in range(2)]
+        replies = [call.result() for call in reversed(calls)]
+        server.close()
+    assert [reply["body"]["n"] for reply in replies] == [1, 0]
+    assert replies[0]["client"] != replies[1]["client"]
+
+
+def test_a_connection_that_the_server_closed_is_replaced():
+    closed = threading.Event()
+
+    class Once(Counting):
+        def answer(self, body: object) -> None:
+            super().answer(body)
+            self.close_connection = True  # without having said so
+
+        def finish(self) -> None:
+            super().finish()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            closed.set()
+
+    with serving(Once) as url:
+        server = JsonServer(url)
+        for number in range(3):
+            assert server.start("POST", "/a", {"n": number}).result()["body"] == {"n": number}
+            assert closed.wait(5)
+            closed.clear()
+
+
+def test_a_kept_connection_that_breaks_amid_a_call_is_not_repeated():
+    seen = []
+
+    class Break(Counting):
+        def answer(self, body: object) -> None:
+            seen.append(self.path)
+            if self.path == "/update":
+                self.connection.shutdown(socket.SHUT_RDWR)
+            else:
+                super().answer(body)
+
+    with serving(Break) as url:
+        server = JsonServer(url)
+        server.start("GET", "/a").result()
+        with pytest.raises(HttpError, match="connection lost"):
+            server.start("POST", "/update", {}).result()
+        server.start("GET", "/b").result()
+    assert seen == ["/a", "/update", "/b"]
+
+
+class Late(Echo):
+    def answer(self, body: object) -> None:
+        time.sleep(0.5)
+        super().answer(body)
+
+
+def test_who_waits_long_looks_and_may_give_up():
+    looks = []
+
+    def give_up() -> None:
+        raise HttpError("it is gone")
+
+    with serving(Late) as url:
+        server = JsonServer(url)
+        reply = server.start("GET", "/a").result(0.1, lambda: looks.append(1))
+        with pytest.raises(HttpError, match="it is gone"):
+            server.start("GET", "/b").result(0.1, give_up)
+    assert reply["path"] == "/a" and len(looks) >= 2
+
+
+def test_an_answer_that_comes_while_looking_counts():
+    def look() -> None:
+        time.sleep(1.0)
+        raise HttpError("no answer to this")
+
+    with serving(Late) as url:
+        assert JsonServer(url).start("GET", "/a").result(0.1, look)["path"] == "/a"

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from slime.backends.weight_sync.liveness import (
-    Patience,
-    allowed_s,
-    call_while_alive,
-)
-from slime.utils.sync_http import HttpError, get_json, post_json
+from slime.backends.weight_sync.liveness import Patience, allowed_s, require_alive
+from slime.utils.sync_http import Call, HttpError, JsonServer
 from slime.utils.types import EngineInfo
 
 _CONTROL_TIMEOUT_S = 120.0
@@ -32,13 +29,17 @@ class RankSums:
 
 
 class EngineClient:
+    """Made for one update; gives its connection back with `close`."""
+
     def __init__(
         self, info: EngineInfo, token: str | None, patience: Patience | None = None
     ) -> None:
         self.info = info
         self.nbytes = 0  # of the weights it was sent in all
-        self._token, self._patience = token, patience or Patience()
-        self._session_open = self._silent = False
+        self._server = JsonServer(info.url, token)
+        self._patience = patience or Patience()
+        self._session_open = False
+        self.silent = False  # a call to it was not answered
 
     @property
     def url(self) -> str:
@@ -70,7 +71,7 @@ class EngineClient:
 
     def abandon(self) -> None:
         """Close the session of an update that failed, if the server can still be asked to."""
-        if self._session_open and not self._silent:
+        if self._session_open and not self.silent:
             self._session_open = False
             with suppress(HttpError):  # it may be what failed
                 self.post("/end_weight_update", {}, timeout=self._patience.answer_s)
@@ -79,9 +80,20 @@ class EngineClient:
         self, route: str, payload: dict[str, Any], *, nbytes: int = 0, timeout: float | None = None
     ) -> None:
         """One of the /update_weights_from_* calls; also checks the `success` it answers."""
-        reply = self.post(route, payload, timeout=timeout or allowed_s(nbytes))
-        if not (isinstance(reply, dict) and reply.get("success") is True):
-            raise HttpError(f"POST {self.url}{route}: {reply}")
+        self.start_update(route, payload, nbytes=nbytes, timeout=timeout)()
+
+    def start_update(
+        self, route: str, payload: dict[str, Any], *, nbytes: int = 0, timeout: float | None = None
+    ) -> Callable[[], None]:
+        """The same, but the answer is waited for only when what is returned is called."""
+        call = self._start("POST", route, payload, timeout or allowed_s(nbytes))
+
+        def finish() -> None:
+            reply = self._result(call)
+            if not (isinstance(reply, dict) and reply.get("success") is True):
+                raise HttpError(f"POST {self.url}{route}: {reply}")
+
+        return finish
 
     def flush(self) -> None:
         """Forget cached keys and values; refused for a moment while requests are being put back."""
@@ -122,20 +134,32 @@ class EngineClient:
         self.post("/continue_generation", {})
 
     def post(self, route: str, payload: dict[str, Any], timeout: float = _CONTROL_TIMEOUT_S) -> Any:
-        url = self.url + route
-        return self._while_alive(
-            lambda: post_json(url, payload, token=self._token, timeout=timeout)
-        )
+        return self._result(self._start("POST", route, payload, timeout))
+
+    def close(self) -> None:
+        self._server.close()
 
     def _get(self, route: str) -> Any:
-        return self._while_alive(lambda: get_json(self.url + route, timeout=_CONTROL_TIMEOUT_S))
+        return self._result(self._start("GET", route, None, _CONTROL_TIMEOUT_S))
 
-    def _while_alive(self, call: Callable[[], Any]) -> Any:
+    def _start(
+        self, method: str, route: str, payload: dict[str, Any] | None, timeout: float
+    ) -> Call:
+        with self._noting_silence():
+            return self._server.start(method, route, payload, timeout=timeout)
+
+    def _result(self, call: Call) -> Any:
         """Given up early if the server falls silent altogether."""
+        with self._noting_silence():
+            look = partial(require_alive, self.url, self._patience)
+            return call.result(self._patience.look_every_s, look)
+
+    @contextmanager
+    def _noting_silence(self) -> Iterator[None]:
         try:
-            return call_while_alive(call, self.url, self._patience)
+            yield
         except HttpError as error:
-            self._silent = self._silent or error.status is None
+            self.silent = self.silent or error.status is None
             raise
 
     def _ask_checksums(self) -> dict[str, Any]:
@@ -152,8 +176,8 @@ def _rank_sums(reply: dict[str, Any]) -> RankSums:
 
 def on_all(engines: Sequence[EngineClient], call: Callable[[EngineClient], Result]) -> list[Result]:
     """`call` on every engine at once; all have ended when this returns or raises the failures."""
-    if not engines:
-        return []
+    if len(engines) < 2:
+        return [call(engine) for engine in engines]
     with ThreadPoolExecutor(len(engines)) as pool:
         futures = [pool.submit(call, engine) for engine in engines]
     errors = [error for future in futures if (error := future.exception()) is not None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -33,16 +33,12 @@ def allowed_s(nbytes: int) -> float:
     return _LEAST_S + nbytes / _SLOWEST_BYTES_PER_S
 
 
-def call_while_alive(call: Callable[[], Result], url: str, patience: Patience) -> Result:
-    """What `call` returns, as long as the server at `url` is there."""
-    future = in_background(call)
-    while not wait([future], timeout=patience.look_every_s)[0]:
-        try:
-            get_json(f"{url}/model_info", timeout=patience.answer_s, retries=0)
-        except HttpError as error:
-            if not future.done():
-                raise HttpError(f"it does not answer any more: {error}") from error
-    return future.result()
+def require_alive(url: str, patience: Patience) -> None:
+    """Raises unless the server at `url` still says what it serves."""
+    try:
+        get_json(f"{url}/model_info", timeout=patience.answer_s, retries=0)
+    except HttpError as error:
+        raise HttpError(f"it does not answer any more: {error}") from error
 
 
 def in_background(call: Callable[[], Result]) -> Future[Result]:

@@ -24,13 +24,12 @@ from slime.backends.weight_sync.served import ServedCheck
 from slime.backends.weight_sync.sglang_tensor import SGLangTensorTransport
 from slime.backends.weight_sync.tensor import TensorTransport
 from slime.backends.weight_sync.types import Bucket, WeightSyncError, WeightTransport
-from slime.backends.weight_sync.verify import check_checksums, check_versions
-from slime.utils.checksum import tensor_checksums
+from slime.backends.weight_sync.verify import SentWeights, check_checksums, check_versions
 from slime.utils.device import collective_backend, current_device, device_id
 from slime.utils.env import read_env
 from slime.utils.errors import WeightMismatchError
 from slime.utils.fp8 import quantize_all
-from slime.utils.ipc import remove_stale_segments
+from slime.utils.ipc import collect_exports, remove_stale_segments
 from slime.utils.reports import SyncReport
 from slime.utils.types import EngineInfo
 
@@ -101,28 +100,34 @@ class WeightSync:
         """Send what `buckets` gives (a collective iterator: all ranks go through it) as `version`."""
         started = time.perf_counter()
         self._checksum_seconds = 0.0
-        self._kinds = {info.kind for info in engines}
+        kinds = {info.kind for info in engines}
+        self._sent = SentWeights(with_sums=self._verify and "slime" in kinds)
         self._served: ServedCheck | None = None
         clients = [EngineClient(info, self._token, self._patience) for info in engines]
         fp8 = self._model.fp8
         if fp8 is not None:
             buckets = (list(quantize_all(bucket, fp8)) for bucket in buckets)
         try:
-            sums, nbytes, num_buckets = self._transfer(buckets, clients, version)
+            nbytes, num_buckets = self._transfer(buckets, clients, version)
             with _on_all_ranks("finishing the update"):
                 if _rank() == 0:
                     for client in clients:
                         client.nbytes = nbytes
-                    self._commit(clients, sums, version)
+                    self._commit(clients, version)
         except BaseException:
             self.transport.close()
             self._abandon(clients)
             raise
-        self.transport.close()
+        else:
+            self.transport.close()
+        finally:
+            collect_exports()  # engines have closed what was shared, with their sessions
+            for client in clients:
+                client.close()
         report = SyncReport(
             version=version,
             nbytes=nbytes,
-            num_tensors=len(sums),
+            num_tensors=len(self._sent),
             num_buckets=num_buckets,
             num_engines=len(engines),
             seconds=time.perf_counter() - started,
@@ -134,23 +139,22 @@ class WeightSync:
 
     def _transfer(
         self, buckets: Iterable[HFTensors], clients: list[EngineClient], version: int
-    ) -> tuple[dict[str, int], int, int]:
-        """Every bucket into every engine: checksums of what was sent, bytes, buckets."""
+    ) -> tuple[int, int]:
+        """Every bucket into every engine: bytes, buckets."""
         mine = self._engines_served(clients)
-        sums: dict[str, int] = {}
         nbytes, index = 0, -1
         with _on_all_ranks("preparing the engines"):
             self._prepare(clients, mine, version)
         for index, tensors in enumerate(buckets):
             bucket = Bucket(index=index, tensors=[(name, t.detach()) for name, t in tensors])
             with _on_all_ranks(f"bucket {index}"):
-                self._send(bucket, sums, to_engines=bool(mine))
+                self._send(bucket, to_engines=bool(mine))
             nbytes += bucket.nbytes
             del bucket, tensors  # before the next one is gathered
         with _on_all_ranks(f"bucket {index}"):
             if mine:
                 self.transport.finish()
-        return sums, nbytes, index + 1
+        return nbytes, index + 1
 
     def _prepare(self, clients: list[EngineClient], mine: list[EngineClient], version: int) -> None:
         if _rank() == 0:
@@ -162,20 +166,24 @@ class WeightSync:
         if mine:
             self.transport.open(mine, version)
 
-    def _send(self, bucket: Bucket, sums: dict[str, int], *, to_engines: bool) -> None:
+    def _send(self, bucket: Bucket, *, to_engines: bool) -> None:
         if _rank() == 0:
-            self._add_sums(bucket, sums)
+            with self._checksum_time():
+                self._sent.add(bucket)
+                if self._served is not None:
+                    for name, tensor in bucket.tensors:
+                        self._served.add(name, tensor)
         if to_engines:
             self.transport.send(bucket)
 
-    def _commit(self, clients: list[EngineClient], sums: dict[str, int], version: int) -> None:
+    def _commit(self, clients: list[EngineClient], version: int) -> None:
         on_all(clients, EngineClient.end)
         on_all(clients, EngineClient.flush)
         check_versions(clients, version)
         if self._verify:
             with self._checksum_time():
                 embedded = [engine for engine in clients if engine.info.kind == "slime"]
-                check_checksums(embedded, sums, version)
+                check_checksums(embedded, self._sent.checksums(), version)
                 if self._served is not None:
                     self._served.compare(version)
         on_all(clients, EngineClient.resume)
@@ -183,22 +191,6 @@ class WeightSync:
     def _abandon(self, clients: list[EngineClient]) -> None:
         """Close the sessions, so that a later update can start over; generation stays paused."""
         on_all(clients, EngineClient.abandon)
-
-    def _add_sums(self, bucket: Bucket, sums: dict[str, int]) -> None:
-        names = {name for name, _ in bucket.tensors}
-        if len(names) < len(bucket.tensors) or names & sums.keys():
-            raise WeightSyncError(f"bucket {bucket.index} holds a name that was sent before")
-        if not self._verify:
-            sums.update(dict.fromkeys(names, 0))
-            return
-        with self._checksum_time():
-            if self._served is not None:
-                for name, tensor in bucket.tensors:
-                    self._served.add(name, tensor)
-            if "slime" in self._kinds:
-                sums.update(tensor_checksums(bucket.tensors))
-            else:
-                sums.update(dict.fromkeys(names, 0))
 
     @contextlib.contextmanager
     def _checksum_time(self) -> Iterator[None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,70 +11,111 @@ import torch
 from slime.backends.weight_sync.engine_client import EngineClient
 from slime.backends.weight_sync.payloads import tensor_payload
 from slime.backends.weight_sync.types import Bucket, WeightSyncError
-from slime.utils.ipc import SharedBuffer
+from slime.utils.ipc import BufferHandle, SharedBuffer, release_export
+from slime.utils.sync_http import HttpError
 
 _ALIGNMENT = 64
 
 
 class TensorTransport:
-    """Two buffers by turns: the next bucket is gathered and packed while engines copy the last one."""
+    """Two buffers by turns: the next bucket is gathered and packed while engines copy the last one.
+
+    Engines open a buffer once and keep it open until the end of the update. On a GPU the two processes
+    keep out of each other's way by waiting: a bucket is announced once it is packed, and a buffer is
+    packed again once every engine has said that it copied the bucket before, which it has finished then.
+    """
 
     shares_device = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._engines: list[EngineClient] = []
         self._buffers: list[SharedBuffer | None] = [None, None]
-        self._pool: ThreadPoolExecutor | None = None
-        self._in_flight: tuple[int, list[tuple[EngineClient, Future[None]]]] | None = None
+        self._sizes = [0, 0]  # what was needed so far: a larger bucket costs one more export
+        self._handles: dict[tuple[int, str], BufferHandle] = {}  # by buffer and engine
+        self._in_flight: list[tuple[EngineClient, Callable[[], None]]] = []
+        self._index = -1  # of the bucket in flight
 
     def open(self, engines: list[EngineClient], version: int) -> None:
         self._engines, self._version = engines, version
-        self._pool = ThreadPoolExecutor(len(engines), thread_name_prefix="weight-sync")
 
     def send(self, bucket: Bucket) -> None:
-        assert self._pool is not None
-        buffer = self._buffer(bucket)
+        slot = bucket.index % 2
+        buffer = self._buffer(slot, packed_size(bucket))
         metadata = pack(bucket, buffer.tensor)
+        packed = _mark(self._device)
         self.finish()  # one bucket at a time per engine; the other buffer is free from here on
-        calls = []
+        if packed is not None:
+            packed.synchronize()
+        self._index = bucket.index
         for engine in self._engines:
-            payload = tensor_payload(buffer.export(), metadata, self._version)
-            call = self._pool.submit(
-                engine.update, "/update_weights_from_tensor", payload, nbytes=bucket.nbytes
-            )
-            calls.append((engine, call))
-        self._in_flight = (bucket.index, calls)
+            payload = tensor_payload(self._handle(slot, engine), metadata, self._version)
+            self._in_flight.append((engine, self._start(engine, payload, bucket.nbytes)))
 
     def finish(self) -> None:
-        if self._in_flight is None:
-            return
-        (index, calls), self._in_flight = self._in_flight, None
-        errors = [(engine, error) for engine, call in calls if (error := call.exception())]
+        calls, self._in_flight = self._in_flight, []
+        errors: list[tuple[EngineClient, HttpError]] = []
+        for engine, finish in calls:
+            try:
+                finish()
+            except HttpError as error:
+                errors.append((engine, error))
         if errors:
-            text = "; ".join(f"engine {engine.url}: {error}" for engine, error in errors)
-            raise WeightSyncError(f"bucket {index} did not arrive: {text}") from errors[0][1]
+            raise self._lost(errors) from errors[0][1]
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)  # an engine may still be reading a buffer
-            self._pool = None
-        self._in_flight = None
-        for slot, buffer in enumerate(self._buffers):
-            if buffer is not None:
-                self._buffers[slot] = None
-                buffer.close()
-        if self._device.type == "cuda":
-            torch.cuda.ipc_collect()
+        with suppress(WeightSyncError):  # an engine may still be reading a buffer
+            self.finish()
+        gone = {engine.url for engine in self._engines if engine.silent}
+        for (_, url), handle in self._handles.items():
+            if url in gone:
+                release_export(handle)
+        for slot in range(2):
+            self._drop(slot)
 
-    def _buffer(self, bucket: Bucket) -> SharedBuffer:
-        slot, size = bucket.index % 2, packed_size(bucket)
+    def _start(
+        self, engine: EngineClient, payload: dict[str, Any], nbytes: int
+    ) -> Callable[[], None]:
+        try:
+            return engine.start_update("/update_weights_from_tensor", payload, nbytes=nbytes)
+        except HttpError as error:
+            raise self._lost([(engine, error)]) from error
+
+    def _lost(self, errors: list[tuple[EngineClient, HttpError]]) -> WeightSyncError:
+        text = "; ".join(f"engine {engine.url}: {error}" for engine, error in errors)
+        return WeightSyncError(f"bucket {self._index} did not arrive: {text}")
+
+    def _buffer(self, slot: int, size: int) -> SharedBuffer:
+        """Its last bucket has been answered: it may be replaced by a larger one."""
         buffer = self._buffers[slot]
         if buffer is None or buffer.size < size:
-            if buffer is not None:
-                self._buffers[slot] = None
-                buffer.close()
-            buffer = self._buffers[slot] = _allocate(size, self._device)
+            self._drop(slot)
+            self._sizes[slot] = max(self._sizes[slot], size)
+            buffer = self._buffers[slot] = _allocate(self._sizes[slot], self._device)
         return buffer
+
+    def _handle(self, slot: int, engine: EngineClient) -> BufferHandle:
+        key = (slot, engine.url)
+        if key not in self._handles:
+            buffer = self._buffers[slot]
+            assert buffer is not None
+            self._handles[key] = buffer.export()
+        return self._handles[key]
+
+    def _drop(self, slot: int) -> None:
+        buffer, self._buffers[slot] = self._buffers[slot], None
+        self._handles = {key: handle for key, handle in self._handles.items() if key[0] != slot}
+        if buffer is not None:
+            buffer.close()
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """Happens when all that was queued on the GPU so far is done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def packed_size(bucket: Bucket) -> int:
@@ -92,7 +134,8 @@ def pack(bucket: Bucket, buffer: torch.Tensor) -> list[dict[str, Any]]:
         )
         offset += _aligned(tensor.nbytes)
     if places:
-        torch._foreach_copy_(places, [tensor for _, tensor in bucket.tensors], non_blocking=True)
+        tensors = [tensor for _, tensor in bucket.tensors]
+        torch._foreach_copy_(places, tensors, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
     return metadata
 
 

@@ -3,9 +3,34 @@
 from __future__ import annotations
 
 from slime.backends.weight_sync.engine_client import EngineClient, on_all
+from slime.backends.weight_sync.types import Bucket, WeightSyncError
+from slime.utils.checksum import RunningChecksums
 from slime.utils.errors import WeightMismatchError
 
 _NAMED = 3
+
+
+class SentWeights:
+    """The names that were sent and, if wanted, checksums of the tensors as the transport got them."""
+
+    def __init__(self, *, with_sums: bool) -> None:
+        self._names: set[str] = set()
+        self._sums = RunningChecksums() if with_sums else None
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, bucket: Bucket) -> None:
+        names = {name for name, _ in bucket.tensors}
+        if len(names) < len(bucket.tensors) or names & self._names:
+            raise WeightSyncError(f"bucket {bucket.index} holds a name that was sent before")
+        self._names |= names
+        if self._sums is not None:
+            self._sums.add(bucket.tensors)
+
+    def checksums(self) -> dict[str, int]:
+        """Of everything sent, read back from the device only now."""
+        return {} if self._sums is None else self._sums.read()
 
 
 def check_versions(engines: list[EngineClient], version: int) -> None:
