@@ -17,7 +17,9 @@ _UNSUPPORTED = {
     "custom_params": None,
 }
 _HARMLESS = {"stream_interval"}
-MAX_TOP_K = 1 << 30
+_SMALLEST_TEMPERATURE = 1e-6  # below it, as with SGLang, decoding is greedy
+_LARGEST = 1e30  # what 32 bits can still be divided by the smallest temperature
+_MOST_COPIES = 16384
 
 
 class RequestError(ValueError):
@@ -34,7 +36,7 @@ class RequestError(ValueError):
 
 @dataclass(kw_only=True, frozen=True)
 class SamplingParams:
-    """temperature 0 is greedy decoding; top_k -1 is the whole vocabulary."""
+    """temperature 0, and what is hardly more, is greedy decoding; top_k -1 is the whole vocabulary."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
@@ -57,12 +59,13 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < _SMALLEST_TEMPERATURE or self.top_k == 1
 
     @property
     def scale(self) -> float:
         """What logits are divided by; greedy requests report the log-probs of temperature 1."""
-        return 1.0 if self.temperature == 0.0 else self.temperature
+        greedy = self.temperature < _SMALLEST_TEMPERATURE
+        return 1.0 if greedy else min(self.temperature, _LARGEST)
 
     @property
     def filtered(self) -> bool:
@@ -133,6 +136,12 @@ def _check(p: SamplingParams) -> None:
         f"min_new_tokens must be in [0, max_new_tokens({p.max_new_tokens})], got {p.min_new_tokens}.",
     )
     _require(p.n >= 1, f"n must be at least 1, got {p.n}.")
+    _require(p.n <= _MOST_COPIES, f"n must be at most {_MOST_COPIES}, got {p.n}.")
+    biases = p.logit_bias.values()
+    _require(
+        all(abs(bias) <= _LARGEST for bias in biases),
+        f"logit_bias must be between {-_LARGEST:g} and {_LARGEST:g}, got {max(biases, key=abs, default=0)}.",
+    )
 
 
 def _require(condition: bool, message: str) -> None:

@@ -47,6 +47,21 @@ def test_greedy_takes_the_most_probable_and_reports_its_log_prob_at_temperature_
     assert draw.log_probs == pytest.approx(expected.values.tolist(), abs=1e-6)
 
 
+@pytest.mark.parametrize("temperature", [1e-7, 1e-40, 1e-320])
+def test_hardly_any_temperature_is_greedy_and_not_a_division_by_zero(temperature: float):
+    logits = make_logits(2)
+    draw = sample(logits, [make_request(temperature=temperature) for _ in range(2)])
+    expected = logits.log_softmax(-1).max(-1)
+    assert draw.tokens == expected.indices.tolist()
+    assert draw.log_probs == pytest.approx(expected.values.tolist(), abs=1e-6)
+
+
+def test_any_temperature_at_all_draws_evenly_from_what_is_allowed():
+    draw = sample(make_logits(), [make_request(temperature=1e300, min_new_tokens=1)])
+    assert draw.log_probs == pytest.approx([-math.log(VOCAB)], abs=1e-6)
+    assert draw.tokens != [0]
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 def test_frequencies_follow_the_scaled_distribution(temperature: float):
     logits = make_logits()
@@ -172,6 +187,8 @@ def test_unknown_and_unsupported_keys_are_refused_by_name():
         {"stop": 3},
         {"temperature": "hot"},
         {"n": 0},
+        {"n": 1 << 40},  # would be made one by one
+        {"logit_bias": {"3": 1e308}},  # infinite in 32 bits
         {"ignore_eos": 1},
     ],
 )
