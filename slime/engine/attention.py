@@ -112,7 +112,7 @@ def paged_attention(
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     output = attend(layer, query, key, value, scale, sliding_window, softcap, s_aux)
-    return output.unsqueeze(0), None
+    return output.unsqueeze(0).contiguous(), None  # some models take a view of it
 
 
 def attend(

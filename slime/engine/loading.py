@@ -42,11 +42,7 @@ def load_model(args: EngineArgs, device: torch.device) -> PreTrainedModel:
         # Each token's experts as products of their own: a loop over experts has shapes that depend
         # on where all the tokens of a batch go.
         options["experts_implementation"] = "batched_mm"
-    if args.load_format == "dummy":
-        with torch.device(device):
-            model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, **options))
-    else:
-        model = _load_weights(args, config, options)
+    model = _make_model(args, config, options, device)
     torch.nn.Module.to(model, device)
     model.eval()
     for parameter in model.parameters():
@@ -54,6 +50,23 @@ def load_model(args: EngineArgs, device: torch.device) -> PreTrainedModel:
     if device.type == "cpu":
         _lay_out_by_columns(model)
     return model
+
+
+def _make_model(
+    args: EngineArgs, config: PreTrainedConfig, options: dict[str, Any], device: torch.device
+) -> PreTrainedModel:
+    try:
+        if args.load_format != "dummy":
+            return _load_weights(args, config, options)
+        with torch.device(device):
+            return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, **options))
+    except KeyError as error:  # in a table of the attentions that the model knows
+        if error.args != (IMPLEMENTATION,):
+            raise
+        raise UserError(
+            f"the embedded engine cannot serve {config.model_type!r}: its attention does not go through "
+            "transformers' attention interface; use --rollout-engine sglang"
+        ) from error
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> frozenset[int]:
@@ -73,7 +86,27 @@ def context_len(args: EngineArgs, model: PreTrainedModel) -> int:
             f"--context-length {args.context_length} is more than the {most} positions of the model; "
             "leave it out or lower it"
         )
-    return args.context_length or most or _DEFAULT_CONTEXT
+    chosen = args.context_length or most or _DEFAULT_CONTEXT
+    short = _longrope_border(model)
+    if short is not None and chosen > short:
+        raise UserError(
+            f"{type(model).__name__} rotates all of a text in another way once it has more than {short} "
+            "tokens (longrope), so short and long texts cannot share the embedded engine: add "
+            f"--context-length {short} (for a run --sglang-context-length {short}), or use "
+            "--rollout-engine sglang"
+        )
+    return chosen
+
+
+def _longrope_border(model: PreTrainedModel) -> int | None:
+    """The longest text with the short factors of longrope; None for models without it."""
+    config: Any = model.config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in (given, *(value for value in given.values() if isinstance(value, dict))):
+        if rope.get("rope_type") == "longrope":
+            border = rope.get("original_max_position_embeddings")
+            return border or config.original_max_position_embeddings
+    return None
 
 
 def _load_config(args: EngineArgs) -> PreTrainedConfig:

@@ -10,12 +10,13 @@ import torch
 from slime.engine.arguments import EngineArgs
 from slime.engine.attention import record_layers
 from slime.engine.fast.choose import make_fast, make_fast_runner
-from slime.engine.fused_model import Forward, make_forward
+from slime.engine.fused_model import Forward, FusedModel, make_forward
 from slime.engine.kv_cache import KVCache, LayerShape
 from slime.engine.loading import context_len, load_model
 from slime.engine.plain_runner import PlainRunner
 from slime.engine.routed_experts import RoutedExperts
 from slime.engine.scheduler import Scheduler, Step
+from slime.engine.self_check import check_served
 from slime.engine.speculation import GuessFlight
 from slime.engine.step_output import Flight
 from slime.utils.device import device_type
@@ -45,6 +46,8 @@ class ModelRunner:
         self._fast = None if self._returns_experts else make_fast(self.model, self.context_len)
         self._plain: Forward | None = None if self._fast else make_forward(self.model)
         self.layers = self._fast.model.layers if self._fast else self._find_layers()
+        if self._plain is not None and not isinstance(self._plain, FusedModel):
+            check_served(self.model, self._plain, self.layers, self.context_len)
         self.cache: KVCache | None = None
         self._steps: StepRunner | None = None
 
@@ -81,11 +84,15 @@ class ModelRunner:
         """Run one token with attention that only takes notes: works for any model definition."""
         assert self._plain is not None
         token = torch.zeros(1, dtype=torch.int64, device=self.device)
-        with record_layers() as layers:
-            self._plain(token, token, token)
+        reason = ""
+        try:
+            with record_layers() as layers:
+                self._plain(token, token, token)
+        except (AttributeError, KeyError, NotImplementedError, TypeError) as error:
+            layers, reason = {}, f" ({error})"
         if not layers:
             raise UserError(
                 f"the embedded engine cannot serve {type(self.model).__name__}: its attention does not "
-                "go through transformers' attention interface; use --rollout-engine sglang"
+                f"go through transformers' attention interface{reason}; use --rollout-engine sglang"
             )
         return layers

@@ -33,6 +33,16 @@ MLA = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [3.0] * 8,
+        "original_max_position_embeddings": 64,
+    },
+    "original_max_position_embeddings": 64,
+}
 ROUTED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -70,6 +80,11 @@ FAMILIES = {
         "num_experts_per_tok": 2,
         "sliding_window": 8,
     },  # sinks
+    "afmoe": {
+        **COMMON,
+        "head_dim": 16,
+        "sliding_window": 8,
+    },  # takes a view of what attention gives
     "deepseek_v3": {
         **COMMON,
         "num_key_value_heads": 4,
@@ -122,6 +137,20 @@ def test_family(family: str, tmp_path: Path):
             {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 1},
             "linear_attention",
         ),
+        (
+            "gpt_neo",
+            {
+                **COMMON,
+                "num_layers": 2,
+                "num_heads": 4,
+                "attention_types": [[["global", "local"], 1]],
+            },
+            "attention interface",
+        ),
+        ("diffllama", COMMON, "attends twice"),
+        # Recurrent layers beside attention, which no list of layer kinds names.
+        ("recurrent_gemma", {**COMMON, "num_hidden_layers": 3, "head_dim": 16}, "other log-probs"),
+        ("phi3", {**COMMON, **LONGROPE}, "--context-length 64"),
     ],
 )
 def test_models_it_cannot_serve_are_refused_in_one_sentence(
@@ -130,6 +159,17 @@ def test_models_it_cannot_serve_are_refused_in_one_sentence(
     make_model(tmp_path, family, **config)
     with pytest.raises(UserError, match=message), local_engine(tmp_path, skip_tokenizer_init=True):
         pass
+
+
+def test_longrope_within_its_short_factors(tmp_path: Path):
+    model = make_model(tmp_path, "phi3", **COMMON, **LONGROPE)
+    prompt = [3 + i for i in range(50)]
+    with local_engine(tmp_path, skip_tokenizer_init=True, context_length=64) as engine:
+        (request,) = engine.generate([prompt], temperature=0, max_new_tokens=14, ignore_eos=True)
+    with torch.no_grad():
+        expected = model(torch.tensor([request.token_ids])).logits[0, 49:-1].log_softmax(-1)
+    chosen = expected[range(14), request.output_ids]
+    assert (chosen - torch.tensor(request.output_log_probs)).abs().max() < 1e-4
 
 
 def test_a_checkpoint_without_some_weights_is_refused(tmp_path: Path):
