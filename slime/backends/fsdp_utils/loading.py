@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,8 +63,14 @@ class ShardedModel:
 
     def tensors(self, *, without: str | None = None) -> dict[str, torch.Tensor]:
         """Parameters and the buffers a checkpoint has."""
-        named = {**self.params, **persistent_buffers(self.module.hf)}
+        buffers = {name: self.module.hf.get_buffer(name) for name in self._buffer_names}
+        named = {**self.params, **buffers}
         return {name: tensor for name, tensor in named.items() if name != without}
+
+    @cached_property
+    def _buffer_names(self) -> list[str]:
+        """Found once: going through all modules takes as long as sending a good part of them."""
+        return list(persistent_buffers(self.module.hf))
 
     def reshard(self) -> None:
         """Free gathered parameters: after a forward pass without a backward one they would go stale."""
