@@ -154,3 +154,4 @@ class Block:
                 pieces = pool[layer].index_select(0, pages.reshape(-1))
                 pieces = pieces.view(len(requests), num_pages * size, *pieces.shape[2:])
                 store[layer][rows, :length] = pieces[:, :length]
+                store[layer][rows, length:] = 0  # not what the row's last owner left

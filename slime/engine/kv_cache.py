@@ -57,6 +57,13 @@ class KVCache:
         self.keys[layer].view(-1, *keys.shape[1:]).index_copy_(0, slots, keys)
         self.values[layer].view(-1, *values.shape[1:]).index_copy_(0, slots, values)
 
+    def wipe(self, pages: list[int]) -> None:
+        """For attention that multiplies what it must not see by 0: that may be a NaN of somebody else."""
+        index = torch.tensor(pages, device=self.device)
+        for store in (self.keys, self.values):
+            for tensor in store.values():
+                tensor.index_fill_(0, index, 0)
+
     def _pages(self, num_heads: int, dim: int) -> torch.Tensor:
         # Zeros, not empty: a masked position counts as 0 x value, which must not be 0 x NaN.
         shape = (self.num_pages + 1, self.page_size, num_heads, dim)

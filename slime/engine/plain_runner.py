@@ -33,7 +33,7 @@ class PlainRunner:
         self._routed_experts = routed_experts
         self._model = model
         self._cache = cache
-        self._page_table = scheduler.page_table
+        self._scheduler = scheduler
         self._deterministic = deterministic
         self._dense: DenseCache | None = None
         if cache.device.type == "cpu" and not deterministic:
@@ -42,11 +42,13 @@ class PlainRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> Landed:
         """One step: compute the tokens of all works and draw the next token where one is due."""
-        works = step.works
+        if self._scheduler.new_pages:
+            self._cache.wipe([0, *self._scheduler.new_pages])
+        works, page_table = step.works, self._scheduler.page_table
         if self._deterministic:
-            batches = make_fixed_batches(works, self._page_table, self._cache, _FIXED_ROWS)
+            batches = make_fixed_batches(works, page_table, self._cache, _FIXED_ROWS)
             return Landed(output=_join([self._forward(batch) for batch in batches]))
-        batch = make_batch(works, self._page_table, self._cache, self._dense)
+        batch = make_batch(works, page_table, self._cache, self._dense)
         return Landed(output=self._forward(batch))
 
     def forget(self) -> None:

@@ -101,6 +101,7 @@ class Scheduler:
         self.page_writes: list[
             tuple[int, int, list[int]]
         ] = []  # row, first page, pages; see complete
+        self.new_pages: list[int] = []  # that hold what somebody else left there; see complete
         self.num_retracted = 0
         self._chunk_size = chunk_size
         self._use_prefix_cache = use_prefix_cache
@@ -157,8 +158,10 @@ class Scheduler:
 
     def complete(self, step: Step) -> None:
         """The tokens of this step are in the cache now and the next ones drawn, though not known yet;
-        whole pages of prompts become shareable. `page_writes` have been seen and start anew."""
+        whole pages of prompts become shareable. `page_writes` and `new_pages` have been seen and start
+        anew."""
         self.page_writes.clear()
+        self.new_pages.clear()
         self._lens[step.rows] += 1
         for request in step.decoding:
             request.num_computed += 1
@@ -306,6 +309,7 @@ class Scheduler:
             request.num_cached = request.num_computed
         request.cache_epoch = self.cache.epoch
         row = request.row
+        self.page_table[row] = 0  # not the pages of the row's last owner, which are others' by now
         self._write_pages(row, 0, prefix)
         self._lens[row] = len(request.token_ids)
         self._room[row] = request.num_computed
@@ -329,6 +333,7 @@ class Scheduler:
         if self.pool.num_free < missing:
             self.cache.evict(max(missing - self.pool.num_free, _EVICT_AT_LEAST))
         pages = self.pool.allocate(missing)
+        self.new_pages += pages
         self._write_pages(request.row, len(request.pages), pages)
         request.pages = request.pages + pages
         self._room[request.row] = len(request.pages) * self.pool.page_size

@@ -112,6 +112,7 @@ def test_family(family: str, tmp_path: Path):
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 320) for _ in range(n)] for n in (5, 40, 23)]
     with local_engine(tmp_path, skip_tokenizer_init=True) as engine:
+        engine.generate(prompts[:1], temperature=0, max_new_tokens=2)  # alone, without padding
         engine.generate(prompts, temperature=0, max_new_tokens=2)
         requests = engine.generate(prompts, temperature=0, max_new_tokens=16, ignore_eos=True)
     assert sum(r.num_cached for r in requests) == 32 + 16
@@ -220,3 +221,27 @@ def test_weights_that_are_not_numbers_fail_the_request(tmp_path: Path):
         (request,) = engine.generate([[1, 2, 3]], max_new_tokens=4)
     assert request.finish is not None and request.finish.status_code == 500
     assert "not a number" in request.finish.message
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_numbers_gone_wrong_leave_nothing_behind(deterministic: bool, tmp_path: Path):
+    """Pages that were filled with NaN are used again, most of them only in part."""
+    make_model(tmp_path, "mistral", **{**FAMILIES["mistral"], "sliding_window": None})
+    options = {"max_total_tokens": 64, "enable_deterministic_inference": deterministic}
+    prompts = [[3, 4, 5], [6, 7]]
+    with local_engine(tmp_path, skip_tokenizer_init=True, **options) as local:
+        engine, weights = local.engine, dict(local.engine.runner.model.named_parameters())
+        before = local.generate(prompts, temperature=0, max_new_tokens=4, ignore_eos=True)
+        values = {name: w.clone() for name, w in weights.items() if "v_proj" in name}
+
+        def set_weights(scale: float) -> None:
+            for name, value in values.items():
+                weights[name].data.copy_(value * scale)
+            engine.weights_changed()
+
+        engine.call(lambda: set_weights(float("nan")), exclusive=True).result()
+        (failed,) = local.generate([list(range(3, 60))], max_new_tokens=4)
+        engine.call(lambda: set_weights(1.0), exclusive=True).result()
+        after = local.generate(prompts, temperature=0, max_new_tokens=4, ignore_eos=True)
+    assert failed.finish is not None and failed.finish.status_code == 500
+    assert [r.output_ids for r in after] == [r.output_ids for r in before]
