@@ -54,7 +54,7 @@ class RunningChecksums:
         tensors = []
         for name, tensor in named:
             self._names.append(name)
-            tensors.append(_bits(tensor))
+            tensors.append(tensor.contiguous())
         if tensors:
             self._sums.append(_all_sums(tensors))
 
@@ -83,17 +83,17 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _all_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
     """What `_sums` gives for each, [len(tensors), 2]; those of a GPU together."""
-    if tensors[0].device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return torch.stack([_sums(bits) for bits in tensors])
+    if not tensors[0].is_cuda or importlib.util.find_spec("triton") is None:
+        return torch.stack([_sums(_bits(tensor)) for tensor in tensors])
     from slime.utils.checksum_kernel import many_sums
 
-    dtypes = {bits.dtype for bits in tensors}
-    if len(dtypes) == 1:
-        return many_sums(tensors)
+    sizes = {tensor.element_size() for tensor in tensors}
+    if len(sizes) == 1:
+        return many_sums(tensors, _BITS[sizes.pop()])
     sums = torch.empty(len(tensors), 2, dtype=torch.int64, device=tensors[0].device)
-    for dtype in dtypes:
-        rows = [row for row, bits in enumerate(tensors) if bits.dtype == dtype]
-        sums[rows] = many_sums([tensors[row] for row in rows])
+    for size in sizes:
+        rows = [row for row, tensor in enumerate(tensors) if tensor.element_size() == size]
+        sums[rows] = many_sums([tensors[row] for row in rows], _BITS[size])
     return sums
 
 

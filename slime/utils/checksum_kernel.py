@@ -7,6 +7,7 @@ tensor's. Within a run positions are small, so that elements of two bytes and le
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -19,27 +20,30 @@ _BLOCK = _LANES * _ROWS
 _ALIGNED = 16  # bytes: from here on a thread reads several elements at once
 
 
-def many_sums(bits: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[len(bits), 2]: sum_i b_i and sum_i i * b_i of flat integer tensors of one type and one GPU."""
-    device = bits[0].device
-    counts = [-(-tensor.numel() // _BLOCK) for tensor in bits]
-    firsts = [0]
-    for count in counts:
-        firsts.append(firsts[-1] + count)
-    rows = [[t.data_ptr() for t in bits], [t.numel() for t in bits], firsts[:-1], counts]
-    addresses, numels, starts, repeats = torch.tensor(rows).to(device, non_blocking=True)
-    owners = torch.repeat_interleave(repeats, output_size=firsts[-1])
-    sums = torch.zeros(len(bits), 2, dtype=torch.int64, device=device)
-    if firsts[-1]:
-        _sum_runs[(firsts[-1],)](
-            addresses,
-            numels,
-            starts,
+def many_sums(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """[len(tensors), 2]: sum_i b_i and sum_i i * b_i over the bits of contiguous tensors of one GPU.
+
+    `dtype`: the integer type whose size their elements have.
+    """
+    device = tensors[0].device
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    numels = [tensor.numel() for tensor in tensors]
+    counts = [-(-numel // _BLOCK) for numel in numels]
+    ends = list(itertools.accumulate(counts))
+    starts = [end - count for end, count in zip(ends, counts, strict=True)]
+    table = torch.tensor([addresses, numels, starts, counts]).to(device, non_blocking=True)
+    owners = torch.repeat_interleave(table[3], output_size=ends[-1])
+    sums = torch.zeros(len(tensors), 2, dtype=torch.int64, device=device)
+    if ends[-1]:
+        _sum_runs[(ends[-1],)](
+            table[0],
+            table[1],
+            table[2],
             owners,
             sums,
-            bits[0],
-            WIDE=bits[0].element_size() > 2,
-            ALIGNED=all(tensor.data_ptr() % _ALIGNED == 0 for tensor in bits),
+            tensors[0].reshape(-1).view(dtype),
+            WIDE=dtype.itemsize > 2,
+            ALIGNED=all(address % _ALIGNED == 0 for address in addresses),
             LANES=_LANES,
             ROWS=_ROWS,
         )

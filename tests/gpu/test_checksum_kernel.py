@@ -32,7 +32,7 @@ def test_sums_are_those_of_the_definition(dtype: torch.dtype, shift: int):
         for size in SIZES
     ]
     tensors += [torch.full((20_000,), value, dtype=dtype, device=DEVICE) for value in _ends(info)]
-    for tensor, found in zip(tensors, many_sums(tensors).tolist(), strict=True):
+    for tensor, found in zip(tensors, many_sums(tensors, dtype).tolist(), strict=True):
         assert found == _defined(tensor.tolist())
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,14 +15,19 @@ from slime.utils.ipc import BufferHandle, SharedBuffer, release_export
 from slime.utils.sync_http import HttpError
 
 _ALIGNMENT = 64
+_ROUTE = "/update_weights_from_tensor"
+
+Call = tuple[
+    EngineClient, Callable[[], None]
+]  # one that was started, and what waits for its answer
 
 
 class TensorTransport:
-    """Two buffers by turns: the next bucket is gathered and packed while engines copy the last one.
+    """Two buffers by turns: the next bucket is gathered, packed and sent while engines copy the last.
 
     Engines open a buffer once and keep it open until the end of the update. On a GPU the two processes
     keep out of each other's way by waiting: a bucket is announced once it is packed, and a buffer is
-    packed again once every engine has said that it copied the bucket before, which it has finished then.
+    packed again once every engine has said that it copied what was in it, which is over by then.
     """
 
     shares_device = True
@@ -33,57 +38,52 @@ class TensorTransport:
         self._buffers: list[SharedBuffer | None] = [None, None]
         self._sizes = [0, 0]  # what was needed so far: a larger bucket costs one more export
         self._handles: dict[tuple[int, str], BufferHandle] = {}  # by buffer and engine
-        self._in_flight: list[tuple[EngineClient, Callable[[], None]]] = []
-        self._index = -1  # of the bucket in flight
+        self._in_flight: dict[int, list[Call]] = {}  # by bucket: the last two at most
 
     def open(self, engines: list[EngineClient], version: int) -> None:
         self._engines, self._version = engines, version
 
     def send(self, bucket: Bucket) -> None:
         slot = bucket.index % 2
+        self._finish(bucket.index - 2)  # which was in the same buffer
         buffer = self._buffer(slot, packed_size(bucket))
         metadata = pack(bucket, buffer.tensor)
         packed = _mark(self._device)
-        self.finish()  # one bucket at a time per engine; the other buffer is free from here on
+        handles = [self._handle(slot, engine) for engine in self._engines]
         if packed is not None:
             packed.synchronize()
-        self._index = bucket.index
-        for engine in self._engines:
-            payload = tensor_payload(self._handle(slot, engine), metadata, self._version)
-            self._in_flight.append((engine, self._start(engine, payload, bucket.nbytes)))
+        calls = self._in_flight[bucket.index] = []
+        for engine, handle in zip(self._engines, handles, strict=True):
+            payload = tensor_payload(handle, metadata, self._version)
+            with _losing(bucket.index, engine):
+                update = engine.start_update(_ROUTE, payload, nbytes=bucket.nbytes)
+            calls.append((engine, update))
 
     def finish(self) -> None:
-        calls, self._in_flight = self._in_flight, []
-        errors: list[tuple[EngineClient, HttpError]] = []
-        for engine, finish in calls:
+        for index in list(self._in_flight):
+            self._finish(index)
+
+    def _finish(self, index: int) -> None:
+        errors: list[WeightSyncError] = []
+        for engine, finish in self._in_flight.pop(index, []):
             try:
-                finish()
-            except HttpError as error:
-                errors.append((engine, error))
+                with _losing(index, engine):
+                    finish()
+            except WeightSyncError as error:
+                errors.append(error)
         if errors:
-            raise self._lost(errors) from errors[0][1]
+            raise WeightSyncError("; ".join(str(error) for error in errors)) from errors[0]
 
     def close(self) -> None:
-        with suppress(WeightSyncError):  # an engine may still be reading a buffer
-            self.finish()
+        for index in list(self._in_flight):  # an engine may still be reading a buffer
+            with suppress(WeightSyncError):
+                self._finish(index)
         gone = {engine.url for engine in self._engines if engine.silent}
         for (_, url), handle in self._handles.items():
             if url in gone:
                 release_export(handle)
         for slot in range(2):
             self._drop(slot)
-
-    def _start(
-        self, engine: EngineClient, payload: dict[str, Any], nbytes: int
-    ) -> Callable[[], None]:
-        try:
-            return engine.start_update("/update_weights_from_tensor", payload, nbytes=nbytes)
-        except HttpError as error:
-            raise self._lost([(engine, error)]) from error
-
-    def _lost(self, errors: list[tuple[EngineClient, HttpError]]) -> WeightSyncError:
-        text = "; ".join(f"engine {engine.url}: {error}" for engine, error in errors)
-        return WeightSyncError(f"bucket {self._index} did not arrive: {text}")
 
     def _buffer(self, slot: int, size: int) -> SharedBuffer:
         """Its last bucket has been answered: it may be replaced by a larger one."""
@@ -107,6 +107,16 @@ class TensorTransport:
         self._handles = {key: handle for key, handle in self._handles.items() if key[0] != slot}
         if buffer is not None:
             buffer.close()
+
+
+@contextmanager
+def _losing(index: int, engine: EngineClient) -> Iterator[None]:
+    """Whatever fails inside is the loss of a bucket."""
+    try:
+        yield
+    except HttpError as error:
+        text = f"bucket {index} did not arrive: engine {engine.url}: {error}"
+        raise WeightSyncError(text) from error
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:
