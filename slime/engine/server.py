@@ -13,20 +13,22 @@ import socket
 import sys
 from pathlib import Path
 
+from slime.utils.collector import collector_off
 from slime.utils.env import read_env, set_default_env
 
 # Read when torch brings OpenMP in. Its threads spin about 1 ms for each other before they sleep, not
 # 15 ms: a sixth slower on free cores, and many times faster where other processes use them too.
 set_default_env(GOMP_SPINCOUNT="30000")
 
-from aiohttp import web  # noqa: E402
-from transformers.utils import logging as transformers_logging  # noqa: E402
+with collector_off():
+    from aiohttp import web
+    from transformers.utils import logging as transformers_logging
 
-from slime.engine.app import EngineApp  # noqa: E402
-from slime.engine.arguments import EngineArgs, parse_engine_args  # noqa: E402
-from slime.engine.engine import Engine  # noqa: E402
-from slime.engine.hub import ReplyHub  # noqa: E402
-from slime.utils.errors import UserError  # noqa: E402
+    from slime.engine.app import EngineApp
+    from slime.engine.arguments import EngineArgs, parse_engine_args
+    from slime.engine.engine import Engine
+    from slime.engine.hub import ReplyHub
+    from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 _SWITCH_SECONDS = 0.0005  # the engine's thread waits at most this long for the one that serves HTTP

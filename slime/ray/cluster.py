@@ -12,12 +12,12 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from slime.ray import local_ray
 from slime.ray.last_words import Subject
 from slime.utils.arguments import Args
 from slime.utils.env import read_env
 from slime.utils.errors import UserError
 
-_OBJECT_STORE_BYTES = 2 * 1024**3
 _KNOCK_S = 10.0
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # as gRPC begins
 
@@ -34,17 +34,7 @@ def connect(say: Callable[[str], None] = lambda text: None) -> bool:
         if context.dashboard_url:
             say(f"Ray dashboard: http://{context.dashboard_url}")
         return False
-    ray.init(
-        address="local",
-        num_cpus=1,  # slots on the CPU are processes, not cores: see placement_group.py
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-        object_store_memory=_object_store_bytes(),
-        _system_config={
-            "prestart_worker_first_driver": False
-        },  # idle workers would only slow the start
-    )
+    local_ray.start()
     return True
 
 
@@ -110,9 +100,3 @@ def beside_driver() -> NodeAffinitySchedulingStrategy:
     """Puts an actor on the node of this process."""
     node = ray.get_runtime_context().get_node_id()
     return NodeAffinitySchedulingStrategy(node, soft=False)
-
-
-def _object_store_bytes() -> int:
-    """At most 2 GiB and a quarter of /dev/shm, so that weight transfer has room beside it."""
-    stats = os.statvfs("/dev/shm")
-    return max(128 * 1024**2, min(_OBJECT_STORE_BYTES, stats.f_bavail * stats.f_frsize // 4))

@@ -16,6 +16,8 @@ from typing import Any
 import ray
 
 from slime.ray.head_watch import HeadWatch
+from slime.ray.local_ray import adopt, take_variables
+from slime.utils.collector import collector_off
 from slime.utils.whereabouts import answer_questions, doing
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,8 @@ class Remote:
     """A handle: `Remote(options, "package.module.Class", ...).call("method", ...)` is a reference."""
 
     def __init__(self, options: dict[str, Any], path: str, *args: Any, **kwargs: Any):
-        self._actor = _Host.options(**options).remote(path, *args, **kwargs)
+        options, variables = take_variables(options)
+        self._actor = _Host.options(**options).remote(variables, path, *args, **kwargs)
         self._asked_place = self._actor.place.remote()
         self._place: Place | None = None
 
@@ -66,7 +69,8 @@ class Remote:
 class _Host:
     """An error in the constructor is raised by the first call: Ray would only report a dead actor."""
 
-    def __init__(self, path: str, *args: Any, **kwargs: Any):
+    def __init__(self, variables: dict[str, str], path: str, *args: Any, **kwargs: Any):
+        adopt(variables)
         answer_questions()
         if ray.is_initialized():  # asking for the context would start a Ray otherwise
             HeadWatch(ray.get_runtime_context().gcs_address)
@@ -74,7 +78,9 @@ class _Host:
         self._error: Exception | None = None
         try:
             with doing(f"starting {name}"):
-                self._object = getattr(importlib.import_module(module), name)(*args, **kwargs)
+                with collector_off():
+                    imported = importlib.import_module(module)
+                self._object = getattr(imported, name)(*args, **kwargs)
         except Exception as error:
             self._error = error
 

@@ -5,8 +5,11 @@ Torch is imported where it is used: processes that only place others start witho
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +22,21 @@ _chosen: torch.device | None = None
 
 
 def device_type() -> str:
+    if not _may_have_gpu():
+        return "cpu"
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@lru_cache
+def _may_have_gpu() -> bool:
+    """False for a torch built without CUDA and ROCm, told from its files: no import for that answer."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return True
+    text = (Path(spec.origin).parent / "version.py").read_text()
+    return re.search(r"^(cuda|hip)\b.*=\s*'", text, re.MULTILINE) is not None
 
 
 def current_device() -> torch.device:
@@ -47,9 +62,9 @@ def use_device(device: torch.device) -> Iterator[None]:
 
 def device_id() -> str:
     """A name that is equal in two processes exactly when they share a device's memory."""
-    import torch
-
     if device_type() == "cuda":
+        import torch
+
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     return f"cpu-{_boot_id()}" if read_env().several_nodes else "cpu"
 
@@ -64,7 +79,7 @@ def collective_backend() -> str:
 
 
 def synchronize() -> None:
-    import torch
-
     if device_type() == "cuda":
+        import torch
+
         torch.cuda.synchronize()

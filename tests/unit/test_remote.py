@@ -8,7 +8,7 @@ from slime.ray.remote import _Host
 
 
 def test_error_of_a_call_is_logged_where_it_happened(caplog):
-    host = _Host.__ray_actor_class__("collections.Counter", "aab")  # as Ray makes it in its process
+    host = _Host.__ray_actor_class__({}, "collections.Counter", "aab")  # as Ray makes it
     assert host.call("most_common", 1) == [("a", 2)]
     with caplog.at_level(logging.ERROR), pytest.raises(TypeError):
         host.call("most_common", "x")
