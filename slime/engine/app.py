@@ -35,6 +35,7 @@ class EngineApp:
             context_len=engine.runner.context_len,
             cache_tokens=engine.sizes.num_pages * engine.args.page_size,
             vocab_size=engine.runner.vocab_size,
+            routed_experts=engine.runner.routed_experts is not None,
         )
 
     def make(self) -> web.Application:

@@ -123,7 +123,7 @@ class Engine:
         """Run `function` in the loop thread between two steps.
 
         Exclusive: once no request is in flight; those that come meanwhile are held back. While
-        generation is paused it runs at once.
+        generation is paused, or memory is released, it runs at once.
         """
         future: Future[T] = Future()
 
@@ -272,8 +272,9 @@ class Engine:
         return self.scheduler.has_requests or bool(self._flights)
 
     def _can_run_exclusive(self) -> bool:
+        """While memory is away nothing runs, and those who wait have nothing in the cache yet."""
         return bool(self._exclusive) and (
-            self.pause_mode is not None or not self.scheduler.has_requests
+            self.pause_mode is not None or bool(self.released) or not self.scheduler.has_requests
         )
 
     def _run_exclusive(self) -> None:

@@ -45,11 +45,12 @@ _rid_numbers = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the engine can hold: a request's tokens must fit into both."""
+    """What the engine can do: a request's tokens must fit into both the context and the cache."""
 
     context_len: int
     cache_tokens: int
     vocab_size: int
+    routed_experts: bool  # can be returned
 
 
 @dataclass(kw_only=True)
@@ -74,6 +75,12 @@ def parse_generate(
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     _refuse_unsupported(body)
+    if body.get("return_routed_experts") and not limits.routed_experts:
+        raise RequestError(
+            "`return_routed_experts`: start the engine with --enable-return-routed-experts"
+        )
+    if body.get("return_text_in_logprobs"):
+        codec.require("`return_text_in_logprobs`")
     prompts, is_batch = _prompts(body, codec)
     count = len(prompts)
     rids = _rids(body.get("rid"), count, is_batch)

@@ -31,12 +31,12 @@ class TextCodec:
 
     def encode(self, text: str) -> list[int]:
         with self._lock:
-            return self._require("`text`").encode(text)
+            return self.require("`text`").encode(text)
 
     def encode_made(self, make_text: Callable[[PreTrainedTokenizerBase], str]) -> list[int]:
         """Ids of a text that the tokenizer's chat template makes, special tokens included."""
         with self._lock:
-            tokenizer = self._require("a chat template")
+            tokenizer = self.require("a chat template")
             return tokenizer.encode(make_text(tokenizer), add_special_tokens=False)
 
     def decode(self, request: Request) -> str:
@@ -54,7 +54,7 @@ class TextCodec:
 
     def decode_token(self, token: int) -> str:
         with self._lock:
-            text = self._require("return_text_in_logprobs").decode([token])
+            text = self.require("`return_text_in_logprobs`").decode([token])
         assert isinstance(text, str)
         return text
 
@@ -72,12 +72,12 @@ class TextCodec:
 
     def check(self, request: Request) -> None:
         if request.params.stop:
-            self._require("`stop`")
+            self.require("`stop`")
 
     def _decode(self, request: Request, ids: list[int]) -> str:
         params = request.params
         with self._lock:
-            text = self._require("text output").decode(
+            text = self.require("text output").decode(
                 ids,
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
@@ -85,7 +85,8 @@ class TextCodec:
         assert isinstance(text, str)
         return text
 
-    def _require(self, what: str) -> PreTrainedTokenizerBase:
+    def require(self, what: str) -> PreTrainedTokenizerBase:
+        """The tokenizer, for what needs one."""
         if self._tokenizer is None:
             raise RequestError(f"{what} needs a tokenizer, and this engine was started without one")
         return self._tokenizer

@@ -190,6 +190,8 @@ def test_mistakes_in_a_request_are_named(server: EngineServer):
     assert status == 400 and "`regex` is not supported" in text
     status, text = refused(server, **ids, return_hidden_states=True)
     assert status == 400 and '{"error":{"message":"`return_hidden_states` is not supported' in text
+    status, text = refused(server, **ids, return_routed_experts=True)
+    assert status == 400 and "--enable-return-routed-experts" in text
     status, text = refused(server, input_ids=[1] * 600)
     assert status == 400
     assert "The input (600 tokens) is longer than the model's context length (512 tokens)." in text
@@ -317,7 +319,7 @@ def test_flush_forgets_prefixes(server: EngineServer):
     )
 
 
-def test_memory_is_released_and_comes_back(server: EngineServer):
+def test_memory_is_released_and_comes_back(server: EngineServer, checkpoint: Path):
     before = generate(server, input_ids=[4, 2], sampling_params=GREEDY)["output_ids"]
     server.post("/flush_cache")
     assert server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}) is None
@@ -328,6 +330,9 @@ def test_memory_is_released_and_comes_back(server: EngineServer):
         time.sleep(0.2)
         assert not waiting.done()
         server.post("/resume_memory_occupation", {"tags": ["weights"]})
+        # Nobody can be in the way of an update while the cache is away.
+        server.post("/update_weights_from_disk", {"model_path": str(checkpoint)}, timeout=20)
+        assert not waiting.done()
         server.post("/resume_memory_occupation")
         assert waiting.result()["output_ids"] == before
     with pytest.raises(HttpError, match="tags must be"):
@@ -343,6 +348,11 @@ def test_ids_only_without_a_tokenizer(tmp_path: Path):
         assert (
             "needs a tokenizer" in refused(server, input_ids=[1], sampling_params={"stop": "a"})[1]
         )
+        for stream in (False, True):  # before the first byte of an answer
+            status, text = refused(
+                server, input_ids=[1], return_text_in_logprobs=True, stream=stream
+            )
+            assert status == 400 and "needs a tokenizer" in text
         # No token was set, so one was made up: control routes stay closed.
         with pytest.raises(HttpError, match="401"):
             post_json(f"{server.url}/flush_cache", {})
