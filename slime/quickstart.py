@@ -10,13 +10,14 @@ printed as one would type them.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.quickstart_task import TaskData, write_data, write_model
+from slime.quickstart_task import TaskData, start_making_model, write_data
 from slime.utils.errors import ConfigError
 
 _GOAL = 0.8
@@ -61,6 +62,7 @@ def run_quickstart(argv: list[str]) -> int:
     size = SMOKE if options.smoke else FULL
     run_dir = _new_folder(options.run_dir)
     started = time.monotonic()
+    making_model = start_making_model(run_dir / "model", options.seed)
     data = write_data(
         run_dir / "data",
         num_warmup=size.warmup_rollouts * _STEPS_PER_WARMUP_ROLLOUT * size.warmup_batch,
@@ -68,7 +70,8 @@ def run_quickstart(argv: list[str]) -> int:
         num_heldout=size.heldout,
         seed=options.seed,
     )
-    num_parameters = write_model(run_dir / "model", seed=options.seed)
+    started_ray = _start_ray()
+    num_parameters = making_model()
     print(
         f"A Qwen3 of {num_parameters / 1e6:.1f} million parameters, random so far, is to learn to "
         f"sort digits:\nSort 53816 -> 13568. Everything is kept in {run_dir}."
@@ -81,7 +84,6 @@ def run_quickstart(argv: list[str]) -> int:
             run_dir, data, size, options.seed
         ),
     }
-    _start_ray()
     for number, (title, words) in enumerate(stages.items()):
         words = [*words, *options.flags]
         print(f"\n{title}\n\n{as_typed(words)}\n", flush=True)
@@ -89,6 +91,8 @@ def run_quickstart(argv: list[str]) -> int:
             return status
     if not options.smoke:
         print(_verdict(run_dir / "grpo", time.monotonic() - started))
+    if started_ray:
+        _stop_ray()
     return 0
 
 
@@ -191,11 +195,19 @@ def _new_folder(chosen: Path | None) -> Path:
     return folder
 
 
-def _start_ray() -> None:
-    """Once for both stages; it ends with this process."""
+def _start_ray() -> bool:
+    """Once for both stages; whether it is ours to end, as it also does with this process."""
     from slime.ray.cluster import connect
 
-    connect()
+    ours = connect()
+    importlib.import_module("slime.ray.run")  # which the stages need, while the model is being made
+    return ours
+
+
+def _stop_ray() -> None:
+    from slime.ray.local_ray import stop
+
+    stop()
 
 
 def _train(words: list[str], *, last: bool) -> int:

@@ -13,10 +13,16 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.utils.collector import collector_off
+from slime.utils.env import child_env
+from slime.utils.errors import UserError
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -70,10 +76,29 @@ def right_answer(number: str) -> str:
     return "".join(sorted(number))
 
 
+def start_making_model(folder: Path, seed: int) -> Callable[[], int]:
+    """Have `write_model` done by a process of its own; the call that is returned waits for its answer.
+
+    Meanwhile Ray can start, and the process that asks need not import torch at all.
+    """
+    command = [sys.executable, "-m", "slime.quickstart_task", str(folder), str(seed)]
+    env = child_env(TQDM_DISABLE="1")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+
+    def wait() -> int:
+        answer, _ = process.communicate()
+        if process.returncode:
+            raise UserError(f"no model could be made in {folder}: the lines above say why")
+        return int(answer)
+
+    return wait
+
+
 def write_model(folder: Path, *, seed: int) -> int:
     """A Qwen3 with random weights and its tokenizer; the number of parameters."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    with collector_off():
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = make_tokenizer()
     config = Qwen3Config(
@@ -131,3 +156,7 @@ def _teacher(number: str, rng: random.Random) -> str:
 def _write(path: Path, pairs: list[tuple[str, str]]) -> None:
     rows = [json.dumps({"prompt": f"Sort {n}", "answer": answer}) for n, answer in pairs]
     path.write_text("\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    print(write_model(Path(sys.argv[1]), seed=int(sys.argv[2])))

@@ -40,7 +40,7 @@ _address: str | None = None  # of its head
 
 
 def start() -> None:
-    """It ends with `ray.shutdown`, or with this process."""
+    """It ends with `stop`, or half a second after this process."""
     global _address
     with _only_needed():
         ray.init(
@@ -58,6 +58,10 @@ def start() -> None:
             },
         )
     _address = ray.get_runtime_context().gcs_address
+
+
+def stop() -> None:
+    ray.shutdown()
 
 
 def take_variables(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -12,6 +12,7 @@ import ray
 
 from slime.dashboard.report import write_report
 from slime.dashboard.summary import closing_lines
+from slime.ray import local_ray
 from slime.ray.checkpointing import Checkpointer
 from slime.ray.cluster import actor_env, connect, subject
 from slime.ray.head_watch import HeadWatch
@@ -237,7 +238,7 @@ class Run:
         if "_head_watch" in self.__dict__:
             self._head_watch.stop()
         if self._owns_ray:
-            ray.shutdown()
+            local_ray.stop()
         self.stop_signal.restore()
         self.recorder.close()
         if "_witness" in self.__dict__:

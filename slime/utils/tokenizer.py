@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.utils.collector import collector_off
 from slime.utils.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=8)
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
+    with collector_off():  # brings torch in
+        from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(path)
