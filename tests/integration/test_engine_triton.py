@@ -9,7 +9,11 @@ from pathlib import Path
 from slime.utils.env import child_env
 
 REPO = Path(__file__).resolve().parents[2]
-KERNELS = ["tests/gpu/test_engine_kernels.py", "tests/gpu/test_checksum_kernel.py"]
+KERNELS = [
+    "tests/gpu/test_engine_kernels.py",
+    "tests/gpu/test_engine_experts.py",
+    "tests/gpu/test_checksum_kernel.py",
+]
 
 
 def test_kernels_in_the_interpreter():

@@ -9,7 +9,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from slime.engine.fast.kernels import DrawSettings, Heads, Pages, QueryKeyNorm, Rotary, Tokens
+from slime.engine.fast.kernels import (
+    DrawSettings,
+    ExpertKernels,
+    Heads,
+    Pages,
+    QueryKeyNorm,
+    Rotary,
+    Tokens,
+)
 from slime.engine.sampling import uniforms
 
 SOURCE = Path(__file__).with_name("cpu.c")
@@ -24,6 +32,8 @@ _SIGNATURES = {
 
 
 class CpuKernels:
+    experts: ExpertKernels | None = None
+
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, types in _SIGNATURES.items():
             function = getattr(library, name)

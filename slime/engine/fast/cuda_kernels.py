@@ -10,6 +10,7 @@ import torch
 import triton
 
 from slime.engine.fast import triton_attention, triton_draw, triton_elementwise
+from slime.engine.fast.cuda_experts import CudaExperts
 from slime.engine.fast.kernels import DrawSettings, Heads, Pages, QueryKeyNorm, Rotary, Tokens
 
 _LOG2E = math.log2(math.e)
@@ -21,6 +22,8 @@ TILE = 64  # tokens of a prompt that attend together
 
 
 class CudaKernels:
+    experts = CudaExperts()
+
     def add_rms_norm(
         self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:

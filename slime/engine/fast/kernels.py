@@ -68,7 +68,28 @@ class DrawSettings:
     last_tokens: torch.Tensor  # [rows] int32, filled in by whoever draws
 
 
+class ExpertKernels(Protocol):
+    def route(
+        self, logits: torch.Tensor, top: int, normalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of logits [T, experts]: the `top` most probable, [T, top] int32, and their weights."""
+        ...
+
+    def mix(
+        self,
+        hidden: torch.Tensor,  # [T, H]
+        experts: torch.Tensor,  # [T, top] int32, different ones
+        weights: torch.Tensor,  # [T, top]
+        gate_up: torch.Tensor,  # [experts, 2 W, H]
+        down: torch.Tensor,  # [experts, H, W]
+    ) -> torch.Tensor:
+        """What its experts make of each token, added up by their weights: [T, H]."""
+        ...
+
+
 class Kernels(Protocol):
+    experts: ExpertKernels | None  # None: a mixture runs as Hugging Face defines it
+
     def add_rms_norm(
         self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:

@@ -16,12 +16,21 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from slime.engine.fast.kernels import Heads, Kernels, Pages, QueryKeyNorm, Rotary, Tokens
+from slime.engine.fast.kernels import (
+    ExpertKernels,
+    Heads,
+    Kernels,
+    Pages,
+    QueryKeyNorm,
+    Rotary,
+    Tokens,
+)
 from slime.engine.fused_model import FAMILIES, join_linears, keep_tensor
 from slime.engine.kv_cache import KVCache, LayerShape
 
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # a position's angles never change
 _ROPE_PIECE = 4096
+_KNOWN_MIXTURE = "Qwen3MoeSparseMoeBlock"  # whose router is a softmax over all, then the best few
 
 
 class FastModel:
@@ -83,8 +92,7 @@ class _Layer:
             layer.post_attention_layernorm.weight,
         )
         self._eps: float = layer.input_layernorm.variance_epsilon
-        dense = hasattr(layer.mlp, "gate_proj")
-        self._mlp = _GatedMlp(layer.mlp, kernels) if dense else _Experts(layer.mlp)
+        self._mlp = _make_mlp(layer.mlp, kernels)
 
     def __call__(
         self,
@@ -116,8 +124,20 @@ class _GatedMlp:
         return F.linear(active, self._down, self._down_bias)
 
 
+class _Mixture:
+    def __init__(self, mlp: Any, kernels: ExpertKernels) -> None:
+        self._router, self._kernels = mlp.gate, kernels
+        self._gate_up, self._down = mlp.experts.gate_up_proj, mlp.experts.down_proj
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        router = self._router
+        logits = F.linear(hidden, router.weight)
+        experts, weights = self._kernels.route(logits, router.top_k, router.norm_topk_prob)
+        return self._kernels.mix(hidden, experts, weights, self._gate_up, self._down)
+
+
 class _Experts:
-    """A mixture of experts, run as Hugging Face defines it: grouped products on a GPU."""
+    """A mixture of experts, run as Hugging Face defines it."""
 
     def __init__(self, mlp: Any) -> None:
         self._mlp = mlp
@@ -125,6 +145,14 @@ class _Experts:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         output = self._mlp(hidden.unsqueeze(0))
         return (output[0] if isinstance(output, tuple) else output)[0]
+
+
+def _make_mlp(mlp: Any, kernels: Kernels) -> _GatedMlp | _Mixture | _Experts:
+    if hasattr(mlp, "gate_proj"):
+        return _GatedMlp(mlp, kernels)
+    if kernels.experts is None or type(mlp).__name__ != _KNOWN_MIXTURE:
+        return _Experts(mlp)
+    return _Mixture(mlp, kernels.experts)
 
 
 def why_not_fast(model: PreTrainedModel) -> str | None:

@@ -1,0 +1,163 @@
+"""A mixture of experts in Triton: choosing, listing, the two products, and the sum over a token's experts.
+
+A pair is a token with one of its experts, number token * TOP + place. A program of a product has some
+columns of one expert and goes through that expert's pairs: its matrix is read once where they fit into one
+block, as they do in decoding. No sum depends on which other tokens there are.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def route_kernel(
+    logits,  # [T, NUM]
+    experts,  # [T, TOP] int32
+    weights,  # [T, TOP]
+    NUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP: tl.constexpr,
+    TOP_BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """The most probable experts, the first of equal ones; with NORM their weights add up to one."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    x = tl.load(logits + token * NUM + i, mask=i < NUM, other=float("-inf")).to(tl.float32)
+    x = tl.exp(x - tl.max(x, 0))
+    total = tl.sum(x, 0)
+    is_number = total == total
+    # Where nothing is a number the first ones are taken: they must be different ones all the same.
+    left = tl.where(i < NUM, tl.where(is_number, x / total, 0.0), -1.0)
+    place = tl.arange(0, TOP_BLOCK)
+    chosen = tl.zeros([TOP_BLOCK], tl.int32)
+    values = tl.zeros([TOP_BLOCK], tl.float32)
+    for n in tl.static_range(TOP):
+        best = tl.max(left, 0)
+        at = tl.min(tl.where(left == best, i, BLOCK), 0)
+        chosen = tl.where(place == n, at, chosen)
+        values = tl.where(place == n, best, values)
+        left = tl.where(i == at, -1.0, left)
+    if NORM:
+        values = values / tl.sum(values, 0)
+    values = tl.where(is_number, values, float("nan"))
+    pair = token * TOP + place
+    tl.store(experts + pair, chosen, mask=place < TOP)
+    tl.store(weights + pair, values.to(weights.dtype.element_ty), mask=place < TOP)
+
+
+@triton.jit
+def list_kernel(experts, lists, counts, num_pairs, capacity, BLOCK: tl.constexpr):
+    """The pairs of one expert, in order, and how many they are."""
+    expert = tl.program_id(0)
+    found = 0
+    for first in range(0, num_pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        mine = tl.load(experts + pair, mask=pair < num_pairs, other=-1) == expert
+        place = found + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(lists + expert.to(tl.int64) * capacity + place, pair, mask=mine)
+        found += tl.sum(mine.to(tl.int32), 0)
+    tl.store(counts + expert, found)
+
+
+@triton.jit
+def gate_up_kernel(
+    hidden,  # [T, HIDDEN]
+    matrices,  # [experts, 2 * WIDTH, HIDDEN]
+    lists,
+    counts,
+    out,  # [T * TOP, WIDTH]
+    capacity,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """silu(gate) * up of every pair."""
+    expert = tl.program_id(1).to(tl.int64)
+    count = tl.load(counts + expert)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    matrix = matrices + expert * (2 * WIDTH * HIDDEN) + column[None, :] * HIDDEN
+    for first in range(0, count, ROWS):
+        row = first + tl.arange(0, ROWS)
+        pair = tl.load(lists + expert * capacity + row, mask=row < count, other=0).to(tl.int64)
+        source = hidden + (pair // TOP)[:, None] * HIDDEN
+        gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+        up = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, HIDDEN, DEPTH):
+            k = start + depth
+            wanted, inside = (row < count)[:, None], (column < WIDTH)[None, :]
+            if HIDDEN % DEPTH != 0:
+                wanted, inside = wanted & (k < HIDDEN)[None, :], inside & (k < HIDDEN)[:, None]
+            a = tl.load(source + k[None, :], mask=wanted, other=0.0)
+            b = tl.load(matrix + k[:, None], mask=inside, other=0.0)
+            gate = tl.dot(a, b, gate, input_precision=PRECISION)
+            c = tl.load(matrix + WIDTH * HIDDEN + k[:, None], mask=inside, other=0.0)
+            up = tl.dot(a, c, up, input_precision=PRECISION)
+        kind = out.dtype.element_ty
+        gate = gate.to(kind).to(tl.float32)
+        active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+        product = (active * up.to(kind).to(tl.float32)).to(kind)
+        target = out + pair[:, None] * WIDTH + column[None, :]
+        tl.store(target, product, mask=(row < count)[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def down_kernel(
+    active,  # [T * TOP, WIDTH]
+    matrices,  # [experts, HIDDEN, WIDTH]
+    weights,  # [T * TOP]
+    lists,
+    counts,
+    out,  # [T * TOP, HIDDEN]
+    capacity,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What each expert gives for each of its tokens, times its weight."""
+    expert = tl.program_id(1).to(tl.int64)
+    count = tl.load(counts + expert)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    matrix = matrices + expert * (HIDDEN * WIDTH) + column[None, :] * WIDTH
+    for first in range(0, count, ROWS):
+        row = first + tl.arange(0, ROWS)
+        pair = tl.load(lists + expert * capacity + row, mask=row < count, other=0).to(tl.int64)
+        source = active + pair[:, None] * WIDTH
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, WIDTH, DEPTH):
+            k = start + depth
+            wanted, inside = (row < count)[:, None], (column < HIDDEN)[None, :]
+            if WIDTH % DEPTH != 0:
+                wanted, inside = wanted & (k < WIDTH)[None, :], inside & (k < WIDTH)[:, None]
+            a = tl.load(source + k[None, :], mask=wanted, other=0.0)
+            b = tl.load(matrix + k[:, None], mask=inside, other=0.0)
+            total = tl.dot(a, b, total, input_precision=PRECISION)
+        kind = out.dtype.element_ty
+        weight = tl.load(weights + pair, mask=row < count, other=0.0).to(tl.float32)
+        product = (total.to(kind).to(tl.float32) * weight[:, None]).to(kind)
+        target = out + pair[:, None] * HIDDEN + column[None, :]
+        tl.store(target, product, mask=(row < count)[:, None] & (column < HIDDEN)[None, :])
+
+
+@triton.jit
+def sum_kernel(parts, out, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    """[T, TOP, SIZE] to [T, SIZE]"""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for n in tl.static_range(TOP):
+        part = parts + (token * TOP + n) * SIZE + i
+        total += tl.load(part, mask=i < SIZE, other=0.0).to(tl.float32)
+    tl.store(out + token * SIZE + i, total.to(out.dtype.element_ty), mask=i < SIZE)
