@@ -33,6 +33,7 @@ sys.path.insert(0, str(REPO))
 from slime.utils.sync_http import HttpError, post_json  # noqa: E402
 
 TOKEN = "benchmark"
+JSON = {"Content-Type": "application/json"}  # SGLang refuses a body without it
 NUM_REQUESTS = 256
 RECORDED_SGLANG = 19246  # tok/s, 0.6b shape
 MEMORY_RATE, MATMUL_RATE = 4.3e12, 790e12
@@ -272,8 +273,12 @@ class Server:
         params = {"max_new_tokens": row["max_new_tokens"], "temperature": 0.6, "ignore_eos": True}
         body = {"input_ids": row["prompt_ids"], "sampling_params": params, "return_logprob": True}
         start = time.perf_counter()
-        async with session.post(f"{self._url}/generate", data=orjson.dumps(body)) as response:
+        async with session.post(
+            f"{self._url}/generate", data=orjson.dumps(body), headers=JSON
+        ) as response:
             reply = orjson.loads(await response.read())
+        if "meta_info" not in reply:
+            raise SystemExit(f"{self.name} answered {str(reply)[:500]}")
         found = len(reply["meta_info"]["output_token_logprobs"])
         if found != row["max_new_tokens"]:
             raise SystemExit(f"{found} tokens came back, {row['max_new_tokens']} were asked for")
