@@ -49,7 +49,7 @@ def test_megatron(model: str, name: str, deterministic: None):
     case = Case(model=model, steps=2, flags={"micro_batch_size": 3, **REF})
     apart, turns = (
         megatron_args(case, 1, flags, **more)
-        for more in ({}, {"colocate": True, "rollout_num_gpus": None})
+        for more in ({}, {"colocate": True, "offload_train": True, "rollout_num_gpus": None})
     )
     expected = _train(megatron.start_actor(apart, 0, 1), _rows)
     actor = megatron.start_actor(turns, 0, 1)
