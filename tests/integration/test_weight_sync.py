@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
 from slime.backends.weight_sync import SyncReport
 from slime.backends.weight_sync.tensor import TensorTransport
 from slime.utils import ipc
+from slime.utils.checksum import format_checksum, tensor_checksum
 from slime.utils.errors import WeightMismatchError
 from slime.utils.sync_http import get_json, post_json
 from slime.utils.types import EngineInfo
@@ -30,11 +32,11 @@ NUM_TOKENS = 6
 
 
 @contextmanager
-def engine_process(model_path: Path, folder: Path):
+def engine_process(model_path: Path, folder: Path, dtype: str = "float32"):
     """A server of its own; yields where it is."""
     port_file = folder / "port.json"
     command = [sys.executable, "-m", "slime.engine.server", "--model-path", str(model_path)]
-    command += ["--port", "0", "--port-file", str(port_file), "--dtype", "float32"]
+    command += ["--port", "0", "--port-file", str(port_file), "--dtype", dtype]
     command += ["--max-total-tokens", "2048"]
     environment = {**os.environ, "SLIME_ENGINE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
     with (folder / "engine.log").open("wb") as log:
@@ -139,6 +141,27 @@ def test_two_ranks_update_two_engines(serve, family, transport, tmp_path):
         assert log_probs == pytest.approx(hf_log_probs(out, tokens), abs=1e-4)
         old = hf_log_probs(checkpoint, tokens)
         assert max(abs(a - b) for a, b in zip(log_probs, old, strict=True)) > 1e-3
+
+
+def test_one_rank_sends_its_weights_in_the_type_of_the_engine(tmp_path):
+    """Cast from float32 right into the memory that is shared."""
+    checkpoint = make_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
+    options = {
+        "update_weight_transport": "tensor",
+        "colocate": True,
+        "sglang_dtype": "float16",
+        "rollout_engine": "slime",
+    }
+    out = tmp_path / "export"
+    with engine_process(checkpoint, tmp_path, "float16") as engine:
+        run_ranks(update_and_export, 1, 1, checkpoint, [engine], options, out)
+        body = {"action": "checksum"}
+        reply = post_json(f"{engine.url}/weights_checker", body, token=TOKEN)
+    held = reply["ranks"][0]["checksums"]
+    tensors = {name: t for path in out.glob("*.safetensors") for name, t in load_file(path).items()}
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    for name, value in held.items():
+        assert value == format_checksum(tensor_checksum(name, tensors[name])), name
 
 
 class Corrupting(TensorTransport):

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from slime.backends.fsdp_utils.gathering import cast_all
 from slime.backends.weight_sync import WeightSync, WeightSyncError
 from slime.backends.weight_sync.disk import DiskTransport
 from slime.backends.weight_sync.distributed import DistributedTransport
@@ -112,6 +113,32 @@ def test_mixed_dtypes_arrive_bit_by_bit():
     tensor_sync().update(buckets(sent), [engine.info], 1)
     assert_holds(engine, sent)
     engine.close()
+
+
+@pytest.mark.parametrize("moved", [None, "layer.w"], ids=["all there", "one elsewhere"])
+def test_buckets_made_in_shared_memory_arrive(moved, no_segments_left):
+    """Two to a bucket, the larger ones last: buffers are used again and grow."""
+    masters = dict(sorted(weights(5).items(), key=lambda item: item[1].numel()))
+    held = {name: torch.zeros(tensor.shape).bfloat16() for name, tensor in masters.items()}
+    engines = [FakeEngine({k: t.clone() for k, t in held.items()}, token=TOKEN) for _ in range(2)]
+    engines[1].before_copy = lambda engine, data: time.sleep(0.05)  # nobody may write there yet
+    sync = tensor_sync()
+
+    def made():
+        for part in buckets(masters):
+            wanted = [(name, tensor, torch.bfloat16) for name, tensor in part]
+            bucket = cast_all(wanted, sync.room)
+            assert len({tensor.untyped_storage().data_ptr() for _, tensor in bucket}) == 1
+            yield [(name, t.clone() if name == moved else t) for name, t in bucket]
+
+    for version in (1, 2):
+        sync.update(made(), [engine.info for engine in engines], version)
+        for engine in engines:
+            assert_holds(engine, {name: t.bfloat16() for name, t in masters.items()})
+        masters = {name: tensor + 1 for name, tensor in masters.items()}
+    for engine in engines:
+        engine.close()
+    assert sync.room(64) is None, "outside of an update there is none"
 
 
 def flip_a_byte(engine: FakeEngine, data: torch.Tensor) -> None:

@@ -6,7 +6,8 @@ A model has hundreds of small parameters, and a collective has a price however l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 from slime.utils.device import current_device
 
 GATHER_BYTES = 64 << 20  # of whole tensors in one collective, or one larger tensor
-_ALIGNMENT = 64  # bytes
+_ALIGNMENT = 64  # bytes; from such addresses a GPU reads several elements at once
 
+Room = Callable[[int], torch.Tensor | None]  # so many bytes of somebody's memory, if there are
 Wanted = tuple[str, torch.Tensor, torch.dtype]  # name, parameter, the type it is wanted in
 Named = tuple[str, torch.Tensor]
 
@@ -38,13 +40,33 @@ def whole_tensors(wanted: Iterable[Wanted], max_bytes: int = GATHER_BYTES) -> It
     yield from _gathered(batch)
 
 
+def cast_all(wanted: Sequence[Wanted], room: Room | None = None) -> list[Named]:
+    """Each in the type it is wanted in, on the device that gathers: parameters may be offloaded.
+
+    All are cast together, which costs less than one by one, into one piece of memory: where `room` says,
+    if it has any. If none has to be, they are given as they are.
+    """
+    device = current_device()
+    if all(tensor.dtype == dtype and tensor.device == device for _, tensor, dtype in wanted):
+        return [(name, tensor) for name, tensor, _ in wanted]
+    places = _places(wanted, device, room)
+    kinds = [(tensor.dtype, dtype) for _, tensor, dtype in wanted]
+    for kind in set(kinds):  # only what is cast alike can be cast together
+        chosen = [place for place, other in enumerate(kinds) if other == kind]
+        sources = [wanted[place][1] for place in chosen]
+        torch._foreach_copy_([places[place] for place in chosen], sources)
+    return [(name, place) for (name, _, _), place in zip(wanted, places, strict=True)]
+
+
+@torch.no_grad()  # with gradients it would pass DTensor's dispatcher
+def local_part(param: torch.Tensor) -> torch.Tensor:
+    return (param.to_local() if isinstance(param, DTensor) else param).detach()
+
+
 def _gathered(batch: list[Wanted]) -> Iterator[Named]:
-    if not batch:
-        return
     sharded = [wanted[1] for wanted in batch if isinstance(wanted[1], DTensor)]
     if not sharded or sharded[0].device_mesh.size() == 1:
-        names = [wanted[0] for wanted in batch]
-        yield from zip(names, _locals([wanted[1] for wanted in batch], batch[0][2]), strict=True)
+        yield from cast_all([(name, local_part(param), dtype) for name, param, dtype in batch])
         return
     flat = torch.cat([_padded_part(p, batch[0][2]) for p in sharded])
     world = sharded[0].device_mesh.size()
@@ -53,7 +75,7 @@ def _gathered(batch: list[Wanted]) -> Iterator[Named]:
     start = 0
     for name, param, dtype in batch:
         if not isinstance(param, DTensor):
-            yield name, _local(param, dtype)
+            yield from cast_all([(name, param.detach(), dtype)])
             continue
         end = start + _part_numel(param)
         parts = everyone[:, start:end].reshape(-1, *param.shape[1:])
@@ -61,39 +83,24 @@ def _gathered(batch: list[Wanted]) -> Iterator[Named]:
         start = end
 
 
-def _local(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return _locals([param], dtype)[0]
-
-
-@torch.no_grad()  # with gradients each of them would pass DTensor's dispatcher
-def _locals(params: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """This rank's parts, cast, on the device that gathers: parameters may be offloaded.
-
-    Cast in one operation, whatever their number: it costs less than one each.
-    """
-    parts = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in params]
-    device = current_device()
-    if all(part.dtype == dtype and part.device == device for part in parts):
-        return parts
-    places = _empty_like(parts, dtype, device)
-    torch._foreach_copy_(places, parts)
-    return places
-
-
-def _empty_like(
-    tensors: list[torch.Tensor], dtype: torch.dtype, device: torch.device
+def _places(
+    wanted: Sequence[Wanted], device: torch.device, room: Room | None
 ) -> list[torch.Tensor]:
-    """Parts of one new tensor, at addresses from which a GPU reads several elements at once."""
-    step = _ALIGNMENT // dtype.itemsize
-    lengths = [-(-tensor.numel() // step) * step for tensor in tensors]
-    parts = torch.empty(sum(lengths), dtype=dtype, device=device).split(lengths)
-    return [part[: t.numel()].view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+    sizes = [tensor.numel() * dtype.itemsize for _, tensor, dtype in wanted]
+    ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+    memory = room(ends[-1]) if room is not None else None
+    if memory is None:
+        memory = torch.empty(ends[-1], dtype=torch.uint8, device=device)
+    return [
+        memory[start : start + size].view(dtype).view(tensor.shape)
+        for start, size, (_, tensor, dtype) in zip([0, *ends], sizes, wanted, strict=False)
+    ]
 
 
 def _padded_part(param: DTensor, dtype: torch.dtype) -> torch.Tensor:
     """Flat, and as long as the first rank's: the last ranks' parts may be shorter, or empty."""
     assert param.placements == (Shard(0),), param.placements
-    local = _local(param, dtype).reshape(-1)
+    local = local_part(param).to(current_device(), dtype).reshape(-1)
     return torch.nn.functional.pad(local, (0, _part_numel(param) - local.numel()))
 
 

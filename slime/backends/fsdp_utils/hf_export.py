@@ -7,44 +7,67 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from slime.backends.fsdp_utils.gathering import whole_tensors
+from slime.backends.fsdp_utils.gathering import (
+    Room,
+    Wanted,
+    cast_all,
+    local_part,
+    whole_tensors,
+)
 from slime.backends.fsdp_utils.loading import ShardedModel
 from slime.backends.hf_folder import FILE_BYTES, Bucket, write_hf_folder
 from slime.utils.hf_views import hf_views, weight_dtype
 
 
-def hf_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """(checkpoint name, whole tensor) of every weight, a tied one once.
-
-    All ranks gather them together. A tensor may share memory with the parameter: it is to be read
-    before the next training step.
-    """
-    hf = model.module.hf
-    wanted = (
-        (name, param, weight_dtype(hf, name, dtype) if param.is_floating_point() else param.dtype)
-        for name, param in model.tensors().items()
-    )
-    yield from hf_views(whole_tensors(wanted), model_type=hf.config.model_type)
-
-
 def hf_buckets(
-    model: ShardedModel, dtype: torch.dtype, max_bytes: int, *, keep: bool
+    model: ShardedModel,
+    dtype: torch.dtype,
+    max_bytes: int,
+    *,
+    keep: bool,
+    room: Room | None = None,
 ) -> Iterator[Bucket]:
-    """The same in lists of at most `max_bytes`, or of one larger tensor.
+    """(checkpoint name, whole tensor) of every weight, a tied one once, in lists of at most
+    `max_bytes`, or of one larger tensor; all ranks gather them together.
 
+    A tensor may share memory with the parameter: it is to be read before the next training step.
     With `keep` off the lists are empty but as many: a rank that only helps to gather holds nothing.
+    `room` may have memory for a list that has to be cast; else it is new.
     """
-    bucket: Bucket = []
+    tensors = _own_tensors(model, dtype) if model.is_whole else _gathered_tensors(model, dtype)
+    bucket: list[Wanted] = []
     size = 0
-    for name, tensor in hf_tensors(model, dtype):
-        if size and size + tensor.nbytes > max_bytes:
-            yield bucket
+    for name, tensor, wanted in tensors:
+        nbytes = tensor.numel() * wanted.itemsize
+        if size and size + nbytes > max_bytes:
+            yield cast_all(bucket, room)
             bucket, size = [], 0
-        size += tensor.nbytes
+        size += nbytes
         if keep:
-            bucket.append((name, tensor))
+            bucket.append((name, tensor, wanted))
     if size:
-        yield bucket
+        yield cast_all(bucket, room)
+
+
+def _own_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[Wanted]:
+    """Not cast yet: a whole bucket is at once."""
+    model_type = model.module.hf.config.model_type
+    for name, param, wanted in _wanted(model, dtype):
+        for hf_name, view in hf_views([(name, local_part(param))], model_type=model_type):
+            yield hf_name, view, wanted
+
+
+def _gathered_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[Wanted]:
+    whole = whole_tensors(_wanted(model, dtype))
+    for name, tensor in hf_views(whole, model_type=model.module.hf.config.model_type):
+        yield name, tensor, tensor.dtype
+
+
+def _wanted(model: ShardedModel, dtype: torch.dtype) -> Iterator[Wanted]:
+    hf = model.module.hf
+    for name, param in model.tensors().items():
+        floating = param.is_floating_point()
+        yield name, param, weight_dtype(hf, name, dtype) if floating else param.dtype
 
 
 def export_hf(model: ShardedModel, path: str, source: str, dtype: torch.dtype) -> None:

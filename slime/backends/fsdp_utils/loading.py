@@ -72,6 +72,11 @@ class ShardedModel:
         """Found once: going through all modules takes as long as sending a good part of them."""
         return list(persistent_buffers(self.module.hf))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank's part is all there is."""
+        return all(param.device_mesh.size() == 1 for param in self.params.values())
+
     def reshard(self) -> None:
         """Free gathered parameters: after a forward pass without a backward one they would go stale."""
         for module in self.module.modules():

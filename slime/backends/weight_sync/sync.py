@@ -137,6 +137,14 @@ class WeightSync:
             logger.info("%s", report)
         return report
 
+    def room(self, nbytes: int) -> torch.Tensor | None:
+        """Memory in which the next bucket can be made, which saves a copy; not every transport has any.
+
+        To be asked for by the iterator of an update, once per bucket.
+        """
+        transport = self.transport
+        return transport.room(nbytes) if isinstance(transport, TensorTransport) else None
+
     def _transfer(
         self, buckets: Iterable[HFTensors], clients: list[EngineClient], version: int
     ) -> tuple[int, int]:
@@ -167,14 +175,14 @@ class WeightSync:
             self.transport.open(mine, version)
 
     def _send(self, bucket: Bucket, *, to_engines: bool) -> None:
-        if _rank() == 0:
+        if to_engines:
+            self.transport.send(bucket)
+        if _rank() == 0:  # while the engines copy it
             with self._checksum_time():
                 self._sent.add(bucket)
                 if self._served is not None:
                     for name, tensor in bucket.tensors:
                         self._served.add(name, tensor)
-        if to_engines:
-            self.transport.send(bucket)
 
     def _commit(self, clients: list[EngineClient], version: int) -> None:
         on_all(clients, EngineClient.end)

@@ -17,6 +17,7 @@ from slime.utils.sync_http import HttpError
 _ALIGNMENT = 64
 _ROUTE = "/update_weights_from_tensor"
 
+Metadata = dict[str, Any]  # as /update_weights_from_tensor takes it
 Call = tuple[
     EngineClient, Callable[[], None]
 ]  # one that was started, and what waits for its answer
@@ -41,10 +42,18 @@ class TensorTransport:
         self._in_flight: dict[int, list[Call]] = {}  # by bucket: the last two at most
 
     def open(self, engines: list[EngineClient], version: int) -> None:
-        self._engines, self._version = engines, version
+        self._engines, self._version, self._next = engines, version, 0
+
+    def room(self, nbytes: int) -> torch.Tensor | None:
+        """Where the next bucket will lie: made there, it need not be packed. It may be written to until
+        it is sent, and read until the bucket after the next is made or the transport closed."""
+        if not self._engines:
+            return None
+        self._finish(self._next - 2)
+        return self._buffer(self._next % 2, nbytes).tensor
 
     def send(self, bucket: Bucket) -> None:
-        slot = bucket.index % 2
+        slot, self._next = bucket.index % 2, bucket.index + 1
         self._finish(bucket.index - 2)  # which was in the same buffer
         buffer = self._buffer(slot, packed_size(bucket))
         metadata = pack(bucket, buffer.tensor)
@@ -84,6 +93,7 @@ class TensorTransport:
                 release_export(handle)
         for slot in range(2):
             self._drop(slot)
+        self._engines = []
 
     def _buffer(self, slot: int, size: int) -> SharedBuffer:
         """Its last bucket has been answered: it may be replaced by a larger one."""
@@ -132,21 +142,26 @@ def packed_size(bucket: Bucket) -> int:
     return sum(_aligned(tensor.nbytes) for _, tensor in bucket.tensors) or _ALIGNMENT
 
 
-def pack(bucket: Bucket, buffer: torch.Tensor) -> list[dict[str, Any]]:
-    """Copy the tensors into the buffer and say where each lies."""
-    metadata, places, offset = [], [], 0
-    for name, tensor in bucket.tensors:
+def pack(bucket: Bucket, buffer: torch.Tensor) -> list[Metadata]:
+    """Copy the tensors into the buffer, unless they lie there, and say where each lies."""
+    start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
+    inside = [start <= t.data_ptr() and t.data_ptr() + t.nbytes <= end for _, t in bucket.tensors]
+    if all(inside):
+        return [_describe(name, t, t.data_ptr() - start) for name, t in bucket.tensors]
+    metadata, places, sources, offset = [], [], [], 0
+    for (name, tensor), lies_there in zip(bucket.tensors, inside, strict=True):
         place = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         places.append(place)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        metadata.append(
-            {"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset}
-        )
+        sources.append(tensor.clone() if lies_there else tensor)
+        metadata.append(_describe(name, tensor, offset))
         offset += _aligned(tensor.nbytes)
-    if places:
-        tensors = [tensor for _, tensor in bucket.tensors]
-        torch._foreach_copy_(places, tensors, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_copy_(places, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
     return metadata
+
+
+def _describe(name: str, tensor: torch.Tensor, offset: int) -> Metadata:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset}
 
 
 def _aligned(nbytes: int) -> int:

@@ -39,7 +39,8 @@ class WeightTransport(Protocol):
         ...
 
     def send(self, bucket: Bucket) -> None:
-        """May return before the engines have the bucket; its tensors may change after the return."""
+        """May return before the engines have the bucket; its tensors may change after the return, but
+        for those that were made in memory of the transport."""
         ...
 
     def finish(self) -> None:
