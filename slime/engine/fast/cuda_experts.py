@@ -1,6 +1,6 @@
 """A mixture of experts on the kernels in Triton: grids and block sizes. Needs triton to be imported."""
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
