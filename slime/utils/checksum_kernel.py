@@ -41,7 +41,7 @@ def many_sums(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tens
             table[2],
             owners,
             sums,
-            tensors[0].reshape(-1).view(dtype),
+            tensors[0].detach().reshape(-1).view(dtype),
             WIDE=dtype.itemsize > 2,
             ALIGNED=all(address % _ALIGNED == 0 for address in addresses),
             LANES=_LANES,

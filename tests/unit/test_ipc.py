@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from slime.utils import ipc
-from slime.utils.ipc import ImportedBuffers, SharedBuffer, import_buffer, remove_stale_segments
+from slime.utils.ipc import (
+    ImportedBuffers,
+    SharedBuffer,
+    collect_exports,
+    import_buffer,
+    release_export,
+    remove_stale_segments,
+)
 
 PATTERN = torch.arange(1000, dtype=torch.int64).to(torch.uint8)
 
@@ -179,3 +186,53 @@ def test_a_closed_buffer_is_mapped_no_more(buffer):
     before = Path("/proc/self/maps").read_text().count(name)
     imported.close()
     assert Path("/proc/self/maps").read_text().count(name) == before - 1
+
+
+_READER = """
+import json, sys
+from slime.utils.ipc import ImportedBuffers, finish_reading
+imported = ImportedBuffers()
+for line in sys.stdin:
+    if line == "close\\n":
+        imported.close()
+        print("closed", flush=True)
+        continue
+    tensor = imported.get(json.loads(line))
+    values = tensor[:1000].tolist()
+    finish_reading(tensor)
+    del tensor
+    print(json.dumps(values), flush=True)
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("ending", ["closed", "killed"])
+def test_a_cuda_buffer_exported_once_is_filled_often_and_given_back(ending):
+    torch.cuda.init()
+    before = torch.cuda.memory_allocated()
+    buffer = SharedBuffer(64 << 20, "cuda")
+    child = subprocess.Popen(
+        [sys.executable, "-c", _READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    handle = buffer.export()
+
+    def ask(line: str) -> str:
+        child.stdin.write(line + "\n")
+        child.stdin.flush()
+        return child.stdout.readline()
+
+    for factor in (1, 2, 3):
+        buffer.tensor[:1000].copy_(PATTERN * factor)
+        torch.cuda.synchronize()
+        assert json.loads(ask(json.dumps(handle))) == (PATTERN * factor).tolist()
+    if ending == "closed":
+        assert ask("close") == "closed\n"
+    else:
+        child.kill()
+        child.wait()
+        release_export(handle)
+    buffer.close()
+    collect_exports()
+    assert torch.cuda.memory_allocated() == before
+    child.kill()
+    child.wait()
