@@ -11,7 +11,15 @@ import triton
 
 from slime.engine.fast import triton_attention, triton_draw, triton_elementwise
 from slime.engine.fast.cuda_experts import CudaExperts
-from slime.engine.fast.kernels import DrawSettings, Heads, Pages, QueryKeyNorm, Rotary, Tokens
+from slime.engine.fast.kernels import (
+    DrawSettings,
+    ExpertKernels,
+    Heads,
+    Pages,
+    QueryKeyNorm,
+    Rotary,
+    Tokens,
+)
 
 _LOG2E = math.log2(math.e)
 _PROGRAMS = 1024  # of an attention launch: enough for every multiprocessor to have several
@@ -22,7 +30,7 @@ TILE = 64  # tokens of a prompt that attend together
 
 
 class CudaKernels:
-    experts = CudaExperts()
+    experts: ExpertKernels | None = CudaExperts()
 
     def add_rms_norm(
         self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
