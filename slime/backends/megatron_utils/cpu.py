@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +31,23 @@ def install_cpu_adapter() -> None:
     _installed = True
     _answer_for_cuda()
     TorchCalls(_cuda_means_cpu).__enter__()
-    _mend_megatron()
+    with _hidden("wandb"):  # a second, for an inference engine that is not used here
+        _mend_megatron()
     _mend_uneven_collectives()
     _share_groups()
+
+
+@contextlib.contextmanager
+def _hidden(name: str) -> Iterator[None]:
+    """Inside, `import name` fails as where it is not installed."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def _cuda_means_cpu(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
