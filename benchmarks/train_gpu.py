@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
+    "tiny-deep": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 36},  # as 4B
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
     "tiny-moe": {
@@ -51,6 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 HEADS = {
     "tiny": (4, 2),
+    "tiny-deep": (1, 1),
     "0.6B": (16, 8),
     "4B": (32, 8),
     "tiny-moe": (4, 2),

@@ -7,7 +7,8 @@ both on one card, random weights of Qwen3's shapes. One update is all of it: pau
 and packing, the engine's copies, its prefix cache dropped, the checksums of both sides compared,
 generation resumed. The first one is warm-up; the median of `--rounds` counts. "device copy" is the rate of
 copying the same bytes within the card, the limit there is. Without a GPU it runs over shared memory, with
-`--shapes tiny` in seconds, and measures what an update costs besides the copies.
+`--shapes tiny` in seconds; `--shapes tiny-deep --buffer-size 400000`, as many tensors and about as many
+buckets as 4B, measures what an update costs besides the copies (sums apart: a CPU takes them one by one).
 The last lines are `RATIO weight_sync_gb_per_s_<shape> <value>`.
 """
 

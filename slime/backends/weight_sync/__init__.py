@@ -4,7 +4,7 @@ sync = make_weight_sync(args)                          one per trainer rank, kep
 report = sync.update(hf_buckets, engines, version)     every rank calls it, with its own iterator
 
          rank 0                           all ranks                          rank 0
-pause ──▶ begin session ──▶ for each bucket: gather, sum, send ──▶ end ──▶ flush ──▶ compare
+pause ──▶ begin session ──▶ for each bucket: gather, send, sum ──▶ end ──▶ flush ──▶ compare
                                   TensorTransport        shared memory, CUDA IPC   checksums and
                                   DistributedTransport   gloo, NCCL broadcast      version, then
                                   DiskTransport          Hugging Face folder       continue

@@ -11,7 +11,11 @@ _NAMED = 3
 
 
 class SentWeights:
-    """The names that were sent and, if wanted, checksums of the tensors as the transport got them."""
+    """The names that were sent and, if wanted, checksums of the tensors.
+
+    Engines are proven to hold the bits of these tensors: the trainer's own, or where they had to be
+    cast, what the cast has written. So everything from there on is proven, the cast itself is not.
+    """
 
     def __init__(self, *, with_sums: bool) -> None:
         self._names: set[str] = set()
