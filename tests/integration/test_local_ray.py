@@ -1,0 +1,95 @@
+"""The Ray a run starts for itself: few processes, and actors that have their variables all the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from slime.ray import local_ray
+from slime.ray.cluster import connect
+from slime.ray.remote import Remote
+
+_HOOK = """
+import os
+class Seen:
+    def variable(self, name):
+        at_start = open("/proc/self/environ").read().split("\\0")
+        return os.environ.get(name), any(line.startswith(name + "=") for line in at_start)
+    def torch_threads(self):
+        import torch
+        return torch.get_num_threads()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_ray():
+    assert connect()
+    yield
+    local_ray.stop()
+
+
+@pytest.fixture
+def ask(tmp_path: Path):
+    """An actor whose class only its PYTHONPATH leads to."""
+    (tmp_path / "hook_of_a_user.py").write_text(_HOOK)
+    actors: list[Remote] = []
+
+    def ask(method: str, *args: object, **variables: str) -> object:
+        env = {"PYTHONPATH": str(tmp_path), **variables}
+        options = {"num_cpus": 0, "runtime_env": {"env_vars": env}}
+        actors.append(Remote(options, "hook_of_a_user.Seen"))
+        return actors[-1].get(method, *args, timeout=60)
+
+    yield ask
+    for actor in actors:
+        actor.kill()
+
+
+def test_only_what_a_run_needs_is_started():
+    words = " ".join(
+        word for child in psutil.Process().children(recursive=True) for word in child.cmdline()
+    )
+    assert "gcs_server" in words and "raylet" in words
+    for script in ("monitor.py", "dashboard/dashboard.py", "log_monitor.py"):
+        assert f"/{script}" not in words
+
+
+def test_an_actor_sets_variables_of_libraries_itself(ask):
+    assert ask("variable", "SLIME_ENGINE_TOKEN", SLIME_ENGINE_TOKEN="t") == ("t", False)
+    other = "2" if os.environ.get("OMP_NUM_THREADS") == "1" else "1"
+    assert ask("torch_threads", OMP_NUM_THREADS=other) == _torch_threads(other)
+
+
+def _torch_threads(variable: str) -> int:
+    """Of a process that starts with the variable."""
+    command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+    return int(subprocess.check_output(command, env={**os.environ, "OMP_NUM_THREADS": variable}))
+
+
+def test_a_variable_that_must_be_there_at_the_start_is(ask):
+    assert ask("variable", "MALLOC_ARENA_MAX", MALLOC_ARENA_MAX="2") == ("2", True)
+
+
+def test_another_ray_sets_all_variables(monkeypatch):
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
+    assert local_ray.take_variables(options) == ({"num_cpus": 0}, {"OMP_NUM_THREADS": "1"})
+    monkeypatch.setattr(local_ray, "_address", "192.0.2.1:6379")
+    assert local_ray.take_variables(options) == (options, {})
+
+
+def test_the_object_store_leaves_memory_to_others():
+    store = ray.cluster_resources()["object_store_memory"]
+    assert store <= max(128 * 2**20, psutil.virtual_memory().total / 4)
+
+
+def test_paths_come_after_the_folder_of_the_script(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["here", "site"])
+    monkeypatch.setenv("PYTHONPATH", "")
+    local_ray.adopt({"PYTHONPATH": f"/a{os.pathsep}site{os.pathsep}/b"})
+    assert sys.path == ["here", "/a", "/b", "site"]
