@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +24,23 @@ Call = tuple[
 ]  # one that was started, and what waits for its answer
 
 
+@dataclass(kw_only=True, frozen=True)
+class _Packed:
+    """A bucket in its buffer; `done` happens when a GPU has really put it there."""
+
+    index: int
+    nbytes: int
+    metadata: list[Metadata]
+    done: torch.cuda.Event | None
+
+
 class TensorTransport:
     """Two buffers by turns: the next bucket is gathered, packed and sent while engines copy the last.
 
     Engines open a buffer once and keep it open until the end of the update. On a GPU the two processes
-    keep out of each other's way by waiting: a bucket is announced once it is packed, and a buffer is
-    packed again once every engine has said that it copied what was in it, which is over by then.
+    keep out of each other's way by waiting: a bucket is announced once it is packed, as late as the next
+    one is made, and a buffer is packed again once every engine has said that it copied what was in it,
+    which is over by then.
     """
 
     shares_device = True
@@ -39,6 +51,7 @@ class TensorTransport:
         self._buffers: list[SharedBuffer | None] = [None, None]
         self._sizes = [0, 0]  # what was needed so far: a larger bucket costs one more export
         self._handles: dict[tuple[int, str], BufferHandle] = {}  # by buffer and engine
+        self._packed: _Packed | None = None  # not announced yet
         self._in_flight: dict[int, list[Call]] = {}  # by bucket: the last two at most
 
     def open(self, engines: list[EngineClient], version: int) -> None:
@@ -49,28 +62,42 @@ class TensorTransport:
         it is sent, and read until the bucket after the next is made or the transport closed."""
         if not self._engines:
             return None
+        self._announce()
         self._finish(self._next - 2)
         return self._buffer(self._next % 2, nbytes).tensor
 
     def send(self, bucket: Bucket) -> None:
+        self._announce()
         slot, self._next = bucket.index % 2, bucket.index + 1
         self._finish(bucket.index - 2)  # which was in the same buffer
         buffer = self._buffer(slot, packed_size(bucket))
-        metadata = pack(bucket, buffer.tensor)
-        packed = _mark(self._device)
-        handles = [self._handle(slot, engine) for engine in self._engines]
-        if packed is not None:
-            packed.synchronize()
-        calls = self._in_flight[bucket.index] = []
-        for engine, handle in zip(self._engines, handles, strict=True):
-            payload = tensor_payload(handle, metadata, self._version)
-            with _losing(bucket.index, engine):
-                update = engine.start_update(_ROUTE, payload, nbytes=bucket.nbytes)
-            calls.append((engine, update))
+        self._packed = _Packed(
+            index=bucket.index,
+            nbytes=bucket.nbytes,
+            metadata=pack(bucket, buffer.tensor),
+            done=_mark(self._device),
+        )
+        if self._packed.done is None:
+            self._announce()
 
     def finish(self) -> None:
+        self._announce()
         for index in list(self._in_flight):
             self._finish(index)
+
+    def _announce(self) -> None:
+        packed, self._packed = self._packed, None
+        if packed is None:
+            return
+        handles = [self._handle(packed.index % 2, engine) for engine in self._engines]
+        if packed.done is not None:
+            packed.done.synchronize()
+        calls = self._in_flight[packed.index] = []
+        for engine, handle in zip(self._engines, handles, strict=True):
+            payload = tensor_payload(handle, packed.metadata, self._version)
+            with _losing(packed.index, engine):
+                update = engine.start_update(_ROUTE, payload, nbytes=packed.nbytes)
+            calls.append((engine, update))
 
     def _finish(self, index: int) -> None:
         errors: list[WeightSyncError] = []
@@ -84,6 +111,7 @@ class TensorTransport:
             raise WeightSyncError("; ".join(str(error) for error in errors)) from errors[0]
 
     def close(self) -> None:
+        self._packed = None
         for index in list(self._in_flight):  # an engine may still be reading a buffer
             with suppress(WeightSyncError):
                 self._finish(index)
