@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -167,3 +168,21 @@ def test_barred_tokens_are_not_drawn_but_count_in_the_log_probs(kernels: CpuKern
     assert (tokens[1::2] == 0).all()
     chosen = scaled.double().log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
     torch.testing.assert_close(log_probs.double(), chosen, atol=1e-4, rtol=1e-5)
+
+
+def test_rounding_at_the_end_of_a_chunk_draws_no_token_that_has_no_chance(kernels: CpuKernels):
+    """Each small weight is rounded up where it is added to 1, so the sum is more than there is to find."""
+    logits = torch.full((1, 256), math.log(6.1e-8))
+    logits[0, 0], logits[0, -1] = 0.0, -80.0
+    seeds = np.arange(2_000_000, dtype=np.uint64)
+    draws = uniforms(seeds, np.full(len(seeds), 10))
+    highest = seeds[np.argsort(draws)[-50:]].astype(np.int64)  # draws within 2e-5 of 1
+    settings = DrawSettings(
+        temperatures=torch.ones(50),
+        seeds=torch.from_numpy(highest),
+        last_tokens=torch.zeros(50, dtype=torch.int32),
+    )
+    rows = torch.arange(50, dtype=torch.int32)
+    positions = torch.full((50,), 9, dtype=torch.int32)
+    tokens, _ = kernels.draw(logits.expand(50, -1).contiguous(), rows, positions, settings)
+    assert 255 not in tokens.tolist()

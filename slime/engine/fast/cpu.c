@@ -212,12 +212,12 @@ void draw(const float *logits, long rows, long vocab, const float *temperatures,
                 long c = 0;
                 while (c < chunks - 1 && before + sums[c] <= target) before += sums[c++];
                 long end = (c + 1) * CHUNK < vocab ? (c + 1) * CHUNK : vocab;
-                for (long i = c * CHUNK; i < end; i++) {
-                    if (x[i] == -INFINITY) continue;
-                    token = i;
-                    before += exp_fast((x[i] - most) * inverse);
-                    if (before > target) break;
+                long i = token = c * CHUNK; /* the likeliest, if rounding hides the one that is meant */
+                for (; i < end && before <= target; i++) {
+                    if (x[i] > x[token]) token = i;
+                    if (x[i] != -INFINITY) before += exp_fast((x[i] - most) * inverse);
                 }
+                if (before > target) token = i - 1;
             }
             tokens[r] = token;
             log_probs[r] = (x[token] - most) * inverse - (float)log(total + shut);

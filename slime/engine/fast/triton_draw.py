@@ -91,7 +91,8 @@ def choose_kernel(
     inside = tl.exp(x - highest).to(tl.float64)
     passed = tl.sum((before + tl.cumsum(inside, 0) <= target).to(tl.int32), 0)
     last = tl.minimum(vocab - chosen * PIECE, PIECE) - 1
-    drawn = tl.where(greedy, tl.argmax(x, 0), tl.minimum(passed, last))
+    # Where rounding hides the token that is meant, the likeliest of the piece and not its last.
+    drawn = tl.where(greedy | (passed > last), tl.argmax(x, 0), passed)
     logit = tl.sum(tl.where(offset == drawn, x, 0.0), 0)
     result = (chosen * PIECE + drawn).to(tl.int32)
     tl.store(tokens + index, result)
