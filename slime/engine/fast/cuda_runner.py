@@ -52,7 +52,7 @@ class CudaRunner:
         sizes = [_FIXED_ROWS] if deterministic else ladder(len(table) - 1)
         with torch.inference_mode():
             self._graphs = DecodeGraphs(self._forward_rows, sizes, scheduler.scrap_row, device)
-            self._graphs.record()
+            self._graphs.record_all()
 
     @torch.inference_mode()
     def launch(self, step: Step) -> CudaFlight:

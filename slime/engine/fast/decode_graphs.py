@@ -28,7 +28,8 @@ RowForward = Callable[[torch.Tensor], RowOutputs]  # takes [NUM_INPUTS, B] int32
 
 
 class DecodeGraphs:
-    """Recorded at the start, and again when next used after `forget`: a graph knows only addresses."""
+    """All sizes are recorded at the start. A graph knows only addresses: after `forget` each size is
+    recorded again when it is needed, since a rollout of short answers needs but a few."""
 
     def __init__(
         self, forward: RowForward, sizes: list[int], scrap_row: int, device: torch.device
@@ -47,8 +48,8 @@ class DecodeGraphs:
     def run(self, inputs: torch.Tensor) -> RowOutputs:
         """`inputs` [NUM_INPUTS, B] int32 in pinned memory, B one of the sizes."""
         size = inputs.shape[1]
-        if not self._graphs and not self._failed:
-            self.record()
+        if size not in self._graphs and not self._failed:
+            self._record(size)
         static = self._static(size)
         static.copy_(inputs, non_blocking=True)
         if self._failed:
@@ -60,42 +61,45 @@ class DecodeGraphs:
     def forget(self) -> None:
         self._graphs.clear()
 
+    def record_all(self) -> None:
+        """The largest first, so that the others fit into its memory; compiles what is not compiled."""
+        start = time.perf_counter()
+        for size in reversed(self._sizes):
+            if not self._failed:
+                self._run_once(size)
+                self._record(size)
+        if not self._failed:
+            seconds = time.perf_counter() - start
+            logger.info("recorded %d CUDA graphs in %.1f s", len(self._graphs), seconds)
+
     def _static(self, size: int) -> torch.Tensor:
         return self._inputs[: NUM_INPUTS * size].view(NUM_INPUTS, size)
 
-    def record(self) -> None:
-        """All sizes, the largest first so that the others fit into its memory."""
-        start = time.perf_counter()
-        pool: Any = None
-        try:
-            for size in reversed(self._sizes):
-                graph, outputs = self._record_one(self._static(size), pool)
-                pool = graph.pool()
-                self._graphs[size] = (graph, outputs)
-        except RuntimeError as error:
-            logger.warning("decoding runs without CUDA graphs: %s", str(error).splitlines()[0])
-            self._graphs.clear()
-            self._failed = True
-            torch.cuda.synchronize()
-            return
-        seconds = time.perf_counter() - start
-        logger.info("recorded %d CUDA graphs in %.1f s", len(self._graphs), seconds)
-
-    def _record_one(
-        self, static: torch.Tensor, pool: Any
-    ) -> tuple[torch.cuda.CUDAGraph, RowOutputs]:
+    def _run_once(self, size: int) -> None:
+        """Kernels are compiled and workspaces allocated, neither of which can be recorded."""
+        static = self._static(size)
         static.zero_()
         static[1].fill_(self._scrap_row)
         static[3].fill_(self._scrap_row)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._forward(static)  # compiles kernels, allocates workspaces
+            self._forward(static)
         torch.cuda.current_stream().wait_stream(side)
+
+    def _record(self, size: int) -> None:
+        pool: Any = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            outputs = self._forward(static)
-        return graph, outputs
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                outputs = self._forward(self._static(size))
+        except RuntimeError as error:
+            logger.warning("decoding runs without CUDA graphs: %s", str(error).splitlines()[0])
+            self._graphs.clear()
+            self._failed = True
+            torch.cuda.synchronize()
+            return
+        self._graphs[size] = (graph, outputs)
 
 
 def ladder(most: int) -> list[int]:
