@@ -14,12 +14,12 @@ from tests.args import make_args
 from tests.tiny import make_tiny_checkpoint
 
 
-def external(model: Path, address: str) -> Args:
+def external(model: Path, *addresses: str) -> Args:
     return make_args(
         rollout_engine=None,
         hf_checkpoint=str(model),
         rollout_external=True,
-        rollout_external_engine_addrs=[address],
+        rollout_external_engine_addrs=list(addresses),
     )
 
 

@@ -51,6 +51,12 @@ def test_an_address_without_an_engine(model):
         find_external(external(model, "127.0.0.1:9"))
 
 
+def test_one_engine_by_two_names(model, server):
+    other = server.url.replace("127.0.0.1", "localhost")
+    with pytest.raises(UserError, match=rf"{server.url} and {other} are the same engine"):
+        find_external(external(model, server.url, other))
+
+
 def test_an_address_of_another_kind_of_server(model):
     with socketserver.TCPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as other:
         threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()

@@ -298,6 +298,7 @@ def test_external_engines_are_sglang_and_fed_by_disk_unless_told_otherwise():
         (external(rollout_external=None), ["belong together"]),
         (external(rollout_external_engine_addrs=["http://a:b"]), ["http://a:b", "HOST:PORT"]),
         (external(rollout_external_engine_addrs=["ftp://a:1"]), ["ftp://a:1", "HOST:PORT"]),
+        (external(rollout_external_engine_addrs=["a b:1"]), ["a b:1", "HOST:PORT"]),
         (external(rollout_external_engine_addrs=["a:1", "http://a:1/"]), ["twice", "http://a:1/"]),
         (external(colocate=True), ["--colocate"]),
         (external(update_weight_transport="tensor"), ["tensor", "disk"]),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from slime.utils.arguments import Args
 from slime.utils.errors import UserError
@@ -19,7 +21,10 @@ _OF_ANOTHER_KIND = _OPTION + " {url}: this is a server, but not SGLang's or slim
 
 
 def find_external(args: Args) -> list[EngineInfo]:
-    return [_find(args, normalise(address)) for address in args.rollout_external_engine_addrs or ()]
+    urls = [normalise(address) for address in args.rollout_external_engine_addrs or ()]
+    found = [_find(args, url) for url in urls]
+    _check_all_differ(urls)
+    return found
 
 
 def normalise(address: str) -> str:
@@ -54,6 +59,19 @@ def version_warning(engines: list[EngineInfo]) -> str | None:
     return f"warning: the engines are of {len(versions)} versions ({where}): start them with the same one"
 
 
+def _check_all_differ(urls: list[str]) -> None:
+    """Two names of one server: it would be asked to join a weight update twice, and wait for itself."""
+    seen: dict[tuple[Any, ...], str] = {}
+    for url in urls:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        for place in {info[4] for info in socket.getaddrinfo(parts.hostname, port)}:
+            if seen.setdefault(place, url) != url:
+                raise UserError(
+                    f"{_OPTION}: {seen[place]} and {url} are the same engine: name it once"
+                )
+
+
 def _check_model(args: Args, url: str, model: dict[str, Any]) -> None:
     config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
     if not model.get("is_generation", True):
@@ -80,7 +98,10 @@ def _check_tokenizer(args: Args, url: str) -> None:
         reply = post_json(f"{url}/generate", body, timeout=_TIMEOUT_S)
     except HttpError as error:
         raise UserError(f"{_OPTION} {url} does not generate: {error}") from error
-    there = [entry[1] for entry in reply["meta_info"]["input_token_logprobs"]]
+    try:
+        there = [entry[1] for entry in reply["meta_info"]["input_token_logprobs"]]
+    except (KeyError, TypeError) as error:
+        raise UserError(_OF_ANOTHER_KIND.format(url=url)) from error
     if there != list(tokenizer.encode(_SPELLING)):
         raise UserError(
             f"{_OPTION} {url} has another tokenizer than --hf-checkpoint {args.hf_checkpoint}: start it "

@@ -77,7 +77,8 @@ def _engine_place(address: str) -> tuple[str, int] | None:
         port = parts.port
     except ValueError:
         return None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    odd = any(letter.isspace() for letter in address)
+    if odd or parts.scheme not in ("http", "https") or not parts.hostname:
         return None
     return parts.hostname, port or (443 if parts.scheme == "https" else 80)
 
