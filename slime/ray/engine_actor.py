@@ -24,7 +24,7 @@ from slime.utils.flags.embedded import HONOURED
 from slime.utils.sglang_install import find_sglang
 from slime.utils.types import EngineInfo
 
-_START_TIMEOUT_S = 300
+_START_TIMEOUT_S = 3600  # as with SGLang: reading a large model from a slow disk
 _SEARCHED_LINES = 300
 # The number of GPUs is slime's business: --sglang-tp-size is --rollout-num-gpus-per-engine.
 _SERVER_OPTIONS = sorted(HONOURED - {"tp_size"})
