@@ -27,7 +27,7 @@ from slime.utils.types import EngineInfo
 _START_TIMEOUT_S = 3600  # as with SGLang: reading a large model from a slow disk
 _SEARCHED_LINES = 300
 # The number of GPUs is slime's business: --sglang-tp-size is --rollout-num-gpus-per-engine.
-_SERVER_OPTIONS = sorted(HONOURED - {"tp_size"})
+_SERVER_OPTIONS = sorted(HONOURED - {"tp_size", "random_seed"})
 
 
 class PortTakenError(UserError):
@@ -58,7 +58,9 @@ class EngineActor:
         """Start the embedded engine."""
         port_file = self._file.with_suffix(".port")
         port_file.unlink(missing_ok=True)
-        command = engine_command(self.args, host=self.node.host, port_file=port_file)
+        command = engine_command(
+            self.args, index=self.index, host=self.node.host, port_file=port_file
+        )
         self.process = ServerProcess(command, self.log_path)
         port = self._wait_for_port(port_file)
         return EngineInfo(url=f"http://{self.node.host}:{port}", device_ids=(device_id(),))
@@ -151,8 +153,8 @@ class EngineActor:
         return str(path)
 
 
-def engine_command(args: Args, *, host: str, port_file: Path) -> list[str]:
-    """The embedded engine's command line for this run."""
+def engine_command(args: Args, *, index: int, host: str, port_file: Path) -> list[str]:
+    """The command line of one of this run's embedded engines."""
     command = [sys.executable, "-m", "slime.engine.server"]
     command += ["--model-path", args.hf_checkpoint, "--host", host, "--port", "0"]
     command += ["--port-file", str(port_file)]
@@ -165,6 +167,7 @@ def engine_command(args: Args, *, host: str, port_file: Path) -> list[str]:
             command += [flag, str(value)]
     if "--dtype" not in command:
         command += ["--dtype", {"fp32": "float32", "bf16": "bfloat16"}[args.precision]]
-    if "--random-seed" not in command:
-        command += ["--random-seed", str(args.rollout_seed)]
-    return command
+    # With one seed for all, two of them would give two samples of a group the same tokens.
+    given = args.sglang_random_seed
+    seed = (args.rollout_seed if given is None else given) + index
+    return [*command, "--random-seed", str(seed)]

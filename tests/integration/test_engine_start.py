@@ -12,6 +12,7 @@ import ray
 from slime.backends.sglang_utils.process import ServerProcess
 from slime.backends.sglang_utils.readiness import StartError, wait_until_ready
 from slime.ray.cluster import connect
+from slime.ray.engine_actor import engine_command
 from slime.ray.engine_group import EngineGroup
 from slime.utils.env import child_env
 from slime.utils.errors import UserError
@@ -147,3 +148,16 @@ def test_a_server_that_says_nothing_does_not_hang_the_run(tmp_path):
     finally:
         process.stop()
     assert process.status() is not None
+
+
+@pytest.mark.parametrize("given", [{}, {"sglang_random_seed": 7}])
+def test_no_two_embedded_engines_draw_the_same(given: dict, tmp_path):
+    args = make_args(rollout_engine="slime", **given)
+    seeds = [
+        option(
+            engine_command(args, index=index, host="127.0.0.1", port_file=tmp_path), "--random-seed"
+        )
+        for index in range(2)
+    ]
+    first = given.get("sglang_random_seed", args.rollout_seed)
+    assert seeds == [str(first), str(first + 1)]
