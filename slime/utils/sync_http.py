@@ -10,6 +10,7 @@ import http.client
 import json
 import math
 import select
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+_CORK: int | None = getattr(socket, "TCP_CORK", None)  # Linux has it
 _RETRY_PAUSE = 0.2
 _FRESH_S = 1.0  # servers close connections that were idle for 5 s and more
 _STALL_S = 30.0  # a server that stops for so long amid a request or an answer is frozen
@@ -152,8 +154,14 @@ class Call:
             raise
 
     def _request(self, body: bytes | None, headers: dict[str, str]) -> None:
-        self.connection.sock.settimeout(min(_remaining(self.deadline), _STALL_S))
+        sock = self.connection.sock
+        sock.settimeout(min(_remaining(self.deadline), _STALL_S))
+        # Headers and body in one packet wake the server once.
+        if _CORK is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, _CORK, 1)
         self.connection.request(self.method, _target(self.url), body, headers)
+        if _CORK is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, _CORK, 0)
 
     def _read(self, look_every_s: float, look: Callable[[], None]) -> tuple[int, str]:
         sock = self.connection.sock

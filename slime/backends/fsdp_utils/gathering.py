@@ -58,15 +58,17 @@ def cast_all(wanted: Sequence[Wanted], room: Room | None = None) -> list[Named]:
     return [(name, place) for (name, _, _), place in zip(wanted, places, strict=True)]
 
 
-@torch.no_grad()  # with gradients it would pass DTensor's dispatcher
-def local_part(param: torch.Tensor) -> torch.Tensor:
-    return (param.to_local() if isinstance(param, DTensor) else param).detach()
+@torch.no_grad()  # with gradients each of them would pass DTensor's dispatcher
+def local_parts(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in params]
 
 
 def _gathered(batch: list[Wanted]) -> Iterator[Named]:
     sharded = [wanted[1] for wanted in batch if isinstance(wanted[1], DTensor)]
     if not sharded or sharded[0].device_mesh.size() == 1:
-        yield from cast_all([(name, local_part(param), dtype) for name, param, dtype in batch])
+        parts = local_parts(param for _, param, _ in batch)
+        local = [(name, part, dtype) for (name, _, dtype), part in zip(batch, parts, strict=True)]
+        yield from cast_all(local)
         return
     flat = torch.cat([_padded_part(p, batch[0][2]) for p in sharded])
     world = sharded[0].device_mesh.size()
@@ -100,7 +102,7 @@ def _places(
 def _padded_part(param: DTensor, dtype: torch.dtype) -> torch.Tensor:
     """Flat, and as long as the first rank's: the last ranks' parts may be shorter, or empty."""
     assert param.placements == (Shard(0),), param.placements
-    local = local_part(param).to(current_device(), dtype).reshape(-1)
+    local = local_parts([param])[0].to(current_device(), dtype).reshape(-1)
     return torch.nn.functional.pad(local, (0, _part_numel(param) - local.numel()))
 
 

@@ -11,7 +11,7 @@ from slime.backends.fsdp_utils.gathering import (
     Room,
     Wanted,
     cast_all,
-    local_part,
+    local_parts,
     whole_tensors,
 )
 from slime.backends.fsdp_utils.loading import ShardedModel
@@ -52,8 +52,10 @@ def hf_buckets(
 def _own_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[Wanted]:
     """Not cast yet: a whole bucket is at once."""
     model_type = model.module.hf.config.model_type
-    for name, param, wanted in _wanted(model, dtype):
-        for hf_name, view in hf_views([(name, local_part(param))], model_type=model_type):
+    weights = list(_wanted(model, dtype))
+    parts = local_parts(param for _, param, _ in weights)
+    for (name, _, wanted), part in zip(weights, parts, strict=True):
+        for hf_name, view in hf_views([(name, part)], model_type=model_type):
             yield hf_name, view, wanted
 
 

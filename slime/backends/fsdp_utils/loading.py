@@ -75,7 +75,7 @@ class ShardedModel:
     @property
     def is_whole(self) -> bool:
         """Whether this rank's part is all there is."""
-        return all(param.device_mesh.size() == 1 for param in self.params.values())
+        return next(iter(self.params.values())).device_mesh.size() == 1
 
     def reshard(self) -> None:
         """Free gathered parameters: after a forward pass without a backward one they would go stale."""
