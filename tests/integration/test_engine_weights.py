@@ -126,6 +126,25 @@ def test_from_shared_memory_in_buckets(server: EngineServer, policies: list[Poli
     assert_serves(server, policies[1], "2")
 
 
+def test_a_shared_buffer_stays_open_for_its_session_only(
+    server: EngineServer, policies: list[Policy]
+):
+    maps = Path(f"/proc/{server.pid}/maps")
+    name = "model.norm.weight"
+    server.post("/begin_weight_update")
+    buffer, metadata = pack({name: policies[0].tensors[name]})
+    body = {"load_format": "slime_shm", "handle": buffer.export(), "metadata": metadata}
+    server.post("/update_weights_from_tensor", body)
+    assert body["handle"]["name"] in maps.read_text()
+    flat = policies[1].tensors[name].view(torch.uint8)
+    buffer.tensor[: flat.numel()] = flat  # what is written later is what comes
+    server.post("/update_weights_from_tensor", body)
+    assert checksums(server)[name] == policies[1].checksums()[name]
+    server.post("/end_weight_update")
+    assert body["handle"]["name"] not in maps.read_text()
+    buffer.close()
+
+
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
 def test_from_a_process_group(
     server: EngineServer, policies: list[Policy], load_format: str | None
