@@ -19,6 +19,7 @@ class TextCodec:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids if tokenizer is not None else ())
         self._lock = threading.Lock()
 
     @property
@@ -62,13 +63,23 @@ class TextCodec:
         """The first stop string in the end of the output, if any."""
         # A token stands for at least one byte, so a match cannot begin before this many tokens.
         window = max(len(stop.encode()) for stop in request.params.stop) + 1
-        tail = self._decode(
-            request, request.token_ids[max(request.prompt_len, len(request.token_ids) - window) :]
-        )
+        tail = self._decode(request, request.token_ids[self._tail_start(request, window) :])
         for stop in request.params.stop:
             if stop in tail:
                 return FinishReason(kind="stop", matched=stop)
         return None
+
+    def _tail_start(self, request: Request, count: int) -> int:
+        """Where the last `count` tokens of the output begin, those without text not counted."""
+        start = max(request.prompt_len, len(request.token_ids) - count)
+        silent = self._special if request.params.skip_special_tokens else frozenset()
+        if not silent or silent.isdisjoint(request.token_ids[start:]):
+            return start
+        start = len(request.token_ids)
+        while start > request.prompt_len and count > 0:
+            start -= 1
+            count -= request.token_ids[start] not in silent
+        return start
 
     def check(self, request: Request) -> None:
         if request.params.stop:

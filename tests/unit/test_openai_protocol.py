@@ -74,6 +74,11 @@ def test_what_follows_an_answer_does_not_depend_on_the_answer():
     assert text == "<|end|>\n<|tool|>5<|end|>\n<|assistant|>"
 
 
+def test_stream_options_of_another_kind_are_refused():
+    with pytest.raises(ApiError, match="`stream_options` must be an object"):
+        parse_chat({"messages": [{"role": "user", "content": "a"}], "stream_options": 5})
+
+
 def test_messages_are_made_plain():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     asked = parse_chat({"messages": [{"role": "user", "content": parts, "name": None}]})

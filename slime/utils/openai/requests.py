@@ -143,6 +143,8 @@ def _parse_common(body: Any, *, log_probs: Callable[[Any], bool]) -> dict[str, A
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise ApiError("`max_tokens` must be an integer above 0")
     options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise ApiError("`stream_options` must be an object")
     return {
         "model": str(body.get("model") or ""),
         "sampling": {
