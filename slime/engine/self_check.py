@@ -7,6 +7,7 @@ So two short texts go both ways before the first request does.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from slime.engine.sampling_params import SamplingParams
 from slime.engine.scheduler import Scheduler
 from slime.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
 _PROMPT, _OUTPUT, _PIECE = 24, 4, 14  # tokens: both prompts are cut, one goes on beside the other
 _PAGE, _PAGES = 4, 16
 # Of how much log-probs vary from token to token: rounding stays below, another text's influence does not.
@@ -36,6 +38,13 @@ def check_served(
     count = min(_PROMPT, context_len - _OUTPUT)
     if count < 2:
         return
+    try:
+        model.set_attn_implementation("eager")
+    except ValueError as error:
+        logger.warning("%s is served unchecked: %s", type(model).__name__, error)
+        return
+    finally:
+        model.set_attn_implementation(IMPLEMENTATION)
     served = _serve(model, forward, layers, count)
     expected = _ask_model(model, served)
     found = torch.tensor([r.input_log_probs + r.output_log_probs for r in served])
