@@ -24,7 +24,8 @@ from slime.engine.radix_cache import RadixCache
 from slime.engine.request import Request
 from slime.engine.speculation import Drafter
 
-_EVICT_AT_LEAST = 32  # pages; looking for the oldest costs a walk over the tree
+# Looking for the oldest pages costs a walk over the tree, so that a good many of them go at a time.
+_EVICT_AT_LEAST, _EVICT_SHARE = 32, 1 / 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +332,8 @@ class Scheduler:
             if youngest is request:
                 return False
         if self.pool.num_free < missing:
-            self.cache.evict(max(missing - self.pool.num_free, _EVICT_AT_LEAST))
+            share = int(len(self.cache) * _EVICT_SHARE)
+            self.cache.evict(max(missing - self.pool.num_free, share, _EVICT_AT_LEAST))
         pages = self.pool.allocate(missing)
         self.new_pages += pages
         self._write_pages(request.row, len(request.pages), pages)

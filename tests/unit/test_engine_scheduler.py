@@ -171,6 +171,18 @@ def test_prompts_that_are_scored_do_not_wait_for_each_other():
     assert [work.count for work in step(scheduler)] == [9] * 4
 
 
+def test_a_full_cache_is_walked_once_for_many_pages():
+    """4,000 pages of old texts; decoding on takes a page every 4 steps and should not search for each."""
+    scheduler = make_scheduler(num_pages=4002, max_running=1, chunk_size=400)
+    for text in range(80):
+        scheduler.add(make_request([text] * 200, 1))
+        while scheduler.has_requests:
+            step(scheduler)
+    scheduler.add(make_request([90] * 9, 30))
+    step(scheduler)
+    assert scheduler.pool.num_free >= 4000 // 32 - 3
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_loads_finish_and_give_back_every_page(seed: int):
     rng = random.Random(seed)
