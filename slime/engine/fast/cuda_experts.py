@@ -77,20 +77,17 @@ def choose_blocks(pairs_per_expert: float, element_size: int) -> tuple[Blocks, B
     if element_size == 4:
         small = Blocks(ROWS=16, COLUMNS=32, DEPTH=32, num_warps=4, num_stages=2)
         return small, small
+    if pairs_per_expert <= 8:
+        small = Blocks(ROWS=16, COLUMNS=64, DEPTH=128, num_warps=4, num_stages=3)
+        return small, small
     if pairs_per_expert <= 16:
-        return (
-            Blocks(ROWS=16, COLUMNS=32, DEPTH=128, num_warps=4, num_stages=4),
-            Blocks(ROWS=16, COLUMNS=64, DEPTH=128, num_warps=4, num_stages=4),
-        )
-    if pairs_per_expert <= 48:
-        return (
-            Blocks(ROWS=32, COLUMNS=32, DEPTH=128, num_warps=4, num_stages=4),
-            Blocks(ROWS=32, COLUMNS=64, DEPTH=128, num_warps=4, num_stages=4),
-        )
-    return (
-        Blocks(ROWS=64, COLUMNS=64, DEPTH=64, num_warps=4, num_stages=3),
-        Blocks(ROWS=64, COLUMNS=128, DEPTH=64, num_warps=4, num_stages=3),
-    )
+        middle = Blocks(ROWS=32, COLUMNS=64, DEPTH=128, num_warps=4, num_stages=3)
+        return middle, middle
+    if pairs_per_expert <= 64:
+        large = Blocks(ROWS=64, COLUMNS=64, DEPTH=64, num_warps=4, num_stages=4)
+        return large, large
+    huge = Blocks(ROWS=128, COLUMNS=64, DEPTH=64, num_warps=8, num_stages=3)
+    return huge, huge
 
 
 def _list_pairs(experts: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
