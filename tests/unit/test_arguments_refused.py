@@ -48,6 +48,10 @@ RULES = [
         ["--kl-coef", "--kl-loss-coef", "set one"],
     ),
     ({"kl_loss_coef": 0.1}, ["--use-kl-loss"]),
+    (
+        {"nccl_ub": True, "colocate": True, "train_backend": "megatron"},
+        ["--nccl-ub", "--offload-train", "--no-offload-train"],
+    ),
     ({"use_dynamic_batch_size": True}, ["--max-tokens-per-gpu"]),
     ({"over_sampling_batch_size": 1}, ["--over-sampling-batch-size", "--rollout-batch-size"]),
     ({"num_rollout": None}, ["--num-rollout", "--num-epoch"]),

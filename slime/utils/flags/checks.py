@@ -59,6 +59,11 @@ def check_backend(draft: Draft) -> None:
             "--lr-decay-style WSD belongs to --train-backend megatron: use constant, linear, cosine or "
             "inverse-square-root"
         )
+    if draft["nccl_ub"] and draft["offload_train"]:
+        raise ConfigError(
+            "--nccl-ub registers the gradients' memory with NCCL, and --offload-train gives that memory back "
+            "every rollout: leave --nccl-ub out, or add --no-offload-train"
+        )
 
 
 def check_engine(draft: Draft) -> None:
