@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -47,12 +49,7 @@ async def continue_generation(engine: Engine, body: Body) -> Body:
 
 
 async def flush_cache(engine: Engine, body: Body) -> web.Response:
-    try:
-        deadline = time.monotonic() + float(body.get("timeout", 0.0))
-    except (TypeError, ValueError) as error:
-        raise RequestError(
-            f"`timeout` must be a number of seconds, got {body['timeout']!r}"
-        ) from error
+    deadline = time.monotonic() + _seconds(body.get("timeout", 0.0))
     while not await _call(engine, engine.flush_cache):
         if time.monotonic() >= deadline:
             return web.Response(text="Flush cache failed.\n", status=400)
@@ -220,6 +217,13 @@ async def _update(engine: Engine, body: Body, function: Callable[[], None]) -> B
     if reply["success"] and version is not None:
         reply["message"] += f" Weight version updated to {version}."
     return reply
+
+
+def _seconds(value: Any) -> float:
+    with suppress(TypeError, ValueError):
+        if math.isfinite(seconds := float(value)):
+            return seconds
+    raise RequestError(f"`timeout` must be a number of seconds, got {value!r}")
 
 
 def _tags(body: Body) -> list[str]:

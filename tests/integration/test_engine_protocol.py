@@ -209,6 +209,12 @@ def test_mistakes_in_a_request_are_named(server: EngineServer):
     assert generate(server, **ids, sampling_params=GREEDY, colour="blue")["output_ids"]
 
 
+@pytest.mark.parametrize("timeout", ["inf", "nan", "soon", [1]])
+def test_a_flush_waits_for_a_number_of_seconds(server: EngineServer, timeout: object):
+    with pytest.raises(HttpError, match="must be a number of seconds"):
+        server.post("/flush_cache", {"timeout": timeout})
+
+
 def test_control_routes_need_the_token_and_reading_routes_do_not(server: EngineServer):
     for route in (
         "/abort_request",
