@@ -6,16 +6,19 @@ line of JSON. A child, because Megatron on the meta device bends torch for the w
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import slime
-from slime.backends.rank_model import ModelCount
+from slime.backends.rank_model import ModelCount, WholeModel
 from slime.utils.env import child_env, read_env
 from slime.utils.errors import ConfigError, UserError
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 _ANSWER = "COUNTED "
 _TIMEOUT_S = 600
+_MOST_CHILDREN = 8  # each takes up to a gigabyte
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,18 @@ class CountRequest:
 
 
 def count_models(requests: list[CountRequest]) -> list[ModelCount | UserError]:
-    """One answer per request; an error where the model or its layout is refused."""
+    """One answer per request; an error where the model or its layout is refused.
+
+    A mixture of experts has tens of thousands of modules, which take seconds to make: every core makes some.
+    """
+    children = max(min(len(requests), len(os.sched_getaffinity(0)), _MOST_CHILDREN), 1)
+    shares = [requests[child::children] for child in range(children)]
+    with ThreadPoolExecutor(children) as pool:
+        answers = list(pool.map(_count_in_child, shares))
+    return [answers[i % children][i // children] for i in range(len(requests))]
+
+
+def _count_in_child(requests: list[CountRequest]) -> list[ModelCount | UserError]:
     command = [sys.executable, "-m", "slime.backends.count_model"]
     path = [str(Path(slime.__file__).parents[1]), read_env().python_path or ""]
     env = child_env(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONPATH=":".join(path))
@@ -77,9 +92,8 @@ def _count(request: CountRequest) -> ModelCount:
     import torch
 
     from slime.backends.packed_attention import repeats_keys
-    from slime.backends.whole_model import count_whole
 
-    whole = count_whole(request.args.hf_checkpoint)  # before Megatron bends torch
+    whole = _count_whole(request.args.hf_checkpoint)  # before Megatron bends torch
     if request.args.train_backend == "fsdp":
         from slime.backends.fsdp_utils.meta_model import count_rank
     else:
@@ -91,6 +105,13 @@ def _count(request: CountRequest) -> ModelCount:
         attention_repeats_keys=repeats_keys(),
         torch_version=torch.__version__,
     )
+
+
+@functools.cache  # several layouts of one model
+def _count_whole(folder: str) -> WholeModel:
+    from slime.backends.whole_model import count_whole
+
+    return count_whole(folder)
 
 
 if __name__ == "__main__":
