@@ -61,6 +61,7 @@ class RayCluster:
         for name in ("RAY_ADDRESS", "SLIME_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             self.env.pop(name, None)
         self.nodes: dict[str, subprocess.Popen[str]] = {}  # by address
+        self.other_slots: dict[str, int] = {}  # of hosts that have not as many as the rest
         self._started: list[subprocess.Popen[str]] = []
 
     @property
@@ -183,8 +184,9 @@ class RayCluster:
         folder = self.folder / host.name[-2:]
         command = [RAY, "start", *words, "--block", f"--temp-dir={folder}", "--num-cpus=2"]
         command += ["--object-store-memory=100000000"]
-        if self.slots is not None:
-            command.append(f"--num-gpus={self.slots}")
+        slots = self.other_slots.get(host.address, self.slots)
+        if slots is not None:
+            command.append(f"--num-gpus={slots}")
         self.log_dir.mkdir(parents=True, exist_ok=True)
         with (self.log_dir / f"{host.address}.log").open("w") as log:
             return subprocess.Popen(
