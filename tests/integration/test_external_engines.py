@@ -51,6 +51,14 @@ def test_an_address_without_an_engine(model):
         find_external(external(model, "127.0.0.1:9"))
 
 
+def test_an_engine_of_another_size(server, tmp_path):
+    larger = make_tiny_checkpoint(tmp_path / "larger", intermediate_size=192)
+    with pytest.raises(
+        UserError, match=r"with intermediate_size \d+, but .* has 192: start it with"
+    ):
+        find_external(external(larger, server.url))
+
+
 def test_one_engine_by_two_names(model, server):
     other = server.url.replace("127.0.0.1", "localhost")
     with pytest.raises(UserError, match=rf"{server.url} and {other} are the same engine"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +17,10 @@ from slime.utils.types import EngineInfo
 
 _TIMEOUT_S = 60.0
 _SPELLING = "The 3 Äpfel cost 4.50 €, {x: [1, 2]}\n\tdef f(): return None"
+_SIZES = (
+    *("hidden_size", "num_hidden_layers", "intermediate_size", "moe_intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "num_experts", "vocab_size"),
+)
 _OPTION = "--rollout-external-engine-addrs"
 _OF_ANOTHER_KIND = _OPTION + " {url}: this is a server, but not SGLang's or slime's"
 
@@ -76,13 +81,21 @@ def _check_model(args: Args, url: str, model: dict[str, Any]) -> None:
     config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
     if not model.get("is_generation", True):
         raise UserError(f"{_OPTION} {url}: {model['model_path']} does not generate text")
-    for key in ("architectures", "model_type"):
-        here, there = config.get(key), model.get(key)
+    there_too = {**_config_of(model["model_path"]), **model}
+    for key in ("architectures", "model_type", *_SIZES):
+        here, there = config.get(key), there_too.get(key)
         if here and there and here != there:
             raise UserError(
                 f"{_OPTION} {url} serves {model['model_path']} with {key} {there}, but --hf-checkpoint "
                 f"{args.hf_checkpoint} has {here}: start it with the model that is trained"
             )
+
+
+def _config_of(model_path: str) -> dict[str, Any]:
+    """Servers do not tell a model's sizes: they are known where its folder is on this machine too."""
+    with suppress(OSError, ValueError):
+        return json.loads((Path(model_path) / "config.json").read_text())
+    return {}
 
 
 def _check_tokenizer(args: Args, url: str) -> None:
