@@ -199,18 +199,11 @@ def _call_once(
     timeout: float,
     retries: int,
 ) -> Any:
-    deadline = time.monotonic() + timeout
-    connection = _connect(method, url, deadline, retries)
-    call = Call(
-        method=method,
-        url=url,
-        timeout=timeout,
-        deadline=deadline,
-        connection=connection,
-        answered=http.client.HTTPConnection.close,
-    )
-    call.send(payload, token)
-    return call.result()
+    server = JsonServer(url, token)
+    try:
+        return server.start(method, "", payload, timeout=timeout, retries=retries).result()
+    finally:
+        server.close()
 
 
 def _connect(method: str, url: str, deadline: float, retries: int) -> http.client.HTTPConnection:
