@@ -54,15 +54,15 @@ class CudaExperts:
         tokens, top = experts.shape
         num, size, width = down.shape
         lists, counts = _list_pairs(experts, num)
-        up_blocks, down_blocks = choose_blocks(tokens * top / num, hidden.element_size())
-        shape = {"HIDDEN": size, "WIDTH": width, "PRECISION": _precision(hidden)}
+        blocks = choose_blocks(tokens * top / num, hidden.element_size())
+        shape = {"HIDDEN": size, "WIDTH": width, "PRECISION": dot_precision(hidden)}
         active = hidden.new_empty(tokens * top, width)
-        triton_experts.gate_up_kernel[(triton.cdiv(width, up_blocks.COLUMNS), num)](
-            *(hidden, gate_up, lists, counts, active, tokens), **shape, TOP=top, **asdict(up_blocks)
+        triton_experts.gate_up_kernel[(triton.cdiv(width, blocks.COLUMNS), num)](
+            *(hidden, gate_up, lists, counts, active, tokens), **shape, TOP=top, **asdict(blocks)
         )
         parts = hidden.new_empty(tokens * top, size)
-        triton_experts.down_kernel[(triton.cdiv(size, down_blocks.COLUMNS), num)](
-            *(active, down, weights, lists, counts, parts, tokens), **shape, **asdict(down_blocks)
+        triton_experts.down_kernel[(triton.cdiv(size, blocks.COLUMNS), num)](
+            *(active, down, weights, lists, counts, parts, tokens), **shape, **asdict(blocks)
         )
         out = torch.empty_like(hidden)
         block = min(triton.next_power_of_2(size), _SUMMED)
@@ -72,22 +72,17 @@ class CudaExperts:
         return out
 
 
-def choose_blocks(pairs_per_expert: float, element_size: int) -> tuple[Blocks, Blocks]:
-    """For gate and up, and for down: what was fastest on an H200 for experts of 768 x 2048."""
+def choose_blocks(pairs_per_expert: float, element_size: int) -> Blocks:
+    """What was fastest on an H200 for experts of 768 x 2048, for both products."""
     if element_size == 4:
-        small = Blocks(ROWS=16, COLUMNS=32, DEPTH=32, num_warps=4, num_stages=2)
-        return small, small
+        return Blocks(ROWS=16, COLUMNS=32, DEPTH=32, num_warps=4, num_stages=2)
     if pairs_per_expert <= 8:
-        small = Blocks(ROWS=16, COLUMNS=64, DEPTH=128, num_warps=4, num_stages=3)
-        return small, small
+        return Blocks(ROWS=16, COLUMNS=64, DEPTH=128, num_warps=4, num_stages=3)
     if pairs_per_expert <= 16:
-        middle = Blocks(ROWS=32, COLUMNS=64, DEPTH=128, num_warps=4, num_stages=3)
-        return middle, middle
+        return Blocks(ROWS=32, COLUMNS=64, DEPTH=128, num_warps=4, num_stages=3)
     if pairs_per_expert <= 64:
-        large = Blocks(ROWS=64, COLUMNS=64, DEPTH=64, num_warps=4, num_stages=4)
-        return large, large
-    huge = Blocks(ROWS=128, COLUMNS=64, DEPTH=64, num_warps=8, num_stages=3)
-    return huge, huge
+        return Blocks(ROWS=64, COLUMNS=64, DEPTH=64, num_warps=4, num_stages=4)
+    return Blocks(ROWS=128, COLUMNS=64, DEPTH=64, num_warps=8, num_stages=3)
 
 
 def _list_pairs(experts: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,5 +95,6 @@ def _list_pairs(experts: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Te
     return lists, counts
 
 
-def _precision(tensor: torch.Tensor) -> str:
+def dot_precision(tensor: torch.Tensor) -> str:
+    """Of Triton's matrix products."""
     return "ieee" if tensor.dtype == torch.float32 else "tf32"

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from slime.engine.fast import triton_attention, triton_draw, triton_elementwise
-from slime.engine.fast.cuda_experts import CudaExperts
+from slime.engine.fast.cuda_experts import CudaExperts, dot_precision
 from slime.engine.fast.kernels import (
     DrawSettings,
     ExpertKernels,
@@ -172,7 +172,7 @@ def _attend_rows(
         **_blocks(shape["DIM_BLOCK"], qkv.element_size(), 3),
         PAGE=pages.page_size,
         WINDOWED=window is not None,
-        PRECISION=_precision(qkv),
+        PRECISION=dot_precision(qkv),
     )
     if splits > 1:
         triton_attention.combine_kernel[(count, heads.num_query)](target, stats, out, **shape)
@@ -200,7 +200,7 @@ def _attend_tiles(
         **_blocks(dim_block, qkv.element_size(), 3 if qkv.element_size() == 2 else 1),
         PAGE=pages.page_size,
         WINDOWED=window is not None,
-        PRECISION=_precision(qkv),
+        PRECISION=dot_precision(qkv),
     )
 
 
@@ -223,10 +223,6 @@ def _blocks(dim: int, element_size: int, stages: int) -> dict[str, int]:
     while 2 * block * dim * element_size * stages > room and block > 16:
         block, stages = (block, stages - 1) if stages > 1 else (block // 2, 1)
     return {"BLOCK": block, "num_warps": 4, "num_stages": stages}
-
-
-def _precision(tensor: torch.Tensor) -> str:
-    return "ieee" if tensor.dtype == torch.float32 else "tf32"
 
 
 def _warps(wanted: int) -> int:
