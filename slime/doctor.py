@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import shutil
 import socket
@@ -279,9 +278,7 @@ def check_memory() -> Check:
 
 
 def check_cores() -> Check:
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = machine.usable_cores()
     advice = "two or more let trainer and engine work without waiting for each other"
     return _by_amount("Cores", cores, enough=2, least=1, found=str(cores), advice=advice)
 

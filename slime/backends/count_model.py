@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import slime
 from slime.backends.rank_model import ModelCount, WholeModel
 from slime.utils.env import child_env, read_env
 from slime.utils.errors import ConfigError, UserError
+from slime.utils.machine import usable_cores
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
@@ -44,7 +44,7 @@ def count_models(requests: list[CountRequest]) -> list[ModelCount | UserError]:
 
     A mixture of experts has tens of thousands of modules, which take seconds to make: every core makes some.
     """
-    children = max(min(len(requests), len(os.sched_getaffinity(0)), _MOST_CHILDREN), 1)
+    children = max(min(len(requests), usable_cores(), _MOST_CHILDREN), 1)
     shares = [requests[child::children] for child in range(children)]
     with ThreadPoolExecutor(children) as pool:
         answers = list(pool.map(_count_in_child, shares))

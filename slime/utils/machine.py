@@ -44,6 +44,13 @@ def package_version(name: str) -> str | None:
         return None
 
 
+def usable_cores() -> int:
+    """Those this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def gpus() -> list[Gpu]:
     """The NVIDIA GPUs the driver reports. Asking the driver's tool leaves no CUDA context behind."""
     if shutil.which("nvidia-smi") is None:
