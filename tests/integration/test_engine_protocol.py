@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime.engine.server import main
 from slime.utils.sync_http import HttpError, get_json, post_json
 from tests.engines import EngineServer, engine_server
 from tests.tiny import EOS_ID, make_byte_tokenizer, make_tiny_checkpoint
@@ -362,44 +359,6 @@ def test_ids_only_without_a_tokenizer(tmp_path: Path):
         # No token was set, so one was made up: control routes stay closed.
         with pytest.raises(HttpError, match="401"):
             post_json(f"{server.url}/flush_cache", {})
-
-
-def test_a_taken_port_ends_the_process_with_one_sentence(checkpoint: Path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "slime.engine.server", "--model-path", str(checkpoint)]
-        result = subprocess.run(
-            [*command, "--port", port], capture_output=True, text=True, timeout=120
-        )
-    assert result.returncode == 1
-    assert result.stderr.startswith(f"cannot listen at 127.0.0.1:{port}")
-    assert result.stderr.count("\n") == 1
-
-
-def test_bad_starts_have_one_clear_message(checkpoint: Path, tmp_path: Path, capsys):
-    encoder = tmp_path / "t5"
-    encoder.mkdir()
-    (encoder / "config.json").write_text(json.dumps({"model_type": "t5"}))
-    no_tokenizer = make_tiny_checkpoint(tmp_path / "m", with_tokenizer=False)
-    cases = [
-        (["--model-path", str(tmp_path / "none")], 1, "no such folder"),
-        (["--model-path", str(tmp_path)], 1, "no config.json"),
-        (["--model-path", str(encoder)], 1, "'t5' is not a causal language model"),
-        (["--model-path", str(no_tokenizer)], 1, "--skip-tokenizer-init"),
-        (["--model-path", str(checkpoint), "--enable-lora"], 2, "--enable-lora"),
-        (["--model-path", str(checkpoint), "--tp-size", "2"], 2, "--tp-size"),
-        (
-            ["--model-path", str(checkpoint), "--page-size", "0"],
-            2,
-            "--page-size must be at least 1",
-        ),
-        ([], 2, "--model-path"),
-    ]
-    for options, status, message in cases:
-        capsys.readouterr()
-        assert main([*options, "--port", "0"]) == status
-        error = capsys.readouterr().err
-        assert message in error and "Traceback" not in error
 
 
 def state(server: EngineServer) -> dict:
