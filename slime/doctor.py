@@ -39,6 +39,7 @@ class Check:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="slime doctor",
+        allow_abbrev=False,
         description="What this machine has, what is missing, and how to get it. "
         "Exit status 0: the quickstart can run here.",
     )

@@ -169,6 +169,7 @@ def _shared(seed: int) -> list[str]:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="slime quickstart",
+        allow_abbrev=False,
         description="Make a tiny model, warm it up and train it by GRPO; minutes on two CPU cores.",
     )
     parser.add_argument(

@@ -143,3 +143,9 @@ def test_a_folder_in_use_is_left_alone(tmp_path):
     with pytest.raises(ConfigError, match="name a new folder"):
         run_quickstart(["--run-dir", str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_part_of_a_flag_is_no_flag(capsys):
+    with pytest.raises(SystemExit):
+        run_quickstart(["--smok"])
+    assert "unrecognized arguments: --smok" in capsys.readouterr().err
