@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import ray
@@ -43,5 +44,7 @@ def test_the_owner_of_lost_rows_is_named(local_ray, tmp_path):
     place = maker.place(timeout=60)
     assert place is not None
     os.kill(place.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
     with pytest.raises(LostError, match=rf"^rollout manager \(pid {place.pid} on \S+\) died: "):
-        watch.get([reader.call("read", rows)], members[1:])
+        while time.monotonic() < deadline:  # the rows stay readable until Ray has seen the death
+            watch.get([reader.call("read", rows)], members[1:])
