@@ -279,7 +279,7 @@ def test_an_update_without_pause_waits_for_requests_in_flight(
         wait_until_running(server)
         update = {"model_path": str(policies[1].path), "weight_version": "1"}
         updated = pool.submit(server.post, "/update_weights_from_disk", update)
-        time.sleep(0.05)
+        time.sleep(0.2)
         after = pool.submit(post_json, f"{server.url}/generate", body)
         assert [s["version"] for s in before.result()["meta_info"]["weight_versions"]] == ["0"]
         assert updated.result()["success"]

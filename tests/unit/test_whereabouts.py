@@ -14,6 +14,7 @@ from slime.utils.whereabouts import Whereabouts, ask
 ROOT = Path(__file__).resolve().parents[2]
 _START = (
     "import time\nfrom slime.utils.whereabouts import answer_questions, doing\nanswer_questions()\n"
+    "def up(): print('up', flush=True)\n"
 )
 
 
@@ -22,7 +23,7 @@ def child():
     started = []
 
     def start(body: str) -> int:
-        code = _START + "print('up', flush=True)\n" + body
+        code = _START + body
         process = subprocess.Popen(
             [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
@@ -38,7 +39,9 @@ def child():
 
 
 def test_a_sleeping_process_tells_phase_and_stack(child):
-    pid = child("def nap():\n time.sleep(60)\nwith doing('train'), doing('train/steps'):\n nap()")
+    pid = child(
+        "def nap():\n up(); time.sleep(60)\nwith doing('train'), doing('train/steps'):\n nap()"
+    )
     said = ask(pid)
     assert isinstance(said, Whereabouts) and said.pid == pid
     (work,) = said.work
@@ -47,18 +50,18 @@ def test_a_sleeping_process_tells_phase_and_stack(child):
 
 
 def test_a_phase_that_is_over_is_not_told(child):
-    said = ask(child("with doing('train'):\n pass\ntime.sleep(60)"))
+    said = ask(child("with doing('train'):\n pass\nup(); time.sleep(60)"))
     assert isinstance(said, Whereabouts) and said.work == []
 
 
 def test_one_that_holds_the_lock_still_shows_its_stack(child):
-    pid = child("import re\ndef stuck():\n re.match('(a+)+$', 'a' * 60 + 'b')\nstuck()")
+    pid = child("import re\ndef stuck():\n up(); re.match('(a+)+$', 'a' * 60 + 'b')\nstuck()")
     said = ask(pid, timeout_s=0.3)
     assert isinstance(said, str) and said.startswith("does not answer") and "in stuck" in said
 
 
 def test_a_stopped_and_an_ended_process(child):
-    pid = child("time.sleep(60)")
+    pid = child("up(); time.sleep(60)")
     os.kill(pid, signal.SIGSTOP)
     time.sleep(0.1)
     assert ask(pid) == f"is stopped (kill -CONT {pid} lets it go on)"
