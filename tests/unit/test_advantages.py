@@ -64,18 +64,26 @@ def test_one_right_of_two():
     np.testing.assert_allclose(got, [half, -half], rtol=1e-6)
 
 
+def test_nearly_equal_rewards_are_divided_by_their_small_deviation():
+    """1e-6 is added to the deviation itself; under the root it would halve such advantages."""
+    got = normalize_group_rewards(np.array([2e-4, 0]), np.zeros(2), estimator="grpo", std=True)
+    np.testing.assert_allclose(got[0], 1e-4 / (np.sqrt(2) * 1e-4 + 1e-6), rtol=1e-5)
+
+
 def test_overlong_penalty_falls_linearly_in_the_buffer():
     lens = np.array([10, 80, 85, 90, 100, 120])
     got = overlong_penalty(lens, max_response_len=100, buffer_len=20, factor=0.5)
     np.testing.assert_allclose(got, [0, 0, -0.125, -0.25, -0.5, -0.5])
 
 
-def naive_returns(batch, row, kl_coef, gamma):
+KL = {"k1": lambda d: d, "k2": lambda d: d**2 / 2, "k3": lambda d: np.exp(-d) - 1 + d}
+
+
+def naive_returns(batch, row, kl_coef, gamma, kl_type):
     """Return of each trained token by a double loop over what comes after it."""
     trained = [t for t, m in enumerate(batch.loss_masks[row]) if m]
-    earned = [
-        -kl_coef * float(batch.old_log_probs[row][t] - batch.ref_log_probs[row][t]) for t in trained
-    ]
+    gaps = batch.old_log_probs[row].astype(float) - batch.ref_log_probs[row]
+    earned = [-kl_coef * float(KL[kl_type](gaps[t])) for t in trained]
     if trained:
         earned[-1] += float(batch.rewards[row])
     returns = np.zeros(int(batch.response_lens[row]))
@@ -84,15 +92,17 @@ def naive_returns(batch, row, kl_coef, gamma):
     return returns
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("kl_coef", "kl_type"), [(0.0, "k1"), (0.3, "k1"), (0.3, "k2"), (0.3, "k3")]
+)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_returns_and_advantages_equal_the_double_loop(estimator, kl_coef):
+def test_returns_and_advantages_equal_the_double_loop(estimator, kl_coef, kl_type):
     batch = random_batch(6, seed=2)
     batch.loss_masks[4][:] = 0
-    compute_advantages(batch, estimator=estimator, kl_coef=kl_coef, gamma=0.9)
+    compute_advantages(batch, estimator=estimator, kl_coef=kl_coef, kl_type=kl_type, gamma=0.9)
     gamma = 0.9 if estimator == "reinforce_plus_plus" else 1.0
     for row in range(6):
-        expected = naive_returns(batch, row, kl_coef, gamma)
+        expected = naive_returns(batch, row, kl_coef, gamma, kl_type)
         np.testing.assert_allclose(batch.advantages[row], expected, rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(batch.returns[row], batch.advantages[row])
     batch.check()
@@ -167,3 +177,16 @@ def test_normalisation_is_over_trained_tokens():
     assert abs(values.mean()) < 1e-6 and abs(values.std() - 1) < 1e-5
     returns = trained_tokens(batch, batch.returns).astype(np.float64)
     np.testing.assert_allclose(values, (returns - returns.mean()) / returns.std(), atol=1e-5)
+
+
+def test_normalisation_leaves_the_returns_for_the_critic_as_they_are():
+    rng = np.random.default_rng(0)
+    plain = random_batch(6, seed=5)
+    plain.values = [rng.normal(size=n).astype(np.float32) for n in plain.response_lens]
+    normalised = plain.select(list(range(6)))
+    compute_advantages(plain, estimator="ppo")
+    compute_advantages(normalised, estimator="ppo", normalize=True)
+    for a, b in zip(plain.returns, normalised.returns, strict=True):
+        np.testing.assert_array_equal(a, b)
+    before, after = (trained_tokens(b, b.advantages).astype(float) for b in (plain, normalised))
+    np.testing.assert_allclose(after, (before - before.mean()) / before.std(), atol=1e-5)

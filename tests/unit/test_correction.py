@@ -81,6 +81,25 @@ def test_the_weight_is_a_constant_for_the_gradient():
     torch.testing.assert_close(pg_loss.grad, torch.tensor([math.exp(0.5), math.exp(-0.1)]))
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_weight_beyond_all_bounds_is_dropped_without_a_trace(level):
+    """Dropped is 0 times its gradient, which must not be 0 times infinity."""
+    pg_loss = torch.ones(2, requires_grad=True)
+    output = importance_correction(
+        pg_loss=pg_loss,
+        old_log_probs=torch.tensor([-1.0, -2.0]),
+        rollout_log_probs=torch.tensor([-900.0, -900.0]),
+        loss_mask=torch.ones(2),
+        cu_seqlens=torch.tensor([0, 2]),
+        level=level,
+        mode="mask",
+    )
+    assert not output.loss_mask.any()
+    torch.where(output.loss_mask > 0, output.pg_loss, 0.0).sum().backward()
+    assert pg_loss.grad.tolist() == [0.0, 0.0]
+    assert all(column.isfinite().all() for column in output.metrics.values())
+
+
 def test_equal_log_probs_change_nothing():
     batch = random_batch(8)
     batch.rollout_log_probs = batch.old_log_probs
@@ -95,6 +114,7 @@ def test_mismatch_over_owned_rows():
     batch.schedule = Schedule(
         steps=[[[0, 2], [1], [3]]], log_prob_micro_batches=[[0]], fillers=frozenset({(0, 2)})
     )
+    batch.old_log_probs[0][batch.loss_masks[0].argmax()] -= 9  # the largest gap is downwards
     sums, maxima = mismatch_metrics(batch, breakdown=True)
     gaps = np.concatenate(
         [
@@ -109,6 +129,9 @@ def test_mismatch_over_owned_rows():
     difference = sums["mismatch_rollout_nll"].total - sums["mismatch_train_nll"].total
     assert difference == pytest.approx(gaps.sum(), rel=1e-5)
     assert sums["mismatch_k1"].total == pytest.approx(-gaps.sum(), rel=1e-5)
+    trained = [batch.old_log_probs[r][batch.loss_masks[r] > 0] for r in (0, 1, 2)]
+    nll = -np.concatenate(trained).mean()
+    assert sums["mismatch_train_nll"].mean == pytest.approx(nll, rel=1e-5)
     assert sums["mismatch_kl"].count == len(gaps)
 
 

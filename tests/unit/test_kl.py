@@ -43,6 +43,12 @@ def test_slopes(kind, slope):
     assert ours.grad.item() == pytest.approx(slope)
 
 
+def test_k3_of_a_large_difference_is_not_cut_short():
+    """A reference that is e^12 times likelier, as early in training on a far-off model."""
+    got = kl_estimate(torch.tensor(-12.5), torch.tensor(-0.5), "k3")
+    assert got.item() == pytest.approx(math.exp(12) - 1 - 12, rel=1e-5)
+
+
 def test_extreme_differences_stay_finite():
     ours, reference = torch.tensor([-500.0, 0.0]), torch.tensor([0.0, -500.0])
     for kind in KINDS:

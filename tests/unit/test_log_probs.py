@@ -3,7 +3,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime.algorithms.log_probs import log_probs_from_hidden
+from slime.algorithms.log_probs import (
+    _fused_grad_logits,
+    _fused_statistics,
+    log_probs_from_hidden,
+)
 
 T, H, V = 13, 6, 11
 
@@ -93,6 +97,48 @@ def test_bfloat16_is_summed_in_float32():
     for grad, expected in zip(gradients(ours, [hidden, weight]), exact, strict=True):
         assert grad.dtype == torch.bfloat16
         torch.testing.assert_close(grad.double(), expected, rtol=0.05, atol=0.1)
+
+
+def test_gradients_of_many_chunks_do_not_stall_in_bfloat16():
+    """Adding 1 to 256 in bfloat16 gives 256; a sum over hundreds of chunks has to go on."""
+    tokens = 600
+    hidden = torch.ones(tokens, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(tokens, dtype=torch.long)
+    log_probs, _ = log_probs_from_hidden(hidden, weight, labels, bias=bias, chunk_size=1)
+    log_probs.sum().backward()  # each token adds 1 - 1/2 to its label's row and -1/2 to the other's
+    for grad in (weight.grad.flatten(), bias.grad):
+        torch.testing.assert_close(grad.float(), torch.tensor([300.0, -300.0]), rtol=0.01, atol=0)
+
+
+def test_logits_beyond_the_range_of_exp():
+    """exp(300) is infinite in float32; probabilities are not."""
+    hidden = torch.tensor([[300.0], [-300.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [0.99], [-1.0]], requires_grad=True)
+    labels = torch.tensor([1, 1])
+    ours = log_probs_from_hidden(hidden, weight, labels, with_entropy=True)
+    expected = reference(hidden, weight, None, labels, 1.0)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    ours, expected = (torch.autograd.grad(x[0].sum(), weight)[0] for x in (ours, expected))
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_kernels_of_the_gpu_compute_what_log_softmax_does(temperature):
+    """They take over in half precision on a GPU; as written they run anywhere, in any precision."""
+    hidden, weight, _, labels = (t if t is None else t.detach() for t in tensors(with_bias=False))
+    logits = F.linear(hidden, weight).float().requires_grad_()
+    log_p = (logits / temperature).log_softmax(-1)
+    picked = log_p.gather(1, labels[:, None]).squeeze(1)
+    expected = picked, -(log_p.exp() * log_p).sum(-1)
+    log_probs, lse, entropy = _fused_statistics(logits.detach(), labels[:, None], temperature)
+    torch.testing.assert_close((log_probs, entropy), tuple(x.detach() for x in expected))
+    slopes = torch.linspace(-1, 2, T), torch.linspace(2, -1, T)
+    (wanted,) = torch.autograd.grad(expected, logits, slopes)
+    grad = _fused_grad_logits(logits.detach(), labels[:, None], lse, entropy, *slopes, temperature)
+    torch.testing.assert_close(grad, wanted)
 
 
 def test_masked_positions_are_zero_and_do_not_matter():

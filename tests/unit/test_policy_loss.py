@@ -299,20 +299,23 @@ def test_ratios_against_the_engine():
     assert_same(ours, naive_value_and_gradients(batch))
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
-def test_importance_correction_weights_the_policy_gradient_only(mode):
+def test_importance_correction_weights_the_policy_gradient_only(mode, level):
     batch = batch_and_log_probs()
     low, high = 0.5, 1.5
 
     def corrected(row, t, pg):
-        gap = float(batch.old_log_probs[row][t]) - float(batch.rollout_log_probs[row][t])
-        weight = math.exp(gap)
+        gaps = batch.old_log_probs[row].astype(float) - batch.rollout_log_probs[row]
+        weight = math.exp(gaps[t] if level == "token" else gaps[batch.loss_masks[row] > 0].sum())
         if mode == "mask":
             return pg * (weight if low <= weight <= high else 0.0)
         return pg * min(max(weight, low), high)
 
     expected = naive_value_and_gradients(batch, extra=corrected)
-    correction = functools.partial(importance_correction, mode=mode, low=low, high=high)
+    correction = functools.partial(
+        importance_correction, mode=mode, low=low, high=high, level=level
+    )
     function = functools.partial(policy_loss, correction=correction, **EPS)
     for micro_batches in spreads():
         *ours, metrics = packed_value_and_gradients(batch, micro_batches, function)
@@ -320,13 +323,87 @@ def test_importance_correction_weights_the_policy_gradient_only(mode):
         assert 0 < metrics["tis_clip_fraction"].mean < 1
 
 
+@pytest.mark.parametrize(
+    ("estimator", "eps_clip_c"), [("grpo", None), ("grpo", 1.05), ("cispo", None)]
+)
+def test_clip_fraction_is_the_share_of_tokens_that_a_bound_replaced(estimator, eps_clip_c):
+    """Of PPO only the side that would gain more; of CISPO both; a dual clip counts as well."""
+    batch = batch_and_log_probs(per_token=True)
+    replaced = []
+    for row in range(N):
+        for t in np.flatnonzero(batch.loss_masks[row]):
+            ratio = math.exp(batch.teacher_log_probs[row][t] - batch.old_log_probs[row][t])
+            advantage = batch.advantages[row][t]
+            over, under = ratio > 1.3, ratio < 0.8
+            if estimator == "cispo":
+                replaced.append(over or under)
+                continue
+            dual = eps_clip_c is not None and advantage < 0 and ratio > eps_clip_c
+            replaced.append((over and advantage > 0) or (under and advantage < 0) or dual)
+    function = functools.partial(policy_loss, estimator=estimator, eps_clip_c=eps_clip_c, **EPS)
+    metrics = packed_value_and_gradients(batch, [list(range(N))], function)[2]
+    assert metrics["clip_fraction"].mean == pytest.approx(np.mean(replaced), rel=1e-5)
+
+
+def test_a_teacher_moves_the_advantage_by_its_gap_to_the_old_policy():
+    """A_t - c (log p_old - log p_teacher), a constant for the gradient."""
+    batch = batch_and_log_probs()
+    teacher = batch.rollout_log_probs
+    gaps = [old - row for old, row in zip(batch.old_log_probs, teacher, strict=True)]
+    *ours, metrics = packed_value_and_gradients(
+        batch,
+        [[7, 3], [9, 0, 1, 8], [2], [6, 5, 4]],
+        functools.partial(policy_loss, opd_kl_coef=0.4, **EPS),
+        columns=lambda packed: {"teacher_log_probs": packed.rollout_log_probs},
+    )
+    pairs = zip(batch.loss_weights, gaps, strict=True)
+    assert metrics["opd_kl"].total == pytest.approx(sum(float(w @ g) for w, g in pairs), rel=1e-4)
+    batch.advantages = [a - 0.4 * g for a, g in zip(batch.advantages, gaps, strict=True)]
+    assert_same(ours, naive_value_and_gradients(batch))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo"])
+def test_what_stands_at_tokens_that_are_not_trained_does_not_matter(estimator):
+    batch = batch_and_log_probs()
+    rows = [list(range(N))]
+    function = functools.partial(policy_loss, estimator=estimator, **EPS)
+    plain = packed_value_and_gradients(batch, rows, function)
+    for old, mask in zip(batch.old_log_probs, batch.loss_masks, strict=True):
+        old[mask == 0] = np.nan
+    assert_same(packed_value_and_gradients(batch, rows, function), plain[:2])
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("gap", [-500.0, 500.0])
+def test_a_ratio_beyond_all_bounds_stays_finite(gap, estimator):
+    one = torch.ones(1)
+    log_probs = torch.tensor([-1.0], requires_grad=True)
+    inputs = LossInputs(
+        log_probs=log_probs,
+        loss_mask=one,
+        loss_weights=one,
+        cu_seqlens=torch.tensor([0, 1]),
+        advantages=-one,
+        old_log_probs=-gap * one,
+        ref_log_probs=-one,
+    )
+    output = policy_loss(
+        inputs, estimator=estimator, kl_loss_coef=0.1, kl_loss_type="k2", use_unbiased_kl=True
+    )
+    output.loss.backward()
+    assert output.loss.isfinite() and log_probs.grad.isfinite().all()
+
+
 def test_a_reducer_of_the_users_sums_the_policy_gradient():
     batch = batch_and_log_probs()
     packed = pack(batch, [0, 1], ParallelInfo())
-    inputs = loss_inputs(packed, log_probs=packed.teacher_log_probs)
+    inputs = loss_inputs(packed, log_probs=packed.teacher_log_probs.requires_grad_())
     everything = LossInputs(**{**vars(inputs), "loss_weights": packed.loss_mask})
     ours = policy_loss(inputs, reduce_pg=lambda x: (x * packed.loss_mask).sum() / 7, **EPS)
-    assert ours.loss.item() == pytest.approx(policy_loss(everything, **EPS).loss.item() / 7)
+    theirs = policy_loss(everything, **EPS)
+    assert ours.loss.item() == pytest.approx(theirs.loss.item() / 7)
+    slopes = [torch.autograd.grad(x.loss, inputs.log_probs)[0] for x in (ours, theirs)]
+    torch.testing.assert_close(slopes[0], slopes[1] / 7)
     assert ours.metrics["pg_loss"].total == pytest.approx(ours.loss.item())
 
 
@@ -365,9 +442,13 @@ def test_sft_loss_is_negative_log_likelihood(per_token):
     else:
         expected = np.mean([np.mean(rows) for rows in executions.values()])
     for micro_batches in spreads():
-        loss, grads, metrics = packed_value_and_gradients(batch, micro_batches, sft_loss)
+        loss, grads, metrics = packed_value_and_gradients(
+            batch, micro_batches, sft_loss, lambda packed: {"entropy": -packed.old_log_probs}
+        )
         assert loss == pytest.approx(expected, rel=1e-5)
         assert metrics["loss"].mean == pytest.approx(expected, rel=1e-5)
+        pairs = zip(batch.loss_weights, batch.old_log_probs, strict=True)
+        assert metrics["entropy"].total == pytest.approx(-sum(float(w @ x) for w, x in pairs))
         for row in range(N):
             np.testing.assert_allclose(grads[row], -batch.loss_weights[row], rtol=1e-6)
 

@@ -65,7 +65,12 @@ def test_loss_and_gradient_are_those_of_the_loop(spread, per_token):
         for row, grad in zip(rows, unpack(values.grad, packed), strict=True):
             np.testing.assert_allclose(grad, slopes[row] * batch.loss_weights[row], atol=1e-6)
     assert total == pytest.approx(expected, rel=1e-5)
-    clipped = add_up(metrics)["clip_fraction"]
+    sums = add_up(metrics)
+    assert sums["loss"].total == pytest.approx(total)
+    for name, column in (("value", batch.teacher_log_probs), ("return", batch.returns)):
+        pairs = zip(batch.loss_weights, column, strict=True)
+        assert sums[name].total == pytest.approx(sum(float(w @ x) for w, x in pairs), rel=1e-4)
+    clipped = sums["clip_fraction"]
     held = [s == 0 for row, m in zip(slopes, batch.loss_masks, strict=True) for s in row[m > 0]]
     assert 0 < sum(held) < len(held) and 0 < clipped.mean < 1
     if per_token:
