@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -171,10 +172,10 @@ def _read_jsonl(file: Path) -> Iterator[_Row]:
                 continue
             where = f"{file}:{number}"
             try:
-                row = orjson.loads(line)
+                row = orjson.loads(line.removeprefix(BOM_UTF8) if number == 1 else line)
             except orjson.JSONDecodeError as error:
                 raise ConfigError(
-                    f"{where}: not valid JSON: {error}; each line must be one JSON object"
+                    f"{where}: not valid JSON: {error}; each line must be one JSON object, in UTF-8"
                 ) from None
             if not isinstance(row, dict):
                 raise ConfigError(
@@ -241,20 +242,25 @@ def _missing_label(row: dict[str, Any], data_format: DataFormat) -> str:
 
 
 def _metadata(row: dict[str, Any], where: str, data_format: DataFormat) -> dict[str, Any]:
-    metadata = row.get(data_format.metadata_key) or {}
-    if isinstance(metadata, str):
-        try:
-            metadata = orjson.loads(metadata)
-        except orjson.JSONDecodeError:
-            metadata = None
+    metadata = _unpacked(row.get(data_format.metadata_key) or {})
     if not isinstance(metadata, dict):
         raise ConfigError(
             f"{where}: {data_format.metadata_key!r} must be an object (--metadata-key names the key)"
         )
-    tools = row.get(data_format.tool_key)
-    if isinstance(tools, str):
-        tools = orjson.loads(tools)
+    tools = _unpacked(row.get(data_format.tool_key) or [])
+    if not isinstance(tools, list):
+        raise ConfigError(
+            f"{where}: {data_format.tool_key!r} must be a list of tools (--tool-key names the key)"
+        )
     return {**metadata, "tools": tools} if tools else dict(metadata)
+
+
+def _unpacked(value: Any) -> Any:
+    """Some files keep objects as JSON in a text; a text that is none is None."""
+    try:
+        return orjson.loads(value) if isinstance(value, str) else value
+    except orjson.JSONDecodeError:
+        return None
 
 
 def _render(

@@ -193,3 +193,16 @@ def test_broken_parquet_and_metadata(tmp_path):
     assert "not a readable parquet" in message(broken)
     path = write_rows(tmp_path / "a.jsonl", [{"input": "a", "metadata": [1]}])
     assert "--metadata-key" in message(path)
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read_over(tmp_path):
+    rows = b'{"input": "a"}\r\n\r\n{"input": "b"}\r\n'
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + rows)
+    data = load_prompts(str(tmp_path / "a.jsonl"), DataFormat(), TOKENIZER)
+    assert [sample.prompt for sample in data.samples] == ["a", "b"]
+
+
+@pytest.mark.parametrize("tools", ["[{", '{"name": "f"}', 7])
+def test_tools_that_are_no_list_are_named_with_their_line(tmp_path, tools):
+    path = write_rows(tmp_path / "a.jsonl", [{"input": "a"}, {"input": "a", "tools": tools}])
+    assert message(path).startswith(f"{path}:2: 'tools' must be a list of tools (--tool-key")
