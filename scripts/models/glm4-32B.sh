@@ -1,10 +1,10 @@
 # GLM-4-32B-0414
 MODEL_ARGS=(
-    --num-layers 64
+    --num-layers 61
     --hidden-size 6144
     --ffn-hidden-size 23040
     --num-attention-heads 48
-    --group-query-attention --num-query-groups 8
+    --group-query-attention --num-query-groups 2
     --kv-channels 128
     --vocab-size 151552
     --swiglu

@@ -1,8 +1,8 @@
 """`slime plan --suggest`: layouts for a model on a number of GPUs, each planned like any other, ranked.
 
-Candidates are every TP that divides the heads and stays inside a machine, every PP that divides the
-layers, EP for experts, CP 1; colocated, with the token budget that was asked for. Those whose cheap lower
-bound cannot fit are not built. Of those that fit, fewer GPUs per copy of the model come first (more data
+Candidates are every TP that divides the heads and stays inside a machine, every PP (with fewer layers in
+its last stage where it does not divide them), EP for experts, CP 1; colocated, with the token budget that
+was asked for. Those whose cheap lower bound cannot fit are not built. Of those that fit, fewer GPUs per copy of the model come first (more data
 parallelism, less communication), less recomputation before more, tensor before pipeline parallelism.
 """
 
@@ -51,6 +51,8 @@ class Suggestion:
         if sizes.tp > 1:
             words.append("--sequence-parallel")
         words.append(f"--pipeline-model-parallel-size {sizes.pp}")
+        if last := args.num_layers_in_last_pipeline_stage:
+            words.append(f"--decoder-last-pipeline-num-layers {last}")
         if self.plan.shape.num_experts:
             words.append(f"--expert-model-parallel-size {sizes.ep}")
             words.append(f"--expert-tensor-parallel-size {sizes.etp}")
@@ -131,7 +133,7 @@ def _layouts(args: Args, shape: Shape, machine: Machine) -> list[dict[str, Any]]
     found = []
     for tp in _divisors(args.actor_num_gpus_per_node):
         for pp in _divisors(gpus // tp):
-            if shape.heads % tp or shape.layers % pp or (shape.kv_heads % tp and not shape.latent):
+            if not _possible(shape, tp, pp):
                 continue
             for ep in _expert_sizes(shape, gpus, pp, tp):
                 layout = _layout(shape, tp, pp, ep)
@@ -143,10 +145,22 @@ def _layouts(args: Args, shape: Shape, machine: Machine) -> list[dict[str, Any]]
     return found
 
 
+def _possible(shape: Shape, tp: int, pp: int) -> bool:
+    keys = shape.latent or shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
+    return keys and shape.heads % tp == 0 and _last_stage(shape.layers, pp) > 0
+
+
+def _last_stage(layers: int, pp: int) -> int:
+    """Layers of the last stage when the others have as many as they need."""
+    return layers - -(-layers // pp) * (pp - 1)
+
+
 def _layout(shape: Shape, tp: int, pp: int, ep: int) -> dict[str, Any]:
+    last = _last_stage(shape.layers, pp)
     layout: dict[str, Any] = {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
+        "num_layers_in_last_pipeline_stage": last if shape.layers % pp else None,
         "context_parallel_size": 1,
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": 1 if ep > 1 else tp,

@@ -132,7 +132,7 @@ MODELS = {
     ),
     "glm4-32B": lambda: Glm4Config(
         **{
-            **_fields(64, 6144, 23040, 48, 8, 128, 151552, 1e4, 1e-5, False, attention_bias=False),
+            **_fields(61, 6144, 23040, 48, 2, 128, 151552, 1e4, 1e-5, False, attention_bias=False),
             "rope_parameters": _glm_rope(1e4),
         }
     ),

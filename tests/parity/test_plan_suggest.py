@@ -43,6 +43,8 @@ def row(name, gpus, tp, pp, ep):
         *("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)),
         *(("--sequence-parallel",) if tp > 1 else ()),
     ]
+    if name == "glm4-32B":  # 61 layers
+        layout += ["--decoder-last-pipeline-num-layers", "30"]
     if ep > 1:
         layout += ["--expert-model-parallel-size", str(ep), "--expert-tensor-parallel-size", "1"]
     return [*model_args(name), *cluster(gpus), *layout, *SAVING]
@@ -67,6 +69,18 @@ def test_the_first_suggestion_spreads_the_model_no_further_than_the_table(name, 
         assert best.layout.sizes.tp * best.layout.sizes.pp <= tp * pp
         assert (tp, pp) in {(s.plan.layout.sizes.tp, s.plan.layout.sizes.pp) for s in found}
         assert all(isinstance(s.plan, Plan) and s.plan.verdict == "fits" for s in found)
+
+
+def test_layers_that_no_pipeline_divides_are_fewer_in_its_last_stage():
+    argv = [*model_args("glm4-32B"), *cluster(16)]
+    with planned_args(argv, PlanOptions(gpus=16, suggest=True)) as args:
+        found = find_suggestions(args, H100)
+    (one,) = [s for s in found if (s.plan.layout.sizes.tp, s.plan.layout.sizes.pp) == (4, 2)]
+    assert "--decoder-last-pipeline-num-layers 30" in one.flags
+    words = " ".join(one.flags).split()
+    with planned_args([*argv, *words], PlanOptions()) as args:  # what is proposed can be typed
+        (plan,) = make_plans([args], H100)
+    assert not isinstance(plan, UserError) and plan.verdict == "fits"
 
 
 def test_nothing_is_suggested_where_nothing_fits():
