@@ -91,7 +91,10 @@ def test_fillers_repeat_a_row_of_the_rank_and_rows_of_ranks_are_disjoint(inputs)
         assert set(mine) == set(rows) or (not mine and len(rows) == 1)
         for step, number in schedule.fillers:
             listed = schedule.log_prob_micro_batches if step == -1 else schedule.steps[step]
-            assert len(listed[number]) == 1
+            (repeated,) = listed[number]
+            lens = [inputs["total_lens"][row] for row in rows]
+            unit = 2 * inputs["cp_size"] if inputs["cp_size"] > 1 else 1
+            assert -(-lens[repeated] // unit) == -(-min(lens) // unit)
     assert sorted(owned) == list(range(num_rows))
 
 
@@ -171,6 +174,16 @@ def test_no_more_micro_batches_than_the_tokens_need():
     assert [len(schedule.steps[0]) for _, schedule in schedules] == [2, 2]
 
 
+@pytest.mark.parametrize("balance", [False, True])
+def test_context_ranks_share_a_micro_batch_and_each_has_its_budget(balance):
+    """Two rows of 8 are 8 tokens on each of two context ranks: one micro-batch with 8 tokens per GPU."""
+    options = {"dp_size": 1, "global_batch_size": 2, "micro_batch_size": 1, "balance": balance}
+    ((_, schedule),) = make_schedule([8, 8], range(2), max_tokens=8, cp_size=2, **options)
+    assert schedule.steps == [[[0, 1]]] and schedule.log_prob_micro_batches == [[0, 1]]
+    ((_, schedule),) = make_schedule([8, 8], range(2), max_tokens=7, cp_size=2, **options)
+    assert sorted(schedule.steps[0]) == [[0], [1]]
+
+
 def test_a_row_over_the_budget_stands_alone():
     ((_, schedule),) = make_schedule(
         [50, 4, 4],
@@ -192,6 +205,10 @@ def test_ranks_without_rows_are_lent_the_shortest():
     lent = [(rows, s) for rows, s in schedules if s.fillers]
     assert [rows for rows, _ in lent] == [[1], [1]]
     assert all(s.fillers == {(0, 0), (-1, 0)} and not counted_rows(s, 1) for _, s in lent)
+
+
+def test_without_a_schedule_every_row_counts():
+    assert counted_rows(None, 3) == [0, 1, 2]
 
 
 def test_no_rows_are_refused():

@@ -15,17 +15,26 @@ COLUMNS = [
     "old_log_probs",
     "ref_log_probs",
     "rollout_log_probs",
+    "teacher_log_probs",
+    "returns",
+    "values",
 ]
 SOURCE = {"loss_mask": "loss_masks"}  # where a column is called otherwise in a RolloutBatch
 
 
-def naive_pack(batch, rows, unit=1):
+def naive_pack(batch, rows, unit=1, equal=False):
     """Token by token, straight from the definition of TrainBatch; rows padded to multiples of unit."""
-    columns = {name: [] for name in ["tokens", "position_ids", "labels", *COLUMNS]}
+    columns = {
+        name: [] for name in ["tokens", "position_ids", "labels", "routed_experts", *COLUMNS]
+    }
+    longest = max(len(batch.tokens[row]) for row in rows)
     for row in rows:
         tokens = batch.tokens[row].tolist()
         prompt = len(tokens) - int(batch.response_lens[row])
-        for position in range(-(-len(tokens) // unit) * unit):
+        for position in range(-(-(longest if equal else len(tokens)) // unit) * unit):
+            inside = position < len(tokens)
+            experts = batch.routed_experts[row][position] if inside else np.full((2, 3), -1)
+            columns["routed_experts"].append(experts.tolist())
             columns["tokens"].append(tokens[position] if position < len(tokens) else 0)
             columns["position_ids"].append(position)
             columns["labels"].append(tokens[position + 1] if position + 1 < len(tokens) else 0)
@@ -60,22 +69,46 @@ def test_the_worked_example():
     assert (packed.max_seqlen, packed.prompt_lens, packed.response_lens) == (4, [2, 1], [2, 1])
 
 
+def filled_batch(seed):
+    """Rows with every column there is."""
+    batch, rng = random_batch(6, seed=seed), np.random.default_rng(seed)
+    for name in ("returns", "values", "teacher_log_probs"):
+        setattr(batch, name, [rng.normal(size=n).astype(np.float32) for n in batch.response_lens])
+    batch.routed_experts = [rng.integers(0, 8, (n, 2, 3), np.int16) for n in batch.total_lens]
+    batch.check()
+    return batch
+
+
 @settings(deadline=None, max_examples=40)
-@given(seed=st.integers(0, 1000), count=st.integers(1, 6), cp_size=st.sampled_from([1, 2, 3]))
-def test_columns_equal_the_naive_ones_whole_and_joined_from_slices(seed, count, cp_size):
-    batch = random_batch(6, seed=seed)
+@given(
+    seed=st.integers(0, 1000),
+    count=st.integers(1, 6),
+    cp_size=st.sampled_from([1, 2, 3]),
+    multiple=st.sampled_from([None, 1, 4]),
+)
+def test_columns_equal_the_naive_ones_whole_and_joined_from_slices(seed, count, cp_size, multiple):
+    """With a multiple all rows get one length, of which each rank holds a multiple of that many."""
+    batch = filled_batch(seed)
     rows = np.random.default_rng(seed).permutation(6)[:count].tolist()
-    expected = naive_pack(batch, rows, unit=2 * cp_size if cp_size > 1 else 1)
+    unit = 2 * cp_size if cp_size > 1 else 1
+    if multiple == 4:
+        unit = 4 * cp_size  # two chunks per rank of 2 * cp_size fit into it
+    expected = naive_pack(batch, rows, unit=unit, equal=multiple is not None)
     slices = [
-        pack(batch, rows, ParallelInfo(cp_rank=rank, cp_size=cp_size)) for rank in range(cp_size)
+        pack(batch, rows, ParallelInfo(cp_rank=rank, cp_size=cp_size), equal_multiple=multiple)
+        for rank in range(cp_size)
     ]
     for name, values in expected.items():
-        whole = join_slices([getattr(part, name) for part in slices], slices[0])
+        parts = [getattr(part, name) for part in slices]
+        if name == "routed_experts":  # the cut is along tokens; one number for each is enough
+            parts, values = [part[:, 1, 2] for part in parts], [x[1][2] for x in values]
+        whole = join_slices(parts, slices[0])
         wanted = torch.tensor(values, dtype=whole.dtype)
         torch.testing.assert_close(whole, wanted, rtol=0, atol=0)
     for part in slices:
         lens = [len(batch.tokens[r]) for r in rows]
-        padded = [-(-n // (2 * cp_size)) * 2 if cp_size > 1 else n for n in lens]
+        lens = lens if multiple is None else [max(lens)] * count
+        padded = [-(-n // unit) * unit // cp_size for n in lens]
         assert part.cu_seqlens.tolist() == [0, *np.cumsum(padded).tolist()]
         assert part.cu_seqlens.dtype == torch.int32
         assert part.max_seqlen == max(padded)
@@ -114,6 +147,16 @@ def test_a_filler_counts_for_nothing():
     assert real.loss_weights.abs().sum() > 0
     assert not filler.loss_weights.any() and not filler.loss_mask.any()
     torch.testing.assert_close(filler.tokens, real.tokens)
+
+
+def test_a_batch_turned_into_a_filler_is_one_and_leaves_the_original():
+    real = pack(random_batch(3), [1, 2], ParallelInfo())
+    weights = real.loss_weights.clone()
+    filler = real.as_filler()
+    assert filler.filler and not real.filler
+    assert not filler.loss_weights.any() and not filler.loss_mask.any()
+    torch.testing.assert_close(real.loss_weights, weights)
+    assert real.loss_mask.any() and filler.tokens is real.tokens
 
 
 def test_optional_columns_stay_absent():

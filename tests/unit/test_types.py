@@ -32,12 +32,42 @@ def test_columns_get_their_dtypes():
     assert batch.total_lens == [6, 5] and len(batch) == 2
 
 
+def test_no_column_loses_what_a_row_may_hold():
+    """Weights of 1e-6 and less, ids of long runs, the last of many experts and of a large vocabulary."""
+    fine = [[1.2345678e-6, -7.654321], [0.1, 0.2, 0.3, 1e-9]]
+    names = ["loss_weights", "rollout_log_probs", "teacher_log_probs", "old_log_probs"]
+    names += ["ref_log_probs", "values", "advantages", "returns"]
+    experts = [np.full((6, 1, 2), 511), np.full((5, 1, 2), -1)]
+    batch = two_rows(
+        **dict.fromkeys(names, fine),
+        tokens=[[5, 9, 5, 7, 6, 262_143], [7, 8, 1, 9, 0]],
+        rewards=[0.7654321, -0.7],
+        raw_rewards=[0.1, 2.5],
+        group_indices=[2**40, 0],
+        sample_indices=[2**40, 1],
+        rollout_ids=[2**40, 2],
+        routed_experts=experts,
+    )
+    part = pickle.loads(pickle.dumps(batch.select([1, 0])))
+    for name in names:
+        for row, values in zip((1, 0), getattr(part, name), strict=True):
+            np.testing.assert_array_equal(values, np.array(fine[row], np.float32))
+    for name, values in (("rewards", [-0.7, 0.7654321]), ("raw_rewards", [2.5, 0.1])):
+        np.testing.assert_array_equal(getattr(part, name), np.array(values, np.float32))
+    for name in ("group_indices", "sample_indices", "rollout_ids"):
+        assert getattr(part, name)[1] == 2**40
+    assert part.tokens[1][-1] == 262_143
+    np.testing.assert_array_equal(part.routed_experts[1], experts[0])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"rewards": [1.0]}, "rewards has 1 rows, tokens has 2"),
         ({"loss_masks": [[1, 1], [1, 1, 1]]}, "row 1: loss_masks has 3 entries for 4"),
         ({"old_log_probs": [[0.0], [0.0] * 4]}, "row 0: old_log_probs has 1 entries for 2"),
+        ({"values": [[0.0] * 3, [0.0] * 4]}, "row 0: values has 3 entries for 2"),
+        ({"routed_experts": [np.zeros((6, 1, 2)), np.zeros((4, 1, 2))]}, "row 1: experts of 4 tok"),
         (
             {"response_lens": [6, 4], "loss_masks": [[1] * 6, [1] * 4]},
             "row 0: 6 response tokens of 6",
@@ -51,12 +81,13 @@ def test_columns_that_do_not_fit_are_refused(changes, message):
 
 
 def test_select_takes_rows_of_every_column():
-    batch = random_batch(5)
+    batch = random_batch(5, metadata=[{"row": row} for row in range(5)])
     schedule = Schedule(steps=[[[0], [1]]], log_prob_micro_batches=[[0, 1]])
     part = batch.select([3, 1], schedule)
     assert part.schedule is schedule and len(part) == 2
     for here, there in ((0, 3), (1, 1)):
         assert part.sample_indices[here] == batch.sample_indices[there]
+        assert part.metadata[here] == {"row": there}
         np.testing.assert_array_equal(part.tokens[here], batch.tokens[there])
         np.testing.assert_array_equal(part.advantages[here], batch.advantages[there])
     assert part.values is None
