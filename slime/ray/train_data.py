@@ -107,6 +107,7 @@ def split_batch(
         global_batch_size=args.global_batch_size,
         per_token=args.calculate_per_token_loss,
     )
+    by_tokens = args.use_dynamic_batch_size
     parts = make_schedule(
         batch.total_lens,
         batch.rollout_ids,
@@ -114,8 +115,8 @@ def split_batch(
         cp_size=cp_size,
         global_batch_size=args.global_batch_size,
         micro_batch_size=args.micro_batch_size,
-        max_tokens=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
-        log_probs_max_tokens=args.log_probs_max_tokens_per_gpu,
+        max_tokens=args.max_tokens_per_gpu if by_tokens else None,
+        log_probs_max_tokens=args.log_probs_max_tokens_per_gpu if by_tokens else None,
         balance=args.balance_data,
     )
     return [batch.select(rows, schedule) for rows, schedule in parts]
