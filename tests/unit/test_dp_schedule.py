@@ -174,6 +174,20 @@ def test_no_more_micro_batches_than_the_tokens_need():
     assert [len(schedule.steps[0]) for _, schedule in schedules] == [2, 2]
 
 
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_rows_that_are_an_exact_part_of_the_budget_fill_it(parts):
+    ((_, schedule),) = make_schedule(
+        [12 // parts] * (2 * parts),
+        range(2 * parts),
+        dp_size=1,
+        global_batch_size=2 * parts,
+        micro_batch_size=1,
+        max_tokens=12,
+        balance=True,
+    )
+    assert [len(mb) for mb in schedule.steps[0]] == [parts, parts]
+
+
 @pytest.mark.parametrize("balance", [False, True])
 def test_context_ranks_share_a_micro_batch_and_each_has_its_budget(balance):
     """Two rows of 8 are 8 tokens on each of two context ranks: one micro-batch with 8 tokens per GPU."""
