@@ -43,6 +43,11 @@ def test_inverse_square_root_halves_when_the_step_quadruples():
     assert schedule.at(64) == 0.3  # 0.25 is below the minimum
 
 
+def test_inverse_square_root_without_warm_up_starts_at_the_full_rate():
+    schedule = LrSchedule(lr=1.0, min_lr=0.1, style="inverse-square-root", decay_steps=1000)
+    assert [schedule.at(step) for step in (0, 1, 4, 16)] == pytest.approx([1.0, 1.0, 0.5, 0.25])
+
+
 def test_constant_stays():
     schedule = LrSchedule(lr=0.5, min_lr=0.1)
     assert {schedule.at(step) for step in (0, 1, 10**6)} == {0.5}
@@ -51,6 +56,7 @@ def test_constant_stays():
 def test_warm_up_as_a_fraction_of_the_decay():
     assert warmup_steps(7, None, 100) == 7
     assert warmup_steps(7, 0.05, 100) == 5
+    assert warmup_steps(0, 0.29, 100) == 29  # 0.29 * 100 is 28.999999999999996
 
 
 @pytest.mark.parametrize(

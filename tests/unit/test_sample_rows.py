@@ -1,0 +1,45 @@
+"""What people read about samples is what was trained on, sample by sample."""
+
+from __future__ import annotations
+
+from slime.ray.sample_rows import batch_rows, sample_row
+from slime.ray.train_data import samples_to_batch
+from slime.utils.types import Sample, Status
+from tests.args import make_args
+
+
+def sample(index: int, **fields) -> Sample:
+    values = {
+        "index": index,
+        "group_index": 0,
+        "prompt": f"prompt {index}",
+        "response": f"response {index}",
+        "label": index,
+        "reward": float(index),
+        "tokens": list(range(3 + index)),
+        "response_length": 1 + index,
+        "rollout_log_probs": [-0.5] * (1 + index),
+        "status": Status.COMPLETED,
+    }
+    return Sample(**{**values, **fields})
+
+
+def test_rows_of_a_batch_show_reward_and_advantage_of_their_own_sample():
+    samples = [sample(4), sample(2), sample(3)]
+    args = make_args(advantage_estimator="reinforce_plus_plus_baseline")
+    rows = batch_rows(samples, samples_to_batch(args, samples).select([2, 0, 1]))
+    assert [row.index for row in rows] == [3, 4, 2]
+    assert [row.response for row in rows] == ["response 3", "response 4", "response 2"]
+    assert [row.reward for row in rows] == [3.0, 4.0, 2.0]
+    assert [row.advantage for row in rows] == [0.0, 1.0, -1.0]  # against the mean of 3
+    assert [(row.prompt_length, row.response_length) for row in rows] == [(2, 4), (2, 5), (2, 3)]
+    assert [row.label for row in rows] == ["3", "4", "2"]
+
+
+def test_a_sample_that_failed_shows_no_reward():
+    """Its 0 was never earned."""
+    failed = sample(1, reward=0.0, status=Status.FAILED)
+    assert sample_row(failed, None, kind="eval/x").reward is None
+    assert sample_row(sample(1, reward=None), None, kind="eval/x").reward is None
+    row = sample_row(sample(1, reward={"score": 0.5}), "score", kind="eval/x")
+    assert (row.reward, row.advantage, row.kind) == (0.5, None, "eval/x")
