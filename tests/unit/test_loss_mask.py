@@ -164,6 +164,13 @@ def test_a_template_that_changes_what_was_said_is_refused():
         masked_conversation(tokenizer_with(CHATML), hidden, kind="qwen")
 
 
+def test_an_answer_that_quotes_the_end_of_a_turn_is_trained_on_to_its_own_end():
+    messages = [CHAT[0], {"role": "assistant", "content": "a<|im_end|>b"}, *CHAT[2:]]
+    for kind in ("qwen", "qwen3"):
+        trained = [text for text, on in parts(CHATML, messages, kind) if on]
+        assert trained == ["a<|im_end|>b<|im_end|>", "\nno<|im_end|>"]
+
+
 def test_a_turn_of_tool_calls_alone_is_trained_on_whole():
     template = CHATML.replace(
         "m.content + '<|im_end|>",
