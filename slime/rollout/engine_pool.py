@@ -114,7 +114,7 @@ class EnginePool:
                 self._lost.discard(call)
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError, HttpStatusError) as error:
                 if not is_temporary(error):
-                    raise EngineRefusedError(str(error)) from error
+                    raise EngineRefusedError(_with_advice(str(error))) from error
                 self._rest(url, error)
                 failing_since = failing_since or time.monotonic()
                 self._give_up_after_deadline(failing_since, url, error)
@@ -232,6 +232,15 @@ class EnginePool:
                 f"with: {error or repr(error)}. Engines: {', '.join(self._engines)}. "
                 "Their logs are in the run folder under logs/"
             ) from error
+
+
+def _with_advice(answer: str) -> str:
+    if "context length" not in answer:
+        return answer
+    return (
+        f"{answer} --rollout-max-prompt-len leaves long prompts out of the data, "
+        "--rollout-max-context-len ends responses where the context does"
+    )
 
 
 _pool: EnginePool | None = None

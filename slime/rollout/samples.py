@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 
+from slime.rollout.engine_pool import EngineRefusedError
 from slime.utils.types import Group, Sample, Status
 
 _TRACEBACK_LINES = 6
@@ -40,7 +41,8 @@ def mark_failed(sample: Sample, stage: str, error: Exception) -> None:
     sample.remove_sample = True
     sample.metadata["error"] = f"{type(error).__name__}: {error}"
     sample.metadata["error_stage"] = stage
-    sample.metadata["error_traceback"] = last_lines(error)
+    refused = isinstance(error, EngineRefusedError)  # where it was asked is of no use
+    sample.metadata["error_traceback"] = str(error) if refused else last_lines(error)
 
 
 def last_lines(error: BaseException) -> str:

@@ -215,3 +215,14 @@ def test_engines_may_arrive_after_generation_began(tmp_path):
         output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
         assert len(flat(output)) == 4
     install_pool(None)
+
+
+def test_a_request_that_engines_refuse_is_told_in_one_line_with_the_flags(tmp_path, fake_engines):
+    answer = "The input (9 tokens) is longer than the model's context length (8 tokens)."
+    fake_engines(lambda request: Reply(text=answer, status=400))
+    args = rollout_args(tmp_path)
+    with pytest.raises(UserError) as caught:
+        generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    head, line = str(caught.value).splitlines()
+    assert head == "every sample of rollout 0 failed, the first one in generate:"
+    assert answer in line and "--rollout-max-prompt-len" in line

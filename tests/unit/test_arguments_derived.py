@@ -123,6 +123,17 @@ def test_response_length_is_what_the_context_leaves(tmp_path):
     assert make_args(**base).eval_max_response_len == 99
 
 
+def test_a_response_without_a_limit_ends_with_the_context(tmp_path):
+    """A prompt of 20 tokens leaves 80 of 100: engines refuse a request for more."""
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 100}))
+    base = {"hf_checkpoint": tmp_path, "rollout_max_response_len": None}
+    assert make_args(**base).rollout_max_context_len == 100
+    assert make_args(**base, rollout_max_context_len=50).rollout_max_context_len == 50
+    assert make_args(hf_checkpoint=tmp_path).rollout_max_context_len is None
+    sft = "slime.rollout.sft_rollout.generate_rollout"  # rows are not cut
+    assert make_args(**base, rollout_function_path=sft).rollout_max_context_len is None
+
+
 def test_evaluation_falls_back_to_the_rollout():
     args = make_args(rollout_temperature=0.7, rollout_top_p=0.9, rollout_top_k=5, label_key="l")
     shown = (args.eval_temperature, args.eval_top_p, args.eval_top_k, args.eval_label_key)

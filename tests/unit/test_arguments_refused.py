@@ -80,6 +80,10 @@ RULES = [
     ({"rollout_max_context_len": 8, "rollout_max_prompt_len": 8}, ["no response token"]),
     ({"rollout_max_context_len": 1}, ["--rollout-max-context-len 1", "no response token"]),
     ({"rollout_max_prompt_len": 1024}, ["1024", "no response token"]),
+    ({"rollout_max_response_len": 1024}, ["no room for a prompt", "1024"]),
+    ({"save_hf": "hf_{step}"}, ["--save-hf hf_{step}", "{rollout_id}"]),
+    ({"save_debug_rollout_data": "data_{"}, ["--save-debug-rollout-data", "{rollout_id}"]),
+    ({"save_debug_train_data": "{0}.pt"}, ["--save-debug-train-data", "{rank}"]),
     ({"sglang_context_length": 4, "rollout_max_prompt_len": 4}, ["--sglang-context-length"]),
     ({"bf16": True, "fp32": True}, ["--bf16", "--fp32"]),
     ({"rollout_num_gpus": 0}, ["--rollout-num-gpus 0"]),
@@ -136,6 +140,9 @@ def test_what_a_rule_allows():
     make_args(global_batch_size=2, num_steps_per_rollout=2)
     make_args(rollout_max_context_len=9, rollout_max_prompt_len=8)
     make_args(rollout_max_prompt_len=1023)
+    make_args(rollout_max_response_len=1023)
+    make_args(rollout_max_response_len=1024, rollout_max_context_len=1024)
+    make_args(save_hf="hf_{rollout_id}", save_debug_train_data="{rollout_id:03d}_{rank}_{{a}}")
     make_args(rollout_num_gpus=3)
     make_args(sglang_tp_size=1, sglang_enable_lora=False)
     make_args(lr_warmup_iters=2)

@@ -10,6 +10,7 @@ from slime.utils.flags.embedded import embedded_support
 from slime.utils.flags.inert import warn_inert
 from slime.utils.flags.registry import all_flags, own_flags
 from slime.utils.flags.sglang_checks import check_external, check_sglang
+from slime.utils.flags.spec import option_of
 from slime.utils.flags.values import nearest
 
 RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "remote_rm", "random", "code")
@@ -37,6 +38,7 @@ def check_all(draft: Draft) -> None:
     check_batches(draft)
     check_lengths(draft)
     check_modes(draft)
+    check_patterns(draft)
     warn_lonely_groups(draft)
     warn_inert(draft)
 
@@ -228,12 +230,35 @@ def check_lengths(draft: Draft) -> None:
         )
     if draft["rollout_max_response_len"] is None:
         raise ConfigError("--rollout-max-response-len is missing: give the longest response")
+    response, context = draft["rollout_max_response_len"], draft["rollout_max_context_len"]
+    if draft["rollout_engine"] == "slime" and context is None and limit and response >= limit:
+        raise ConfigError(
+            f"--rollout-max-response-len {response} leaves no room for a prompt in {what}: lower it, or "
+            f"add --rollout-max-context-len {limit}, at which responses then end"
+        )
     buffer = draft["overlong_buffer_len"]
     if buffer is not None and buffer > draft["rollout_max_response_len"]:
         raise ConfigError(
             f"--overlong-buffer-len {buffer} is more than --rollout-max-response-len "
             f"{draft['rollout_max_response_len']}"
         )
+
+
+def check_patterns(draft: Draft) -> None:
+    """Paths in which a number is filled in, at the end of a rollout."""
+    for name in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data"):
+        _check_pattern(draft, name, {"rollout_id"})
+    _check_pattern(draft, "save_debug_train_data", {"rollout_id", "rank"})
+
+
+def _check_pattern(draft: Draft, name: str, known: set[str]) -> None:
+    try:
+        (draft[name] or "").format(**dict.fromkeys(known, 0))
+    except (LookupError, ValueError, AttributeError):
+        words = " and ".join(f"'{{{word}}}'" for word in sorted(known))
+        raise ConfigError(
+            f"{option_of(name)} {draft[name]}: only {words} can be filled in; write other braces twice"
+        ) from None
 
 
 def check_modes(draft: Draft) -> None:

@@ -145,7 +145,7 @@ def _derive_weights(draft: Draft) -> None:
 def context_limit(draft: Draft) -> tuple[int | None, str]:
     """The longest prompt and response together that anything allows, and what says so."""
     for name in ("rollout_max_context_len", "sglang_context_length"):
-        if draft[name] is not None:
+        if draft[name] is not None and draft.given(name):
             return draft[name], f"{option_of(name)} {draft[name]}"
     limit = read_hf_config(draft).get("max_position_embeddings")
     return limit, f"the model's context length of {limit}"
@@ -153,9 +153,11 @@ def context_limit(draft: Draft) -> tuple[int | None, str]:
 
 def _derive_lengths(draft: Draft) -> None:
     limit, _ = context_limit(draft)
-    if limit is not None:
-        rest = limit - (draft["rollout_max_prompt_len"] or 1)
-        draft.derive_if_unset("rollout_max_response_len", rest)
+    if limit is None or draft["rollout_max_response_len"] is not None:
+        return
+    draft.derive("rollout_max_response_len", limit - (draft["rollout_max_prompt_len"] or 1))
+    if not _needs_no_engine(draft):  # behind a longer prompt less is left
+        draft.derive_if_unset("rollout_max_context_len", limit)
 
 
 def _derive_batches(draft: Draft) -> None:
