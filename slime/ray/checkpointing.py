@@ -6,6 +6,7 @@ its own there, which counts before the run's does.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from slime.ray.placement_group import needs_critic
@@ -23,6 +24,7 @@ from slime.utils.checkpoint import (
 from slime.utils.errors import ConfigError, UserError
 
 _CRITIC = "critic"
+_LITTLE = 1 << 30
 
 
 class Checkpointer:
@@ -32,6 +34,9 @@ class Checkpointer:
         self.args = args
         self.loaded: Path | None = find_checkpoint(args.load, args.ckpt_step)
         meta = read_meta(self.loaded) if self.loaded else None
+        self.warnings: list[str] = []
+        if args.load and not self.loaded:  # as in the run scripts, whose --load is their --save
+            self.warnings.append(f"--load {args.load} holds no checkpoint: the run starts anew")
         if meta and meta.train_backend != args.train_backend:
             raise ConfigError(
                 f"--load {self.loaded} was written by the {meta.train_backend} backend; "
@@ -43,6 +48,11 @@ class Checkpointer:
         self.start_rollout_id = meta.rollout_id + 1 if meta else 0
         if args.start_rollout_id is not None:
             self.start_rollout_id = args.start_rollout_id
+        if self.start_rollout_id >= args.num_rollout:
+            self.warnings.append(
+                f"nothing is left to train: the run would start with rollout {self.start_rollout_id} and "
+                f"--num-rollout is {args.num_rollout}; raise it to go on"
+            )
         self.critic_loaded = self._find_critic(meta.rollout_id) if meta else None
         self._folder = CheckpointFolder(args.save) if args.save else None
         self._critic_folder = CheckpointFolder(args.critic_save) if args.critic_save else None
@@ -112,6 +122,7 @@ class Checkpointer:
 
     def _failed(self, rollout_id: int, error: Exception) -> UserError:
         assert self._folder is not None
+        room = _free_words(self._folder.root)
         self._folder.discard(rollout_id)
         if self._critic_folder:
             self._critic_folder.discard(rollout_id)
@@ -125,6 +136,15 @@ class Checkpointer:
         )
         cause = str(error.__cause__ or error).strip().splitlines()[-1]
         return UserError(
-            f"could not save rollout {rollout_id} to {self._folder.root}: {cause}; {last}. "
+            f"could not save rollout {rollout_id} to {self._folder.root}: {cause}{room}; {last}. "
             f"Mend the cause and continue with --load {self._folder.root}"
         )
+
+
+def _free_words(folder: Path) -> str:
+    """What libraries raise where a disk is full says so rarely."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    return f" ({free / 2**20:.0f} MiB are free there)" if free < _LITTLE else ""

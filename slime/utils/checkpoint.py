@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from slime.utils.errors import ConfigError
@@ -29,6 +29,8 @@ class CheckpointMeta:
     weight_version: int  # the version the engines had before this rollout's update
     train_backend: str
     release: bool = False  # weights that no run has trained: a run that loads them starts at 0
+    # of its files when it was written
+    sizes: dict[str, int] = field(default_factory=dict, compare=False)
 
 
 class CheckpointFolder:
@@ -51,7 +53,8 @@ class CheckpointFolder:
     def commit(self, meta: CheckpointMeta, keep: int | None = None) -> Path:
         """Make a completely written checkpoint the latest one, then drop all but the newest `keep`."""
         aside, final = self._aside(meta.rollout_id), self.path(meta.rollout_id)
-        (aside / _META).write_text(json.dumps(asdict(meta)) + "\n")
+        complete = replace(meta, sizes=_sizes(aside))
+        (aside / _META).write_text(json.dumps(asdict(complete)) + "\n")
         _sync_tree(aside)
         if final.exists():  # the same rollout saved again after a resume
             shutil.rmtree(final)
@@ -104,7 +107,33 @@ def find_checkpoint(load: str | None, step: int | None = None) -> Path | None:
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    return CheckpointMeta(**json.loads((path / _META).read_text()))
+    """What the checkpoint says of itself; ConfigError where a part of it was lost since."""
+    try:
+        meta = CheckpointMeta(**json.loads((path / _META).read_text()))
+    except (ValueError, TypeError) as error:
+        raise _damaged(path, f"{_META} cannot be read ({error})") from None
+    for name, size in meta.sizes.items():
+        file = path / name
+        if not file.exists():
+            raise _damaged(path, f"{name} is missing")
+        if file.stat().st_size < size:
+            raise _damaged(path, f"{name} has {file.stat().st_size} of its {size} bytes")
+    return meta
+
+
+def _damaged(path: Path, what: str) -> ConfigError:
+    number = _NAME.match(path.name)
+    others = CheckpointFolder(path.parent).rollout_ids()
+    earlier = [str(n) for n in others if number and n != int(number[1])]
+    advice = (
+        f"use another one: --ckpt-step {' or '.join(earlier)}" if earlier else "there is no other"
+    )
+    return ConfigError(f"the checkpoint {path} is damaged: {what}; {advice}")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
 
 
 def how_to_continue(save: str | None, load: str | None) -> str:

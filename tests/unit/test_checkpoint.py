@@ -89,3 +89,32 @@ def test_no_folder_no_checkpoint(tmp_path):
 def test_meta_is_plain_json(tmp_path):
     path = write(CheckpointFolder(tmp_path), 2)
     assert json.loads((path / "meta.json").read_text())["rollout_id"] == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: (path / "data").write_text("x"), "data has 1 of its 5 bytes"),
+        (lambda path: (path / "data").unlink(), "data is missing"),
+        (lambda path: (path / "meta.json").write_text("{"), "meta.json cannot be read"),
+        (lambda path: (path / "meta.json").write_text("{}"), "meta.json cannot be read"),
+    ],
+)
+def test_a_checkpoint_that_lost_a_part_is_refused_with_the_others_named(tmp_path, damage, said):
+    folder = CheckpointFolder(tmp_path)
+    write(folder, 4, "whole")
+    path = write(folder, 9, "whole")
+    damage(path)
+    with pytest.raises(ConfigError) as caught:
+        read_meta(path)
+    assert f"{path} is damaged: {said}" in str(caught.value)
+    assert "--ckpt-step 4" in str(caught.value)
+    assert read_meta(folder.path(4)) == meta(4)
+
+
+def test_a_checkpoint_without_recorded_sizes_is_read(tmp_path):
+    path = write(CheckpointFolder(tmp_path), 3)
+    words = json.loads((path / "meta.json").read_text())
+    assert words.pop("sizes") == {"data": 1}
+    (path / "meta.json").write_text(json.dumps(words))
+    assert read_meta(path) == meta(3)

@@ -97,3 +97,13 @@ def test_a_checkpoint_without_a_critic_is_refused_for_ppo(tmp_path):
     (critics / "iter_0000004").mkdir(parents=True)
     found = checkpointer(tmp_path, advantage_estimator="ppo", critic_load=str(critics))
     assert found.critic_loaded == critics / "iter_0000004"
+
+
+def test_an_empty_load_and_a_finished_run_are_said(tmp_path):
+    (said,) = checkpointer(tmp_path).warnings
+    assert said == f"--load {tmp_path} holds no checkpoint: the run starts anew"
+    checkpointer(tmp_path).save(2, Trainer(), Rollout())
+    assert checkpointer(tmp_path, num_rollout=4).warnings == []
+    (said,) = checkpointer(tmp_path, num_rollout=3).warnings
+    assert "rollout 3 and --num-rollout is 3; raise it" in said
+    assert Checkpointer(make_args()).warnings == []
