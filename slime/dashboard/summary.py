@@ -58,7 +58,7 @@ def _next_commands(run: RunData) -> list[str]:
 def _use(run: RunData) -> str:
     export = run.config.get("save_hf")
     folder = Path(export.format(rollout_id=_last_rollout(run)) if export else run.run_dir / "hf")
-    if folder.exists():
+    if (folder / "config.json").exists():
         return f"slime engine --model-path {_path(folder)} --port 30000"
     return f"slime report {_path(run.run_dir)}"
 

@@ -18,6 +18,7 @@ from slime.engine.arguments import EngineArgs
 from slime.engine.attention import IMPLEMENTATION
 from slime.utils.errors import UserError
 from slime.utils.fp8_checkpoint import load_causal_lm
+from slime.utils.preflight import check_weights
 
 _DTYPES = {
     "half": torch.float16,
@@ -141,6 +142,7 @@ def _load_weights(
 
     FP8 weights are unpacked: the engine computes in the dtype it was asked for.
     """
+    check_weights(args.model_path, "--model-path")
     try:
         loaded: Any = load_causal_lm(args.model_path, config, output_loading_info=True, **options)
     except (OSError, RuntimeError, ValueError) as error:

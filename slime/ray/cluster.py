@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -34,7 +35,13 @@ def connect(say: Callable[[str], None] = lambda text: None) -> bool:
         if context.dashboard_url:
             say(f"Ray dashboard: http://{context.dashboard_url}")
         return False
-    local_ray.start()
+    try:
+        local_ray.start()
+    except OSError as error:  # its token is kept in the home folder, its sessions in /tmp/ray
+        raise UserError(
+            f"Ray could not be started here: {error}. It writes to HOME ({Path.home()}) and to /tmp: set "
+            "HOME to a folder that can be written to, and see that /tmp has room"
+        ) from error
     return True
 
 

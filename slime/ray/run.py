@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
@@ -32,9 +33,11 @@ from slime.rollout.hooks import check_hooks
 from slime.utils.arguments import Args
 from slime.utils.data import check_prompts
 from slime.utils.env import read_env, set_env
+from slime.utils.errors import UserError
 from slime.utils.load_function import load_function
 from slime.utils.logging import setup_logging
-from slime.utils.run_folder import open_run_folder
+from slime.utils.preflight import check_tokenizer, check_weights, check_writable
+from slime.utils.run_folder import hold_run_folder, open_run_folder
 from slime.utils.tracking import cut_back, logged_rollouts
 
 logger = logging.getLogger(__name__)
@@ -48,15 +51,18 @@ class Run:
 
     def __init__(self, args: Args, *, closing_words: bool = True):
         check_hooks(args)
+        _check_model(args)
         _check_data(args)
         self.args, self._closing_words = args, closing_words
         self._checkpoints = Checkpointer(args)
         self.start_rollout_id = self._checkpoints.start_rollout_id
+        self._hold = hold_run_folder(args.run_dir)
         open_run_folder(args)
+        _check_folders(args)
         setup_logging(args.run_dir, role="driver")
         cut_back(args.run_dir, self.start_rollout_id)
         self.recorder = Recorder(args)
-        for warning in args.warnings:
+        for warning in (*args.warnings, *self._checkpoints.warnings):
             self.recorder.message(f"warning: {warning}")
         self.stop_signal = StopSignal(self.recorder.message)
         self._owns_ray = False
@@ -68,6 +74,7 @@ class Run:
         except BaseException as error:
             self._add_advice(error)
             self._stop()
+            os.close(self._hold)
             raise
         return self
 
@@ -89,6 +96,7 @@ class Run:
         finally:
             self._stop()
             self._write_report()
+            os.close(self._hold)
         if (error is None or stopped) and self._closing_words:
             print("\n".join(closing_lines(self.args.run_dir)))
         return stopped
@@ -119,12 +127,16 @@ class Run:
         return self.due(args.eval_interval, rollout_id)
 
     def save_if_due(self, rollout_id: int) -> None:
-        """A checkpoint every `--save-interval` rollouts, and after the last one with the HF export."""
+        """A checkpoint every `--save-interval` rollouts and after the last one.
+
+        The HF export comes with the last, and with each where it has a folder of its own.
+        """
         last = rollout_id + 1 == self.args.num_rollout or self.stopping
-        if last or self.due(self.args.save_interval, rollout_id):
+        due = last or self.due(self.args.save_interval, rollout_id)
+        if due:
             with self.recorder.phase("save"):
                 self._checkpoints.save(rollout_id, self.actor, self.rollout)
-        if last:
+        if last or (due and "{rollout_id" in (self.args.save_hf or "")):
             self._export_hf()
 
     def log(self, rollout_id: int) -> None:
@@ -218,7 +230,18 @@ class Run:
             path = Path(self.args.save_hf.format(rollout_id=self.actor.last_trained))
             path.parent.mkdir(parents=True, exist_ok=True)
             with self.recorder.phase("save"):
-                self.actor.export_hf(str(path))
+                self._write_hf(str(path))
+
+    def _write_hf(self, path: str) -> None:
+        try:
+            self.actor.export_hf(path)
+        except (BrokenRunError, UserError):
+            raise
+        except Exception as error:
+            cause = str(error.__cause__ or error).strip().splitlines()[-1]
+            raise UserError(
+                f"could not write --save-hf {path}: {cause}.\n{self._checkpoints.how_to_continue()}"
+            ) from error
 
     def _add_advice(self, error: BaseException | None) -> None:
         if isinstance(error, BrokenRunError):
@@ -249,6 +272,22 @@ class Run:
             folder = Path(self.args.run_dir) / "logs"
             with suppress(ray.exceptions.RayError):  # the cluster itself may be what broke
                 collect_logs(folder, folder)
+
+
+def _check_model(args: Args) -> None:
+    check_weights(args.hf_checkpoint)
+    if not args.debug_train_only:
+        check_tokenizer(args.hf_checkpoint)
+
+
+def _check_folders(args: Args) -> None:
+    """Where the first checkpoint will go, which may be hours away."""
+    for flag, folder in (("--save", args.save), ("--critic-save", args.critic_save)):
+        if folder and not args.debug_rollout_only:
+            check_writable(folder, flag)
+    if args.save_hf and not args.debug_rollout_only:
+        folder = Path(args.save_hf.format(rollout_id=0))
+        check_writable(folder if folder.is_file() else folder.parent, "--save-hf")
 
 
 def _check_data(args: Args) -> None:

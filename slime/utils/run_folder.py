@@ -8,7 +8,9 @@ metrics.jsonl samples.jsonl logs/ report.html
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +20,7 @@ import yaml
 from slime.utils.errors import ConfigError
 from slime.utils.jsonl import replace_file
 from slime.utils.machine import describe_machine
+from slime.utils.preflight import check_writable
 from slime.utils.tracking import METRICS_FILE
 
 if TYPE_CHECKING:
@@ -32,11 +35,28 @@ _HEADER = "# slime run. Repeat it with: slime train --config THIS_FILE --run-dir
 _NOT_REPEATED = ("config", "run_dir", "dry_run")  # belong to one start, not to the run
 
 
+def hold_run_folder(run_dir: str) -> int:
+    """Make the folder and keep other runs out of it; released when the handle is closed, or the process ends."""
+    check_writable(run_dir, "--run-dir")
+    handle = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(
+            f"--run-dir {run_dir}: another run is under way in it; wait for its end, or name another folder"
+        ) from None
+    except OSError:  # a filesystem without locks
+        pass
+    return handle
+
+
 def open_run_folder(args: Args) -> Path:
     """Make the run's folder, or enter it again to resume, and record configuration and machine in it."""
     run_dir = Path(args.run_dir)
     _refuse_strangers(run_dir, resuming=args.load is not None)
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    check_writable(run_dir, "--run-dir")
+    (run_dir / "logs").mkdir(exist_ok=True)
     write_config(args, run_dir)
     _record_start(run_dir)
     return run_dir
@@ -64,9 +84,7 @@ def write_config(args: Args, run_dir: Path) -> None:
 
 def _refuse_strangers(run_dir: Path, *, resuming: bool) -> None:
     """A folder is usable when it is new, empty, or a run that is being resumed."""
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError(f"--run-dir {run_dir} is a file; name a folder")
-    if not run_dir.exists() or not any(run_dir.iterdir()):
+    if not run_dir.is_dir() or not any(run_dir.iterdir()):
         return
     if not (run_dir / CONFIG_FILE).exists() or not (run_dir / ENVIRONMENT_FILE).exists():
         raise ConfigError(

@@ -88,12 +88,21 @@ class _Sink(Protocol):
 
 class _JsonlSink:
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        drop_partial_line(path)
-        self._file = path.open("ab", buffering=0)  # one write per line: nothing waits in a buffer
+        self._path = path
+        self._open()
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        drop_partial_line(self._path)
+        self._file = self._path.open(
+            "ab", buffering=0
+        )  # one write per line: nothing waits in a buffer
 
     def write(self, values: Mapping[str, float | None], rollout_id: int, kind: str) -> None:
         record = {"rollout_id": rollout_id, "kind": kind, "time": time.time(), **values}
+        if not self._path.exists():  # somebody deleted it: what comes is kept in a new one
+            self._file.close()
+            self._open()
         self._file.write(orjson.dumps(record) + b"\n")
 
     def close(self) -> None:

@@ -49,6 +49,7 @@ def test_the_suggested_train_commands_parse(tmp_path: Path, with_export: bool):
     write_config(args, run_dir)
     if with_export:
         (run_dir / "hf").mkdir()
+        (run_dir / "hf" / "config.json").write_text("{}")
     use, carry_on, repeat = commands(closing_lines(run_dir))
     expected = ["engine", "--model-path", str(run_dir / "hf")] if with_export else ["report"]
     assert use[1 : 1 + len(expected)] == expected

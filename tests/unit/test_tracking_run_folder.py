@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ import yaml
 
 from slime.utils.arguments import parse_args
 from slime.utils.errors import ConfigError
+from slime.utils.jsonl import read_lines
 from slime.utils.logging import setup_logging
-from slime.utils.run_folder import open_run_folder
+from slime.utils.run_folder import hold_run_folder, open_run_folder
+from slime.utils.tracking import Tracker
 from tests.args import make_args
 
 
@@ -100,3 +104,21 @@ def test_driver_log_takes_everything_and_the_console_little(
     lines = (tmp_path / "logs" / "driver.log").read_text()
     assert lines.count("plain fact") == 1 and "ValueError: inner" in lines and "GET" not in lines
     assert capsys.readouterr().err == "warning: went on\nplain fact\n"
+
+
+def test_only_one_run_at_a_time_in_a_folder(tmp_path):
+    held = hold_run_folder(str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match="another run is under way"):
+        hold_run_folder(str(tmp_path / "run"))
+    os.close(held)
+    os.close(hold_run_folder(str(tmp_path / "run")))
+
+
+def test_metrics_go_on_when_their_folder_is_deleted(tmp_path):
+    tracker = Tracker(make_args(run_dir=str(tmp_path / "run")), tmp_path / "run")
+    tracker.log({"train/loss": 1.0}, rollout_id=0, kind="train")
+    shutil.rmtree(tmp_path / "run")
+    tracker.log({"train/loss": 2.0}, rollout_id=1, kind="train")
+    tracker.close()
+    (record,) = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert (record["rollout_id"], record["train/loss"]) == (1, 2.0)

@@ -121,8 +121,8 @@ class Checkpoint:
     )
     save_hf: str | None = flag(
         None,
-        "with each checkpoint, also write the model in Hugging Face format here; '{rollout_id}' is "
-        "replaced by the number",
+        "also write the model in Hugging Face format here, with the last checkpoint; with '{rollout_id}' "
+        "in the name, which is replaced by the number, with each",
     )
     seed: int = flag(1234, "seed of the trainer")
 

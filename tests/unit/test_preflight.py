@@ -1,0 +1,73 @@
+"""A broken model folder or a folder that cannot be written to is found from its files, in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slime.utils.errors import ConfigError
+from slime.utils.preflight import check_tokenizer, check_weights, check_writable
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two shards, one of them with the empty header that a pipeline's odd stage may write."""
+    save_file({"a": torch.ones(3), "b": torch.ones(2, 2)}, tmp_path / "model-1.safetensors")
+    save_file({}, tmp_path / "model-2.safetensors")
+    names = {"a": "model-1.safetensors", "b": "model-1.safetensors", "c": "model-2.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
+    return tmp_path
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_weights(str(folder))
+    message = str(caught.value)
+    assert message.startswith("--hf-checkpoint: ") and "\n" not in message
+    return message
+
+
+def test_whole_weights_pass_with_an_index_and_without(folder):
+    check_weights(str(folder))
+    (folder / INDEX).unlink()
+    check_weights(str(folder))
+
+
+@pytest.mark.parametrize("kept", [0, 5, 8, 40, -1])
+def test_a_file_that_was_cut_off(folder, kept):
+    file = folder / "model-1.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    assert f"{file} " in refusal(folder)
+
+
+def test_a_missing_shard_a_pointer_and_a_broken_index(folder):
+    shard = folder / "model-2.safetensors"
+    shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    assert "pointer of Git LFS" in refusal(folder)
+    shard.unlink()
+    assert f"{shard} is not there" in refusal(folder)
+    (folder / INDEX).write_text("{")
+    assert str(folder / INDEX) in refusal(folder)
+
+
+def test_a_folder_without_a_tokenizer(folder):
+    with pytest.raises(ConfigError, match="holds no tokenizer"):
+        check_tokenizer(str(folder))
+    (folder / "tokenizer.json").write_text("{}")
+    check_tokenizer(str(folder))
+
+
+def test_folders_that_can_and_cannot_be_written_to(tmp_path):
+    check_writable(tmp_path / "a" / "b", "--save")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--save .*file is a file"):
+        check_writable(tmp_path / "file", "--save")
+    with pytest.raises(ConfigError, match=r"--save .*cannot be written to: Not a directory"):
+        check_writable(tmp_path / "file" / "under", "--save")
