@@ -62,6 +62,8 @@ def rollout_line(state: RunState) -> str:
             parts.append(f"{label} {text:>{width}}")
         elif known:
             parts.append(" " * (len(label) + 1 + width))
+    if state.latest.get(names.FAILED):
+        parts.append(f"failed {number(state.latest[names.FAILED])}")
     parts.append(_times(state))
     if state.seconds_left:
         parts.append(f"left {duration(state.seconds_left)}")

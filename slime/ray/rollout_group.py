@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -45,6 +46,7 @@ class RolloutGroup:
         self.push_weights: Callable[[list[EngineInfo]], None] = lambda engines: None
         self.never_stops = False  # whether the rollout function generates between rollouts too
         self._last_begun: int | None = None
+        self._failures_told = False
         self._generating: Any = None  # the reference of a rollout that was begun
         options = {
             "num_cpus": 0,
@@ -97,7 +99,18 @@ class RolloutGroup:
             self._engines.release()
         self._generating = None
         self.recorder.add(result.metrics)
+        self._tell_of_failures(result.metrics)
         return result.batch_refs
+
+    def _tell_of_failures(self, metrics: dict[str, float]) -> None:
+        """Once; the metric counts them in every rollout."""
+        failed, samples = metrics.get("rollout/failed", 0), metrics.get("rollout/samples", 0)
+        if failed and not self._failures_told:
+            self._failures_told = True
+            self.recorder.message(
+                f"warning: {failed:.0f} of {samples:.0f} samples of rollout {self._last_begun} failed and "
+                f"are not trained on; why is in {Path(self.args.run_dir) / 'logs' / 'rollout.log'}"
+            )
 
     def eval(self, rollout_id: int) -> None:
         """Score the evaluation datasets with the weights after `rollout_id` (-1: before training)."""

@@ -62,6 +62,14 @@ def test_plain_line_holds_the_numbers_of_the_rollout():
     assert line.endswith(f"left {duration(2.2 * 48)}")
 
 
+def test_failed_samples_are_in_the_plain_line():
+    display, out = plain()
+    display.update({"rollout_id": 0, **ROLLOUT, "rollout/failed": 0.0})
+    assert "failed" not in out.getvalue()
+    display.update({"rollout_id": 1, **ROLLOUT, "rollout/failed": 8.0})
+    assert "  failed 8  gen" in out.getvalue().splitlines()[-1]
+
+
 def test_plain_lines_are_aligned_whether_or_not_there_was_an_evaluation():
     display, out = plain()
     display.update(
