@@ -100,7 +100,12 @@ def _report(argv: list[str]) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
         print("usage: slime report RUN_DIR   (writes RUN_DIR/report.html)")
         return 0 if argv in (["-h"], ["--help"]) else 2
-    print(write_report(argv[0]))
+    folder, marks = Path(argv[0]), ("metrics.jsonl", "config_resolved.yaml")
+    if folder.is_dir() and not any((folder / mark).exists() for mark in marks):
+        raise UserError(
+            f"{folder} is not the folder of a run: it has neither {' nor '.join(marks)}"
+        )
+    print(write_report(folder))
     return 0
 
 

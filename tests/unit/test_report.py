@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from slime import cli
 from slime.dashboard.format import score
 from slime.dashboard.report import write_report
 from slime.dashboard.run_data import read_run
@@ -209,3 +210,9 @@ def test_a_long_run_stays_a_page_of_bounded_size(tmp_path: Path):
     assert max(map(len, points)) <= 600
     shown = {a["data-rollout"] for a in page.with_attribute("data-rollout")}
     assert {"0", "699"} <= shown and 20 < len(shown) < 700
+
+
+def test_a_folder_that_is_no_run_gets_no_report(tmp_path: Path, capsys):
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert "is not the folder of a run" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
