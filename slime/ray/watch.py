@@ -113,7 +113,7 @@ class Watch:
     def _settle(self, reference: Any, pending: list[Any], owners: dict[Any, Member]) -> None:
         try:
             ray.get(reference)
-        except ray.exceptions.RayActorError as error:
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             lost = self.lost(owners[reference], error)
             raise self._with_survivors(lost, pending, owners) from error
         except ray.exceptions.RayTaskError as error:
