@@ -21,7 +21,11 @@ class Rollout:
     rollout_temperature: float = flag(1.0, "sampling temperature; above 0")
     rollout_top_p: float = flag(1.0, "nucleus sampling")
     rollout_top_k: int = flag(-1, "sample among this many likeliest tokens; -1: all")
-    rollout_max_context_len: int | None = flag(None, "longest prompt and response together")
+    rollout_max_context_len: int | None = flag(
+        None,
+        "longest prompt and response together; default: the model's context length where "
+        "--rollout-max-response-len is not given",
+    )
     rollout_max_prompt_len: int | None = flag(None, "longer prompts are left out of the data")
     rollout_max_response_len: int = flag(
         None, "longest response; default: what the context length leaves"
@@ -152,7 +156,7 @@ class Reward:
         "with limits of time and memory only",
     )
     custom_rm_path: str | None = flag(
-        None, "async fn(args, sample) -> reward; with --group-rm fn(args, samples) -> list"
+        None, "fn(args, sample) -> reward, async or not; with --group-rm fn(args, samples) -> list"
     )
     custom_reward_post_process_path: str | None = flag(
         None, "fn(args, samples) -> (raw_rewards, rewards) in place of the normalisation by group"
