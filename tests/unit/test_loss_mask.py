@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.sft_rollout import generate_rollout
@@ -169,6 +170,49 @@ def test_an_answer_that_quotes_the_end_of_a_turn_is_trained_on_to_its_own_end():
     for kind in ("qwen", "qwen3"):
         trained = [text for text, on in parts(CHATML, messages, kind) if on]
         assert trained == ["a<|im_end|>b<|im_end|>", "\nno<|im_end|>"]
+
+
+def test_an_answer_that_only_a_later_message_quotes_was_not_kept():
+    """The template drops its thinking; the user's words must not be taken for it."""
+    messages = [*THINKING[:2], {"role": "user", "content": THINKING[1]["content"]}, THINKING[3]]
+    with pytest.raises(UserError, match="does not keep an assistant message"):
+        masked_conversation(tokenizer_with(CHATML_THINKING), messages, kind="qwen")
+
+
+def test_a_template_may_trim_what_was_said():
+    trimming = CHATML.replace("m.content + '<|im_end|>", "m.content | trim + '<|im_end|>")
+    messages = [CHAT[0], {"role": "assistant", "content": " Hello\n"}]
+    for kind in ("qwen", "qwen3"):
+        trained = [text for text, on in parts(trimming, messages, kind) if on]
+        assert trained == ["Hello<|im_end|>"]
+
+
+def test_content_in_parts_is_their_text():
+    text = "(m.content if m.content is string else m.content[0].text)"
+    joining = CHATML.replace("m.content + '<|im_end|>", f"{text} + '<|im_end|>")
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": text}]}
+        for role, text in (("user", "Hi"), ("assistant", "Hello"))
+    ]
+    trained = [text for text, on in parts(joining, messages, "qwen") if on]
+    assert trained == ["Hello<|im_end|>"]
+
+
+def test_options_of_the_template_reach_it():
+    template = "{{ mood | default('') }}" + CHATML
+    runs = parts(template, CHAT[:2], "qwen", template_kwargs={"mood": "Sunny. "})
+    assert runs[0][0].startswith("Sunny. <|im_start|>system")
+
+
+def test_a_tokenizer_that_begins_every_text_with_a_token_does_not_begin_every_piece_with_one():
+    tokenizer = tokenizer_with(CHATML)
+    plain = masked_conversation(tokenizer, CHAT)
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)]
+    )
+    assert tokenizer.encode("a")[0] == start
+    assert masked_conversation(tokenizer, CHAT) == plain
 
 
 def test_a_turn_of_tool_calls_alone_is_trained_on_whole():
