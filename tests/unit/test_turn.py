@@ -171,7 +171,7 @@ def test_aborts_that_bring_nothing_end_and_those_that_bring_tokens_go_on(tmp_pat
     sample = turn(args, asked(), Engine(*steps, reply([EOS_ID])), run, limit=40)
     assert sample.response_length == 31 and sample.status == Status.COMPLETED
     nothing = Engine(*(reply([], "abort") for _ in range(50)))
-    with pytest.raises(UserError, match="sample 4 .* times in a row"):
+    with pytest.raises(UserError, match=r"sample 4 .* times in a row"):
         turn(args, asked(), nothing, run)
 
 
