@@ -145,7 +145,7 @@ def _load_weights(
     check_weights(args.model_path, "--model-path")
     try:
         loaded: Any = load_causal_lm(args.model_path, config, output_loading_info=True, **options)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (AssertionError, OSError, RuntimeError, ValueError) as error:
         raise UserError(f"--model-path {args.model_path}: {_first_line(error)}") from error
     model, report = loaded
     missing = sorted(report["missing_keys"])

@@ -37,10 +37,10 @@ def connect(say: Callable[[str], None] = lambda text: None) -> bool:
         return False
     try:
         local_ray.start()
-    except OSError as error:  # its token is kept in the home folder, its sessions in /tmp/ray
+    except Exception as error:  # Ray raises it bare where its processes do not come up
         raise UserError(
-            f"Ray could not be started here: {error}. It writes to HOME ({Path.home()}) and to /tmp: set "
-            "HOME to a folder that can be written to, and see that /tmp has room"
+            f"Ray could not be started here: {error} It writes to HOME ({Path.home()}) and to /tmp/ray: "
+            "both must be writable and have room; its logs are in /tmp/ray/session_latest/logs"
         ) from error
     return True
 
