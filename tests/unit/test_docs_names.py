@@ -1,0 +1,66 @@
+"""What the pages name is there: files that links and paths point to, flags, modules."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from slime.utils.flags.registry import all_flags
+
+ROOT = Path(__file__).parents[2]
+# docs/LOG.md tells of what was.
+PAGES = [
+    path
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md"))
+    if path.name != "LOG.md"
+]
+_CODE = ("slime", "tools", "scripts", "benchmarks", "tests")
+_FOREIGN = {"--pid", "--generate", "--master-addr", "--master-port"}  # py-spy, ray, torchrun
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w-])")
+_LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+_PATH = re.compile(r"`((?:slime|tests|tools|scripts|docs|benchmarks|examples)/[\w./-]+\w)`")
+_MODULE = re.compile(r"\bslime(?:\.[A-Za-z_]\w*){2,}")
+
+
+@pytest.fixture(scope="module")
+def known() -> set[str]:
+    """Flags of train.py, and whatever any script of the repository spells."""
+    flags = {flag.option for flag in all_flags().values()}
+    flags |= {f"--no-{option.removeprefix('--')}" for option in flags}
+    for folder in _CODE:
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".sh", ".sbatch") and path != Path(__file__):
+                flags |= set(_FLAG.findall(path.read_text()))
+    return flags | _FOREIGN
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_exist(page: Path, known: set[str]):
+    if page.name in (
+        "migrating.md",
+        "arguments.md",
+    ):  # which quote others' flags, and are tested elsewhere
+        return
+    assert sorted(set(_FLAG.findall(page.read_text())) - known) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_paths_lead_somewhere(page: Path):
+    text = page.read_text()
+    links = [link for link, _ in _LINK.findall(text) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    assert [path for path in _PATH.findall(text) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_and_functions_exist(page: Path):
+    for name in set(_MODULE.findall(page.read_text())):
+        module, _, attribute = name.rpartition(".")
+        try:
+            found = hasattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError:
+            found = False
+        assert found or importlib.util.find_spec(name), name
