@@ -46,7 +46,7 @@ class RolloutGroup:
         self.push_weights: Callable[[list[EngineInfo]], None] = lambda engines: None
         self.never_stops = False  # whether the rollout function generates between rollouts too
         self._last_begun: int | None = None
-        self._failures_told = False
+        self._failures_told: set[str] = set()  # datasets; "" for training
         self._generating: Any = None  # the reference of a rollout that was begun
         options = {
             "num_cpus": 0,
@@ -103,21 +103,31 @@ class RolloutGroup:
         return result.batch_refs
 
     def _tell_of_failures(self, metrics: dict[str, float]) -> None:
-        """Once; the metric counts them in every rollout."""
+        """The first time; the metric counts them in every rollout."""
         failed, samples = metrics.get("rollout/failed", 0), metrics.get("rollout/samples", 0)
-        if failed and not self._failures_told:
-            self._failures_told = True
-            self.recorder.message(
-                f"warning: {failed:.0f} of {samples:.0f} samples of rollout {self._last_begun} failed and "
-                f"are not trained on; why is in {Path(self.args.run_dir) / 'logs' / 'rollout.log'}"
+        if failed:
+            self._tell_once(
+                "", f"{failed:.0f} of {samples:.0f} samples of rollout {self._last_begun}"
             )
+
+    def _tell_once(self, dataset: str, which: str) -> None:
+        if dataset not in self._failures_told:
+            self._failures_told.add(dataset)
+            log = Path(self.args.run_dir) / "logs" / "rollout.log"
+            self.recorder.message(f"warning: {which} failed and do not count; why is in {log}")
 
     def eval(self, rollout_id: int) -> None:
         """Score the evaluation datasets with the weights after `rollout_id` (-1: before training)."""
         if self.args.debug_train_only:  # which starts no engine
             return
         with self.recorder.phase("eval"), self.stop_signal.interruptible():
-            self.recorder.add(self._watched(self._member.remote.call("eval", rollout_id)))
+            metrics = self._watched(self._member.remote.call("eval", rollout_id))
+        self.recorder.add(metrics)
+        for name in sorted(
+            name for name, value in metrics.items() if value and _counts_failed(name)
+        ):
+            dataset = name.removeprefix("eval/").removesuffix("/failed")
+            self._tell_once(dataset, f"{metrics[name]:.0f} samples of the evaluation on {dataset}")
 
     @property
     def engine_infos(self) -> list[EngineInfo]:
@@ -214,3 +224,7 @@ class RolloutGroup:
                 self.recorder.message("the router ended and is started again")
                 self._generate_with(self._engines.infos)
         return self._watch.get([reference], [self._member])[0]
+
+
+def _counts_failed(name: str) -> bool:
+    return name.startswith("eval/") and name.endswith("/failed")

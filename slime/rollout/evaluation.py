@@ -68,7 +68,7 @@ async def _evaluate_one(args: Args, dataset: EvalDataset, progress: Progress) ->
         for group in groups
     )
     samples = [sample for group in done for sample in group]
-    _stop_if_all_failed(samples, dataset.name)
+    _look_at_failures(samples, dataset.name)
     if dataset.reward_key is not None:  # others know the run's key only
         for sample in samples:
             sample.reward = sample.get_reward_value(dataset.reward_key)
@@ -134,10 +134,17 @@ def eval_format(args: Args, dataset: EvalDataset) -> DataFormat:
     )
 
 
-def _stop_if_all_failed(samples: list[Sample], name: str) -> None:
-    if samples and all(sample.status == Status.FAILED for sample in samples):
-        metadata = samples[0].metadata
+def _look_at_failures(samples: list[Sample], name: str) -> None:
+    failed = [sample for sample in samples if sample.status == Status.FAILED]
+    if not failed:
+        return
+    metadata = failed[0].metadata
+    if len(failed) == len(samples):
         raise UserError(
             f"every sample of the evaluation on {name} failed (the first one in "
             f"{metadata['error_stage']}):\n{metadata['error_traceback']}"
         )
+    logger.warning(
+        "%d of %d samples of the evaluation on %s failed and do not count; the first one in %s: %s",
+        len(failed), len(samples), name, metadata["error_stage"], metadata["error"],
+    )  # fmt: skip

@@ -152,13 +152,14 @@ def test_eval_reward_key_and_evaluation_flag_of_hooks(tmp_path, fake_engines):
     assert set(rollout_hooks.seen) == {("evaluation", True)}
 
 
-def test_failed_samples_are_counted_and_not_averaged(tmp_path, fake_engines):
+def test_failed_samples_are_counted_and_not_averaged(tmp_path, fake_engines, caplog):
     fake_engines()
     args = eval_args(tmp_path, rm_type=None, custom_rm_path=f"{HOOKS}.reward_fails_on_odd")
     output = evaluate(args)
     assert output.metrics["eval/sums/failed"] == 12
     assert output.metrics["eval/sums/reward"] == 1.0
     assert sum(s.status == Status.FAILED for s in output.data["sums"].samples) == 12
+    assert "12 of 24 samples of the evaluation on sums failed and do not count" in caplog.text
 
 
 def test_all_failing_stops(tmp_path, fake_engines):
