@@ -1,6 +1,7 @@
 """A user's mistake costs one clear message: no traceback, and nothing started."""
 
 import json
+import shutil
 import socket
 
 import pytest
@@ -101,3 +102,19 @@ def test_port_taken(tiny_model, tmp_path):
 def test_temperature_must_be_positive(tiny_model, tiny_data, tmp_path, temperature):
     words = runs.command(tiny_model, tiny_data, tmp_path / "run", rollout_temperature=temperature)
     refused(words, "--rollout-temperature")
+
+
+def test_weights_that_were_cut_off_and_folders_that_cannot_be_written_to(
+    tiny_model, tiny_data, tmp_path
+):
+    """Each is found within seconds, before a process is started."""
+    broken = shutil.copytree(tiny_model, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    refused(runs.command(broken, tiny_data, tmp_path / "run"), str(weights), "download or copy")
+    (tmp_path / "file").write_text("")
+    under = tmp_path / "file" / "under"
+    refused(runs.command(tiny_model, tiny_data, under), f"--run-dir {under} cannot be written to")
+    for flag in ("save", "save_hf"):
+        words = runs.command(tiny_model, tiny_data, tmp_path / f"run_{flag}", **{flag: under / "x"})
+        refused(words, f"--{flag.replace('_', '-')} {under}", "cannot be written to")
