@@ -74,7 +74,7 @@ def learn(args: Args, model: str, rollouts: list[list[Sample]], ref: str | None 
         eps=args.adam_eps,
         weight_decay=args.weight_decay,
     )
-    learned = Learned()
+    learned, step = Learned(), 0
     for number, samples in enumerate(rollouts):
         with torch.no_grad():
             old = [log_probs_and_entropy(actor, s, args.rollout_temperature)[0] for s in samples]
@@ -88,7 +88,10 @@ def learn(args: Args, model: str, rollouts: list[list[Sample]], ref: str | None 
             loss, counted = _step_loss(args, actor, samples, members, old, ref_lp, advantages)
             loss.backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(params.values(), args.clip_grad)))
+            for group in adam.param_groups:
+                group["lr"] = rate(args, step)
             adam.step()
+            step += 1
             losses.append(loss.item())
             share.append(counted)
         learned.losses.append(sum(losses) / sum(share))
@@ -97,6 +100,16 @@ def learn(args: Args, model: str, rollouts: list[list[Sample]], ref: str | None 
             before.load_state_dict(actor.state_dict())
     learned.weights = {name: p.detach() for name, p in params.items()}
     return learned
+
+
+def rate(args: Args, step: int) -> float:
+    """Up in equal parts to the full rate, then for --lr-decay-style linear down to the lowest."""
+    if step < args.lr_warmup_iters:
+        return args.lr * (step + 1) / args.lr_warmup_iters
+    if args.lr_decay_style == "constant":
+        return args.lr
+    gone = (step - args.lr_warmup_iters) / (args.lr_decay_iters - args.lr_warmup_iters)
+    return args.lr + (args.min_lr - args.lr) * min(gone, 1.0)
 
 
 def log_probs_and_entropy(

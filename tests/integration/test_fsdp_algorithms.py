@@ -64,6 +64,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "moving_reference": {**KL, "kl_loss_type": "k2", "ref_update_interval": 1},
     "recomputed_loss": {"recompute_loss_function": True, "entropy_coef": 0.02},
     "padded": {"qkv_format": "bshd"},
+    "falling_rate": {"lr_decay_style": "linear", "lr_warmup_iters": 2, "min_lr": 1e-3},
 }
 NAMES = list(SETTINGS)
 

@@ -33,6 +33,7 @@ NAMES = [
     "tis_geometric_mask",
     "moving_reference",
     "recomputed_loss",
+    "falling_rate",
     "taught_in_the_trainer",
     "hooked_correction",
     "hooked_reducer",
