@@ -107,3 +107,8 @@ def test_an_empty_load_and_a_finished_run_are_said(tmp_path):
     (said,) = checkpointer(tmp_path, num_rollout=3).warnings
     assert "rollout 3 and --num-rollout is 3; raise it" in said
     assert Checkpointer(make_args()).warnings == []
+
+
+def test_a_run_without_a_trainer_leaves_no_checkpoint(tmp_path):
+    checkpointer(tmp_path, debug_rollout_only=True).save(0, Trainer(), Rollout())
+    assert list(tmp_path.iterdir()) == []
