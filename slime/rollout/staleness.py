@@ -100,8 +100,11 @@ def oldest_allowed(args: Args, trained_by: int, newest_generated: int) -> int | 
 
 
 def versions_of(sample: Sample) -> np.ndarray | None:
-    """One version per response token; None for responses a hook made without saying."""
+    """One version per response token; None where a hook did not say, or where nothing is trained on:
+    the token that stands for a response that failed comes from no weights at all."""
     if len(sample.weight_versions) != sample.response_length:
+        return None
+    if sample.loss_mask is not None and not any(sample.loss_mask):
         return None
     return np.asarray(sample.weight_versions)
 

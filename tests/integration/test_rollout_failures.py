@@ -10,6 +10,7 @@ import pytest
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine_pool import EnginePool, EngineUnreachableError, install_pool
 from slime.rollout.sglang_rollout import generate_rollout
+from slime.rollout.staleness import WeightClock, is_too_old, set_clock
 from slime.utils.errors import UserError
 from slime.utils.types import Status
 from tests.fake_engine import FakeEngine, Reply
@@ -215,6 +216,21 @@ def test_engines_may_arrive_after_generation_began(tmp_path):
         output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
         assert len(flat(output)) == 4
     install_pool(None)
+
+
+def test_a_failed_sample_is_of_no_age(tmp_path, fake_engines):
+    """Its place is held by a token of version 0, which is no sign of old weights."""
+    spans = [{"version": "7", "start": 0, "end": 3}]
+    fake_engines(lambda r: Reply(status=400) if r.prompt.startswith("1") else Reply(versions=spans))
+    args = rollout_args(tmp_path, max_weight_staleness=2)
+    set_clock(WeightClock(version=7, next_rollout_id=0))
+    try:
+        output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+        old = [group for group in output.samples if is_too_old(args, 0, group)]
+    finally:
+        set_clock(None)
+    assert output.metrics["rollout/failed"] == 2 and old == []
+    assert not [name for name in output.metrics if "stale" in name]
 
 
 def test_a_request_that_engines_refuse_is_told_in_one_line_with_the_flags(tmp_path, fake_engines):
