@@ -51,6 +51,10 @@ def last_lines(error: BaseException) -> str:
 
 
 def fill_empty_response(sample: Sample, token: int) -> None:
-    """Give a sample without a response (it failed, or had no room for one) a token that does not count."""
-    sample.tokens = sample.tokens or [token]
+    """Give a sample without a response (it failed, or had no room for one) a token that does not count.
+
+    Of a prompt that failed, perhaps for its length, the trainer gets one token: nothing is learned from it.
+    """
+    prompt = sample.tokens[:1] if sample.status == Status.FAILED else sample.tokens
+    sample.tokens = prompt or [token]
     sample.append_response_tokens(tokens=[token], trainable=False)
