@@ -174,6 +174,20 @@ def test_no_more_micro_batches_than_the_tokens_need():
     assert [len(schedule.steps[0]) for _, schedule in schedules] == [2, 2]
 
 
+def test_one_micro_batch_more_where_the_tokens_do_not_fit_as_they_are():
+    """20 tokens with 10 each, but 6 and four times 3 and 2 make no two tens: three, and not four."""
+    ((_, schedule),) = make_schedule(
+        [6, 3, 3, 3, 3, 2],
+        range(6),
+        dp_size=1,
+        global_batch_size=6,
+        micro_batch_size=1,
+        max_tokens=10,
+        balance=True,
+    )
+    assert len(schedule.steps[0]) == 3
+
+
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_rows_that_are_an_exact_part_of_the_budget_fill_it(parts):
     ((_, schedule),) = make_schedule(

@@ -179,6 +179,15 @@ def test_an_answer_that_only_a_later_message_quotes_was_not_kept():
         masked_conversation(tokenizer_with(CHATML_THINKING), messages, kind="qwen")
 
 
+def test_a_template_may_rewrite_what_the_user_said():
+    shouted = "(m.content | upper if m.role == 'user' else m.content)"
+    template = CHATML.replace("m.content + '<|im_end|>", f"{shouted} + '<|im_end|>")
+    messages = [CHAT[0], CHAT[1], {"role": "user", "content": "again"}, CHAT[1]]
+    for kind in ("qwen", "qwen3"):
+        trained = [text for text, on in parts(template, messages, kind) if on]
+        assert trained == ["Hello\n<|im_end|>"] * 2
+
+
 def test_a_template_may_trim_what_was_said():
     trimming = CHATML.replace("m.content + '<|im_end|>", "m.content | trim + '<|im_end|>")
     messages = [CHAT[0], {"role": "assistant", "content": " Hello\n"}]

@@ -138,9 +138,12 @@ def test_unpack_gives_back_the_rows(cp_size):
         np.testing.assert_array_equal(values, batch.old_log_probs[row])
 
 
-def test_a_filler_counts_for_nothing():
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_a_filler_counts_for_nothing(cp_size):
     batch = random_batch(3)
-    filler, real = (pack(batch, [1, 2], ParallelInfo(), filler=f) for f in (True, False))
+    here = ParallelInfo(cp_rank=cp_size - 1, cp_size=cp_size)
+    filler, real = (pack(batch, [1, 2], here, filler=f) for f in (True, False))
+    assert len(filler.loss_weights) == len(filler.loss_mask) == len(real.tokens)
     assert real.loss_weights.abs().sum() > 0
     assert not filler.loss_weights.any() and not filler.loss_mask.any()
     torch.testing.assert_close(filler.tokens, real.tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from slime.ray.sample_rows import batch_rows, sample_row
 from slime.ray.train_data import samples_to_batch
 from slime.utils.types import Sample, Status
@@ -43,3 +45,10 @@ def test_a_sample_that_failed_shows_no_reward():
     assert sample_row(sample(1, reward=None), None, kind="eval/x").reward is None
     row = sample_row(sample(1, reward={"score": 0.5}), "score", kind="eval/x")
     assert (row.reward, row.advantage, row.kind) == (0.5, None, "eval/x")
+
+
+def test_prompts_of_messages_are_shown_and_no_label_is_none():
+    messages = [{"role": "user", "content": "1+1="}]
+    row = sample_row(sample(1, prompt=messages, label=None), None, kind="eval/x")
+    assert json.loads(row.prompt) == messages and row.label is None
+    assert sample_row(sample(1), None, kind="eval/x").prompt == "prompt 1"
