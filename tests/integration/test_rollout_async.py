@@ -179,6 +179,8 @@ def test_an_aborted_response_continues_behind_its_tokens(folder):
 
 
 async def abort_and_swap(pool):
+    while not pool.num_requests:
+        await asyncio.sleep(0.001)
     await asyncio.sleep(0.025)
     pool.version += 1
     await current_pool().abort_all()
