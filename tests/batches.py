@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from slime.utils.dp_schedule import loss_weights
+from slime.utils.dp_schedule import executions_of_steps, loss_weights
 from slime.utils.types import RolloutBatch
 
 VOCAB_SIZE = 50
@@ -44,6 +44,7 @@ def random_batch(
         "group_indices": np.arange(num_rows) // group_size,
         "sample_indices": np.arange(num_rows),
         "rollout_ids": rollout_ids,
+        "executions": executions_of_steps(rollout_ids, global_batch_size),
         "old_log_probs": log_probs(),
         "ref_log_probs": log_probs(),
         "rollout_log_probs": log_probs(),

@@ -46,7 +46,7 @@ class TrainLoss:
         call = partial(self.hooks.loss, self.args, batch)
         loss, log = self._recomputed(call, logits, lambda x: (x * weights).sum())
         count = float(weights.sum())
-        values = {"loss": loss, **log}
+        values = {"loss": loss.detach(), **log}
         metrics = {k: MetricSum(total=float(v), count=count) for k, v in values.items()}
         return LossOutput(loss=loss, metrics=metrics)
 

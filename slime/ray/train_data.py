@@ -10,7 +10,7 @@ from slime.algorithms.advantages import normalize_group_rewards
 from slime.algorithms.group_rewards import overlong_penalty
 from slime.rollout.base_types import ConvertSamples, RewardPostProcess
 from slime.utils.arguments import Args
-from slime.utils.dp_schedule import loss_weights, make_schedule
+from slime.utils.dp_schedule import executions_of_steps, loss_weights, make_schedule
 from slime.utils.errors import UserError
 from slime.utils.load_function import load_function
 from slime.utils.types import RolloutBatch, Sample, Status
@@ -107,6 +107,7 @@ def split_batch(
         global_batch_size=args.global_batch_size,
         per_token=args.calculate_per_token_loss,
     )
+    batch.executions = executions_of_steps(batch.rollout_ids, args.global_batch_size)
     by_tokens = args.use_dynamic_batch_size
     parts = make_schedule(
         batch.total_lens,

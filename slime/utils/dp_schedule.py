@@ -75,6 +75,15 @@ def steps_of_rows(rollout_ids: Sequence[int] | np.ndarray, global_batch_size: in
     return order_of_appearance[inverse] // global_batch_size
 
 
+def executions_of_steps(
+    rollout_ids: Sequence[int] | np.ndarray, global_batch_size: int
+) -> np.ndarray:
+    """By row, how many executions its step has: the ids above give [2, 2, 2, 1]."""
+    steps = steps_of_rows(rollout_ids, global_batch_size)
+    _, first = np.unique(np.asarray(rollout_ids), return_index=True)
+    return np.bincount(steps[first])[steps]
+
+
 def loss_weights(
     loss_masks: Sequence[np.ndarray],
     rollout_ids: Sequence[int] | np.ndarray,
@@ -94,17 +103,15 @@ def loss_weights(
     With `per_token` it is the mean over all trained tokens: weight = mask / (those of the step).
     An execution without trained tokens adds 0 to the loss but counts among the executions.
     """
-    steps = steps_of_rows(rollout_ids, global_batch_size)
     masks = [np.asarray(mask, np.float64) for mask in loss_masks]
     trained = np.array([mask.sum() for mask in masks])
     _, execution = np.unique(np.asarray(rollout_ids), return_inverse=True)
     if per_token:
+        steps = steps_of_rows(rollout_ids, global_batch_size)
         divisor = np.bincount(steps, weights=trained)[steps]
     else:
         of_execution = np.bincount(execution, weights=trained)[execution]
-        step_of_execution = np.zeros(execution.max() + 1, np.int64)
-        step_of_execution[execution] = steps
-        divisor = of_execution * np.bincount(step_of_execution)[steps]
+        divisor = of_execution * executions_of_steps(rollout_ids, global_batch_size)
     scale = 1.0 / np.maximum(divisor, 1.0)  # a divisor of 0 has masks of 0 only
     return [(mask * s).astype(np.float32) for mask, s in zip(masks, scale, strict=True)]
 

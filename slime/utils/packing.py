@@ -72,6 +72,7 @@ def pack(
         rows=list(rows),
         prompt_lens=prompt_lens,
         response_lens=response_lens,
+        executions=1 if batch.executions is None else int(batch.executions[rows[0]]),
         filler=filler,
         routed_experts=_experts(batch, rows, layout),
         **{name: response_column(c) for name, c in columns.items() if c is not None},

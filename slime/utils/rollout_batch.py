@@ -16,6 +16,7 @@ _SCALAR_DTYPES = {
     "group_indices": np.int64,
     "sample_indices": np.int64,
     "rollout_ids": np.int64,
+    "executions": np.int64,
 }
 _TOTAL_DTYPES = {"tokens": np.int32}
 _RESPONSE_DTYPES = {
@@ -60,6 +61,7 @@ class RolloutBatch:
     group_indices: np.ndarray  # [N] int64
     sample_indices: np.ndarray  # [N] int64
     rollout_ids: np.ndarray  # [N] int64
+    executions: np.ndarray | None = None  # [N] int64: how many there are in the row's step
     loss_weights: list[np.ndarray] | None = None  # N x [R]
     rollout_log_probs: list[np.ndarray] | None = None  # N x [R]
     teacher_log_probs: list[np.ndarray] | None = None  # N x [R]
@@ -74,7 +76,9 @@ class RolloutBatch:
 
     def __post_init__(self) -> None:
         for name, dtype in _SCALAR_DTYPES.items():
-            setattr(self, name, np.asarray(getattr(self, name), dtype=dtype))
+            column = getattr(self, name)
+            if column is not None:
+                setattr(self, name, np.asarray(column, dtype=dtype))
         for name, dtype in _RAGGED.items():
             column = getattr(self, name)
             if column is not None:

@@ -52,6 +52,7 @@ class TrainBatch:
     rows: list[int]  # rows of the RolloutBatch, in packing order
     prompt_lens: list[int]
     response_lens: list[int]
+    executions: int = 1  # of the optimizer step, on all ranks
     filler: bool = False  # repeats rows to keep ranks in step, and counts for nothing
     advantages: torch.Tensor | None = None  # [T]
     returns: torch.Tensor | None = None  # [T]

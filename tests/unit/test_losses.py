@@ -13,6 +13,7 @@ from slime.backends.losses import TrainLoss
 from slime.utils.packing import pack, unpack
 from slime.utils.types import ParallelInfo
 from tests.args import make_args
+from tests.batches import random_batch
 from tests.unit.test_policy_loss import N, assert_same, batch_and_log_probs, naive_loss
 
 ROWS = [7, 3, 9, 0, 1, 8, 2, 6, 5, 4]
@@ -170,3 +171,27 @@ def test_a_loss_of_the_users_is_summed_with_the_weights_of_the_step():
     expected = float(packed.loss_weights @ logits.detach().square().sum(1))
     assert output.metrics["loss"].total == pytest.approx(expected, rel=1e-5)
     assert output.metrics["loss"].count == pytest.approx(float(packed.loss_weights.sum()))
+
+
+def sums_of_samples(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    def reduce(losses):
+        rows = zip(losses.split(response_lengths), loss_masks, strict=True)
+        return sum((row * mask).sum() for row, mask in rows)
+
+    return reduce
+
+
+@pytest.mark.parametrize(("rows", "executions"), [([0, 1, 2, 3], 4), ([5, 4], 2)])
+def test_a_reducer_of_the_users_is_a_mean_over_what_its_step_has(rows, executions):
+    """Six samples in steps of four: the second step has two."""
+    batch = random_batch(6, global_batch_size=4)
+    args = make_args(custom_pg_loss_reducer_function_path=f"{__name__}.sums_of_samples")
+    packed = pack(batch, rows, ParallelInfo())
+    log_probs = packed.old_log_probs.clone().requires_grad_()  # ratios of one
+    output = TrainLoss(args, "actor", TrainHooks(args))(packed, log_probs, None, None)
+    output.loss.backward()
+    expected = sum(-(batch.advantages[row] * batch.loss_masks[row]).sum() for row in rows)
+    assert output.loss.item() == pytest.approx(expected / executions, rel=1e-5)
+    for row, grad in zip(rows, unpack(log_probs.grad, packed), strict=True):
+        naive_grad = -batch.advantages[row] * batch.loss_masks[row] / executions
+        np.testing.assert_allclose(grad, naive_grad, rtol=1e-5, atol=1e-7)
