@@ -54,9 +54,8 @@ class Checkpointer:
                 f"--num-rollout is {args.num_rollout}; raise it to go on"
             )
         self.critic_loaded = self._find_critic(meta.rollout_id) if meta else None
-        saves = (
-            args.save and not args.debug_rollout_only
-        )  # without a trainer it would be half of one
+        # Without a trainer a checkpoint would be half of one.
+        saves = args.save and not args.debug_rollout_only
         self._folder = CheckpointFolder(args.save) if saves else None
         self._critic_folder = CheckpointFolder(args.critic_save) if args.critic_save else None
         self._pending: CheckpointMeta | None = None  # being written in the background

@@ -94,9 +94,8 @@ class _JsonlSink:
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         drop_partial_line(self._path)
-        self._file = self._path.open(
-            "ab", buffering=0
-        )  # one write per line: nothing waits in a buffer
+        # One write per line: nothing waits in a buffer.
+        self._file = self._path.open("ab", buffering=0)
 
     def write(self, values: Mapping[str, float | None], rollout_id: int, kind: str) -> None:
         record = {"rollout_id": rollout_id, "kind": kind, "time": time.time(), **values}
