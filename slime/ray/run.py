@@ -22,21 +22,17 @@ from slime.ray.log_collection import collect_logs
 from slime.ray.placement_group import Placement, needs_critic, plan_layout
 from slime.ray.recorder import Recorder
 from slime.ray.rollout_group import RolloutGroup
+from slime.ray.start_checks import check_inputs, check_outputs
 from slime.ray.stop_signal import StopSignal, Terminated
 from slime.ray.train_group import TrainGroup
 from slime.ray.watch import BrokenRunError
 from slime.rollout.base_types import RolloutFunction
-from slime.rollout.data_source import data_format_of
 from slime.rollout.engine_pool import EngineUnreachableError
-from slime.rollout.evaluation import eval_format
-from slime.rollout.hooks import check_hooks
 from slime.utils.arguments import Args
-from slime.utils.data import check_prompts
 from slime.utils.env import read_env, set_env
 from slime.utils.errors import UserError
 from slime.utils.load_function import load_function
 from slime.utils.logging import setup_logging
-from slime.utils.preflight import check_tokenizer, check_weights, check_writable
 from slime.utils.run_folder import hold_run_folder, open_run_folder
 from slime.utils.tracking import cut_back, logged_rollouts
 
@@ -50,15 +46,13 @@ class Run:
     actor: TrainGroup
 
     def __init__(self, args: Args, *, closing_words: bool = True):
-        check_hooks(args)
-        _check_model(args)
-        _check_data(args)
+        check_inputs(args)
         self.args, self._closing_words = args, closing_words
         self._checkpoints = Checkpointer(args)
         self.start_rollout_id = self._checkpoints.start_rollout_id
         self._hold = hold_run_folder(args.run_dir)
         open_run_folder(args)
-        _check_folders(args)
+        check_outputs(args)
         setup_logging(args.run_dir, role="driver")
         cut_back(args.run_dir, self.start_rollout_id)
         self.recorder = Recorder(args)
@@ -272,28 +266,3 @@ class Run:
             folder = Path(self.args.run_dir) / "logs"
             with suppress(ray.exceptions.RayError):  # the cluster itself may be what broke
                 collect_logs(folder, folder)
-
-
-def _check_model(args: Args) -> None:
-    check_weights(args.hf_checkpoint)
-    if not args.debug_train_only:
-        check_tokenizer(args.hf_checkpoint)
-
-
-def _check_folders(args: Args) -> None:
-    """Where the first checkpoint will go, which may be hours away."""
-    for flag, folder in (("--save", args.save), ("--critic-save", args.critic_save)):
-        if folder and not args.debug_rollout_only:
-            check_writable(folder, flag)
-    if args.save_hf and not args.debug_rollout_only:
-        folder = Path(args.save_hf.format(rollout_id=0))
-        check_writable(folder if folder.is_file() else folder.parent, "--save-hf")
-
-
-def _check_data(args: Args) -> None:
-    """Find an unusable row before any process starts; a data source of the user's reads its own data."""
-    builtin = args.data_source_path.startswith("slime.rollout.data_source.")
-    for text in args.prompt_data if builtin and args.prompt_data else ():
-        check_prompts(text, data_format_of(args))
-    for dataset in args.eval_datasets:
-        check_prompts(dataset.path, eval_format(args, dataset))

@@ -21,6 +21,18 @@ def check_tokenizer(folder: str) -> None:
         )
 
 
+def check_chat_template(folder: str) -> None:
+    """Only files are looked for: to load the tokenizer takes seconds."""
+    if any(Path(folder).glob("*chat_template*")):
+        return
+    config = Path(folder) / "tokenizer_config.json"
+    if not config.exists() or '"chat_template"' not in config.read_text():
+        raise ConfigError(
+            f"--apply-chat-template: the tokenizer in {folder} has no chat template; leave the flag out, or "
+            "add a chat_template to its tokenizer_config.json"
+        )
+
+
 def check_weights(folder: str, flag: str = "--hf-checkpoint") -> None:
     """Every safetensors file is there and as long as its header says. Other formats are not looked at."""
     for file in _weight_files(Path(folder), flag):

@@ -10,7 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from slime.utils.errors import ConfigError
-from slime.utils.preflight import check_tokenizer, check_weights, check_writable
+from slime.utils.preflight import (
+    check_chat_template,
+    check_tokenizer,
+    check_weights,
+    check_writable,
+)
+from tests.tiny import make_byte_tokenizer
 
 INDEX = "model.safetensors.index.json"
 
@@ -61,6 +67,20 @@ def test_a_folder_without_a_tokenizer(folder):
         check_tokenizer(str(folder))
     (folder / "tokenizer.json").write_text("{}")
     check_tokenizer(str(folder))
+
+
+def test_a_tokenizer_without_a_chat_template(tmp_path):
+    """As transformers itself writes them: inside the configuration before, in a file of its own now."""
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"none has no chat template; leave the flag out"):
+        check_chat_template(str(tmp_path / "none"))
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(tmp_path / "file")
+    check_chat_template(str(tmp_path / "file"))
+    tokenizer.save_pretrained(tmp_path / "inside", save_jinja_files=False)
+    check_chat_template(str(tmp_path / "inside"))
 
 
 def test_folders_that_can_and_cannot_be_written_to(tmp_path):

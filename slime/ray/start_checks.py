@@ -1,0 +1,46 @@
+"""What is looked at before any process of a run starts: hooks, model, data, and the folders to write to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime.rollout.data_source import data_format_of
+from slime.rollout.evaluation import eval_format
+from slime.rollout.hooks import check_hooks
+from slime.utils.arguments import Args
+from slime.utils.data import check_prompts
+from slime.utils.preflight import (
+    check_chat_template,
+    check_tokenizer,
+    check_weights,
+    check_writable,
+)
+
+
+def check_inputs(args: Args) -> None:
+    check_hooks(args)
+    check_weights(args.hf_checkpoint)
+    if not args.debug_train_only:
+        check_tokenizer(args.hf_checkpoint)
+    if args.apply_chat_template:
+        check_chat_template(args.hf_checkpoint)
+    _check_data(args)
+
+
+def check_outputs(args: Args) -> None:
+    """Where the first checkpoint will go, which may be hours away."""
+    for flag, folder in (("--save", args.save), ("--critic-save", args.critic_save)):
+        if folder and not args.debug_rollout_only:
+            check_writable(folder, flag)
+    if args.save_hf and not args.debug_rollout_only:
+        folder = Path(args.save_hf.format(rollout_id=0))
+        check_writable(folder if folder.is_file() else folder.parent, "--save-hf")
+
+
+def _check_data(args: Args) -> None:
+    """Find an unusable row; a data source of the user's reads its own data."""
+    builtin = args.data_source_path.startswith("slime.rollout.data_source.")
+    for text in args.prompt_data if builtin and args.prompt_data else ():
+        check_prompts(text, data_format_of(args))
+    for dataset in args.eval_datasets:
+        check_prompts(dataset.path, eval_format(args, dataset))
