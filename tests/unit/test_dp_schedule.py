@@ -160,45 +160,29 @@ def test_the_heavier_of_a_pair_goes_to_the_rank_with_less():
     assert [rows for rows, _ in schedules] == [[0, 3], [1, 2]]  # 9 + 4 and 8 + 5
 
 
+def one_step(lens, *, max_tokens, dp_size=1):
+    """All rows in one step, packed by tokens."""
+    options = {"micro_batch_size": 1, "max_tokens": max_tokens, "balance": True}
+    return make_schedule(
+        lens, range(len(lens)), dp_size=dp_size, global_batch_size=len(lens), **options
+    )
+
+
 def test_no_more_micro_batches_than_the_tokens_need():
     """Rows that fill the budget exactly when paired well: 6+4, 6+4, ... on two ranks."""
-    schedules = make_schedule(
-        [6, 6, 6, 6, 4, 4, 4, 4],
-        range(8),
-        dp_size=2,
-        global_batch_size=8,
-        micro_batch_size=1,
-        max_tokens=10,
-        balance=True,
-    )
+    schedules = one_step([6, 6, 6, 6, 4, 4, 4, 4], max_tokens=10, dp_size=2)
     assert [len(schedule.steps[0]) for _, schedule in schedules] == [2, 2]
 
 
 def test_one_micro_batch_more_where_the_tokens_do_not_fit_as_they_are():
     """20 tokens with 10 each, but 6 and four times 3 and 2 make no two tens: three, and not four."""
-    ((_, schedule),) = make_schedule(
-        [6, 3, 3, 3, 3, 2],
-        range(6),
-        dp_size=1,
-        global_batch_size=6,
-        micro_batch_size=1,
-        max_tokens=10,
-        balance=True,
-    )
+    ((_, schedule),) = one_step([6, 3, 3, 3, 3, 2], max_tokens=10)
     assert len(schedule.steps[0]) == 3
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_rows_that_are_an_exact_part_of_the_budget_fill_it(parts):
-    ((_, schedule),) = make_schedule(
-        [12 // parts] * (2 * parts),
-        range(2 * parts),
-        dp_size=1,
-        global_batch_size=2 * parts,
-        micro_batch_size=1,
-        max_tokens=12,
-        balance=True,
-    )
+    ((_, schedule),) = one_step([12 // parts] * (2 * parts), max_tokens=12)
     assert [len(mb) for mb in schedule.steps[0]] == [parts, parts]
 
 

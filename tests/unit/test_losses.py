@@ -14,7 +14,7 @@ from slime.utils.packing import pack, unpack
 from slime.utils.types import ParallelInfo
 from tests.args import make_args
 from tests.batches import random_batch
-from tests.unit.test_policy_loss import N, assert_same, batch_and_log_probs, naive_loss
+from tests.naive_losses import N, assert_same, batch_and_log_probs, naive_loss
 
 ROWS = [7, 3, 9, 0, 1, 8, 2, 6, 5, 4]
 CLIP = {"eps_clip": 0.2, "eps_clip_high": 0.3}
