@@ -28,12 +28,22 @@ def flags(tmp_path, name: str, tiny_data) -> dict:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny_model, tiny_data, tmp_path_factory):
+def unbroken_folder(tiny_model, tiny_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken")
-    options = flags(folder, "run", tiny_data)
+    options = {**flags(folder, "run", tiny_data), "save_hf": folder / "hf_{rollout_id}"}
     status, output = runs.run(runs.command(tiny_model, tiny_data, folder / "run", **options))
     assert status == 0, output
-    return runs.learning(folder / "run")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unbroken(unbroken_folder):
+    return runs.learning(unbroken_folder / "run")
+
+
+def test_an_export_with_a_number_in_its_name_comes_with_each_checkpoint(unbroken_folder):
+    written = {file.parent.name for file in unbroken_folder.glob("hf_*/config.json")}
+    assert written == {f"hf_{rollout}" for rollout in range(ROLLOUTS)}
 
 
 @pytest.mark.parametrize("phase", ["rollout", "train"])
