@@ -3,12 +3,15 @@
     with FakeEngine(lambda request: Reply(text="2", latency_s=0.1)) as engine:
         pool = EnginePool([engine.url])
 
-An aborted request answers at once with as much of its reply as its latency has allowed so far.
+An aborted request answers at once with as much of its reply as its latency has allowed so far. What a
+test says about requests that are under way at the same time it had better arrange by `until`: seconds
+prove nothing on a machine that stalls.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -19,12 +22,18 @@ from aiohttp import web
 
 from tests.tiny import EOS_ID, make_byte_tokenizer
 
+_HELD_S = (
+    60.0  # a reply whose condition never comes true is sent all the same, for the test to fail
+)
+
 
 @dataclass(kw_only=True)
 class Reply:
     text: str = "ok"
     tokens: list[int] | None = None  # default: the bytes of the text, and end-of-text after a stop
     latency_s: float = 0.0
+    until: Callable[[], bool] | None = None  # held back until this is true
+    aborted_after: int | None = None  # tokens that an abort leaves; default: by the latency
     finish: str = "stop"  # stop, length, abort
     matched: str | None = None  # the stop string that ended it; default: the last token
     versions: list[dict[str, Any]] | None = None
@@ -124,13 +133,7 @@ class FakeEngine:
     async def _answer(
         self, http_request: web.Request, request: Request, reply: Reply, live: _Live
     ) -> web.StreamResponse:
-        aborted = reply.finish == "abort"
-        if reply.latency_s:
-            try:
-                await asyncio.wait_for(live.aborted.wait(), reply.latency_s)
-                aborted = True
-            except asyncio.TimeoutError:
-                pass
+        aborted = await self._hold(reply, live) or reply.finish == "abort"
         if reply.drop:
             assert http_request.transport is not None
             http_request.transport.close()
@@ -138,6 +141,18 @@ class FakeEngine:
         if reply.status != 200:
             return web.json_response({"error": {"message": reply.text}}, status=reply.status)
         return web.json_response(self._body(request, reply, live, aborted))
+
+    async def _hold(self, reply: Reply, live: _Live) -> bool:
+        """Wait for as long as the script says; whether an abort came first."""
+        deadline = time.monotonic() + _HELD_S
+        while reply.until is not None and not (reply.until() or live.aborted.is_set()):
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.002)
+        if reply.latency_s:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(live.aborted.wait(), reply.latency_s)
+        return live.aborted.is_set()
 
     def _body(self, request: Request, reply: Reply, live: _Live, aborted: bool) -> dict[str, Any]:
         tokens, finish = self._tokens(reply), {"type": reply.finish}
@@ -147,10 +162,7 @@ class FakeEngine:
         elif reply.finish == "stop":
             finish["matched"] = reply.matched or tokens[-1]
         if aborted:
-            done = (
-                1.0 if not reply.latency_s else (time.monotonic() - live.started) / reply.latency_s
-            )
-            tokens, finish = tokens[: int(len(tokens) * min(done, 1.0))], {"type": "abort"}
+            tokens, finish = tokens[: _tokens_so_far(reply, live, len(tokens))], {"type": "abort"}
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         spans = reply.versions or [{"version": self.weight_version, "start": 0, "end": len(tokens)}]
         return {
@@ -176,3 +188,11 @@ class FakeEngine:
             for live in self._aborts.values():
                 live.aborted.set()
         return web.Response()
+
+
+def _tokens_so_far(reply: Reply, live: _Live, count: int) -> int:
+    if reply.aborted_after is not None:
+        return reply.aborted_after
+    if not reply.latency_s:
+        return count
+    return int(count * min((time.monotonic() - live.started) / reply.latency_s, 1.0))

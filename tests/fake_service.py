@@ -14,13 +14,16 @@ class FakeService:
     def __init__(self, statuses: list[int], reply: Any) -> None:
         self.bodies: list[Any] = []
         self.ended = threading.Event()
+        lock = threading.Lock()  # each request is a thread of its own
         service = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 length = int(self.headers["Content-Length"])
-                service.bodies.append(json.loads(self.rfile.read(length)))
-                status = statuses[min(len(service.bodies), len(statuses)) - 1]
+                body = json.loads(self.rfile.read(length))
+                with lock:
+                    service.bodies.append(body)
+                    status = statuses[min(len(service.bodies), len(statuses)) - 1]
                 if status == SILENCE:
                     service.ended.wait(60)
                     return
