@@ -1,7 +1,7 @@
 """A stand-in for an inference engine's control routes, for failures a real one does not have.
 
 engine = FakeEngine({"w": torch.zeros(4)}, token="t")
-engine.refuse["/update_weights_from_tensor"] = 1     the second such call is answered 400
+engine.refuse["/update_weights_from_tensor"] = "w"   such a call that says "w" is answered 400
 engine.before_copy = lambda engine, data: ...        sees the bytes of an update first
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,10 +30,10 @@ class FakeEngine:
         self.calls: list[str] = []
         self.paused = self.session_open = False
         self.version = "default"
-        self.refuse: dict[str, int] = {}  # route -> number of calls to answer before refusing
+        # By route: what a call says that is refused. Calls cannot be counted: two may come at once.
+        self.refuse: dict[str, str] = {}
         self.before_copy: Callable[[FakeEngine, torch.Tensor], None] = lambda engine, data: None
         self._groups: dict[str, dist.ProcessGroupGloo] = {}
-        self._counts: Counter[str] = Counter()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
@@ -50,8 +49,7 @@ class FakeEngine:
 
     def answer(self, route: str, body: dict) -> tuple[int, object]:
         self.calls.append(route)
-        self._counts[route] += 1
-        if self._counts[route] > self.refuse.get(route, 10**9):
+        if route in self.refuse and self.refuse[route] in json.dumps(body):
             return 400, {"success": False, "message": f"{route} was told to fail"}
         handler = getattr(self, route.strip("/").replace("/", "_"), None)
         if handler is None or (not self.sessions and route.endswith("_weight_update")):

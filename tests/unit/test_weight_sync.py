@@ -1,5 +1,6 @@
 """The weight sync against engines that fail in ways a real one does not."""
 
+import json
 import threading
 import time
 
@@ -177,7 +178,8 @@ def test_failure_in_the_middle_names_engine_and_bucket(engines, transport, no_se
         type(transport).__name__, "disk"
     )
     route = f"/update_weights_from_{kind}"
-    engines[1].refuse[route] = 0 if kind == "disk" else 1
+    in_bucket_1 = list(SHAPES)[2]
+    engines[1].refuse[route] = "" if kind == "disk" else json.dumps(in_bucket_1)
     sync = WeightSync(transport, token=TOKEN)
     started = time.monotonic()
     with pytest.raises(WeightSyncError) as raised:
@@ -200,7 +202,7 @@ def test_an_update_after_a_failed_one_succeeds(engines, tmp_path, kind):
         else DiskTransport(tmp_path / "weights", tmp_path)
     )
     sync = WeightSync(transport, token=TOKEN)
-    engines[0].refuse[f"/update_weights_from_{kind}"] = 0
+    engines[0].refuse[f"/update_weights_from_{kind}"] = ""
     with pytest.raises(WeightSyncError):
         sync.update(buckets(weights(9)), [e.info for e in engines], 7)
     engines[0].refuse.clear()
