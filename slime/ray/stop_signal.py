@@ -32,10 +32,10 @@ class StopSignal:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        if self.received:
-            raise Terminated
-        self._interruptible = True
         try:
+            self._interruptible = True
+            if self.received:  # looked at second: one that comes in between is not missed
+                raise Terminated
             yield
         finally:
             self._interruptible = False

@@ -83,7 +83,8 @@ class EnginePool:
         for url in urls:
             self._in_flight.setdefault(url, 0)
         self._urls = list(urls)
-        self._resting = {url: rest for url, rest in self._resting.items() if url in self._urls}
+        resting = self._resting.copy()  # the event loop may add to it meanwhile
+        self._resting = {url: rest for url, rest in resting.items() if url in self._urls}
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._engines_changed, removed)
 
