@@ -6,6 +6,7 @@ What it does at its n-th start is the n-th line of the file STAND_IN_PLAN names:
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
@@ -34,10 +35,7 @@ def main(argv: list[str]) -> None:
         print("0.5.23")
         return
     plan = Path(os.environ["STAND_IN_PLAN"])
-    log = plan.with_suffix(".starts")
-    number = len(log.read_text().splitlines()) if log.exists() else 0
-    with log.open("a") as file:
-        file.write(json.dumps(argv) + "\n")
+    number = _note_start(plan.with_suffix(".starts"), argv)
     what = plan.read_text().splitlines()[number]
     print(f"start {number}: {what}", flush=True)
     if what == "port taken":
@@ -49,8 +47,27 @@ def main(argv: list[str]) -> None:
     further_node = "--node-rank" in argv and argv[argv.index("--node-rank") + 1] != "0"
     if what == "silent" or further_node:
         time.sleep(600)
+    _wait_for_other_nodes(plan.parent, argv)
     flat = {name: argv[argv.index(name) + 1] for name in ("--port", "--weight-version")}
     ThreadingHTTPServer(("127.0.0.1", int(flat["--port"])), _handler(flat)).serve_forever()
+
+
+def _note_start(log: Path, argv: list[str]) -> int:
+    """How many starts there were before; the nodes of an engine start at the same time."""
+    with log.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        number = len(file.readlines())
+        file.write(json.dumps(argv) + "\n")
+    return number
+
+
+def _wait_for_other_nodes(folder: Path, argv: list[str]) -> None:
+    """SGLang's first node answers once all of them are there."""
+    if "--nnodes" in argv:
+        nodes, meeting = (argv[argv.index(name) + 1] for name in ("--nnodes", "--dist-init-addr"))
+        while sum(meeting in start for start in starts(folder)) < int(nodes):
+            time.sleep(0.05)
 
 
 def _handler(flat: dict[str, str]) -> type[BaseHTTPRequestHandler]:
