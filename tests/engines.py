@@ -9,7 +9,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from slime.utils.env import child_env
 from slime.utils.sync_http import get_json, post_json
 
 TOKEN = "token-of-the-tests"
+# Positions of a model whose requests take a minute and more, and a server with room for some of them.
+LONG_CONTEXT = 1 << 16
+ROOM = ("--max-total-tokens", str(4 * LONG_CONTEXT))
 
 
 class LocalEngine:
@@ -29,6 +33,7 @@ class LocalEngine:
 
     def __init__(self, model_path: str | Path, **options: Any) -> None:
         self._done = threading.Condition()
+        self._ended: set[Request] = set()  # as the engine has told, which is done with them then
         self.engine = Engine.launch(
             EngineArgs(model_path=str(model_path), random_seed=0, **options),
             self._notify,
@@ -60,10 +65,10 @@ class LocalEngine:
         self.wait(requests)
         return requests
 
-    def wait(self, requests: list[Request], timeout: float = 60.0) -> None:
+    def wait(self, requests: list[Request], timeout: float = 180.0) -> None:
         with self._done:
             finished = self._done.wait_for(
-                lambda: self.engine.failure or all(r.finish for r in requests), timeout
+                lambda: self.engine.failure or self._ended.issuperset(requests), timeout
             )
         assert self.engine.failure is None, self.engine.failure
         assert finished, "requests did not finish in time"
@@ -71,8 +76,9 @@ class LocalEngine:
     def close(self) -> None:
         self.engine.stop()
 
-    def _notify(self, _: list[Request] | None = None) -> None:
+    def _notify(self, updated: list[Request] | None = None) -> None:
         with self._done:
+            self._ended.update(request for request in updated or [] if request.finish)
             self._done.notify_all()
 
 
@@ -99,6 +105,31 @@ class EngineServer:
     def get(self, route: str) -> Any:
         return get_json(f"{self.url}{route}", token=self.token)
 
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.get("/server_info")["internal_states"][0]
+
+    @contextlib.contextmanager
+    def under_way(self, *bodies: dict[str, Any]) -> Iterator[list[Future[Any]]]:
+        """Requests which the engine has begun; what is left of them ends with the `with`.
+
+        They must be so long that no delay of the caller lets them end by themselves: `LONG_CONTEXT`.
+        """
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            try:
+                calls = [pool.submit(self.post, "/generate", body, 600.0) for body in bodies]
+                wait_for(lambda: self.state["num_running_reqs"] == len(bodies))
+                yield calls
+            finally:
+                self.post("/abort_request", {"abort_all": True})
+
+
+def wait_for(condition: Callable[[], Any], timeout: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
 
 @contextlib.contextmanager
 def engine_server(
@@ -114,7 +145,7 @@ def engine_server(
         with log_file.open("w") as log:
             process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
         try:
-            deadline = time.monotonic() + 90
+            deadline = time.monotonic() + 240
             while not port_file.exists():
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"the engine did not start:\n{log_file.read_text()}")
@@ -124,7 +155,7 @@ def engine_server(
         finally:
             process.terminate()
             try:
-                process.wait(timeout=20)
+                process.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
