@@ -37,6 +37,8 @@ class StopSignal:
             if self.received:  # looked at second: one that comes in between is not missed
                 raise Terminated
             yield
+        except KeyboardInterrupt:
+            raise Terminated from None
         finally:
             self._interruptible = False
 
@@ -52,4 +54,5 @@ class StopSignal:
         self.received = number
         self._notify(f"{signal.Signals(number).name}: saving, then stopping")
         if self._interruptible:
-            raise Terminated
+            # Inside its calls Ray looks for this exception alone: any other ends them in a SystemError.
+            raise KeyboardInterrupt
