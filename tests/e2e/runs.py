@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a clock measured, or where it ran, differs between two runs of the same training.
@@ -67,17 +71,22 @@ def start(words: list[str], script: str = "train.py") -> subprocess.Popen[str]:
 def run(words: list[str], timeout: float = 300, script: str = "train.py") -> tuple[int, str]:
     """Exit status and everything printed."""
     process = start(words, script)
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        output, _ = process.communicate(timeout=60)
-        raise AssertionError(f"still running after {timeout} s; it printed\n{output}") from None
+    output = finish(process, timeout)
     return process.returncode, output
 
 
+def finish(process: subprocess.Popen[str], timeout: float = 300) -> str:
+    """Everything it printed, once it has ended by itself."""
+    try:
+        return process.communicate(timeout=timeout)[0]
+    except subprocess.TimeoutExpired:
+        output = _end(process)
+        raise AssertionError(f"still running after {timeout} s; it printed\n{output}") from None
+
+
 def metrics(run_dir: Path, kind: str | None = None) -> list[dict]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    """Of a run under way or over: a line that is being written is left out."""
+    *lines, _ = (run_dir / "metrics.jsonl").read_text().split("\n")
     return [r for r in map(json.loads, lines) if kind is None or r["kind"] == kind]
 
 
@@ -99,5 +108,34 @@ def wait_for(condition, process: subprocess.Popen[str], timeout: float = 200) ->
         if process.poll() is not None:
             raise AssertionError(f"the run ended first; it printed\n{process.communicate()[0]}")
         if time.monotonic() > deadline:
-            raise AssertionError("waited too long")
+            raise AssertionError(f"waited for {timeout} s; the run printed\n{_end(process)}")
         time.sleep(0.05)
+
+
+def engine_facts(run_dir: Path, engine: int = 0) -> dict:
+    """The port and the process of an engine that is up."""
+    return json.loads((run_dir / "logs" / f"engine_{engine}.port").read_text())
+
+
+def wait_until_gone(process: psutil.Process, timeout: float = 60) -> None:
+    """One that nobody has buried yet counts as gone; another one that has its number since does not count."""
+    deadline = time.monotonic() + timeout
+    while _runs(process):
+        assert time.monotonic() < deadline, f"{process} is still there"
+        time.sleep(0.1)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """End the run, by force if need be, so that it does not disturb what comes after; what it printed."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=60)[0]
+    os.killpg(process.pid, signal.SIGKILL)  # Ray's processes follow
+    return process.communicate(timeout=60)[0]

@@ -13,7 +13,10 @@ from tests.e2e.rewards import dense
 
 
 def tell_pid(args, rollout_id, batch) -> None:
-    (Path(args.run_dir) / f"rank_{dist.get_rank()}.pid").write_text(str(os.getpid()))
+    path = Path(args.run_dir) / f"rank_{dist.get_rank()}.pid"
+    fresh = path.with_suffix(".new")
+    fresh.write_text(str(os.getpid()))
+    fresh.replace(path)  # who reads it finds a whole one
     time.sleep(0.2)
 
 

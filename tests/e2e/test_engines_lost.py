@@ -2,69 +2,52 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 from pathlib import Path
 
 import psutil
 
-from slime.utils.sync_http import HttpError, get_json
-from tests.e2e import runs
+from tests.e2e import gates, runs
 from tests.tiny import make_tiny_checkpoint
 
-
-def facts(run_dir: Path, engine: int) -> dict:
-    return json.loads((run_dir / "logs" / f"engine_{engine}.port").read_text())
+DISTRIBUTED = {
+    "num_rollout": 4,
+    "rollout_num_gpus": 2,
+    "update_weight_transport": "distributed",
+    "update_weight_buffer_size": 8192,  # several buckets
+    "rollout_data_postprocess_path": gates.UPDATE,
+}
 
 
 def trained(run_dir: Path) -> list[int]:
-    if not (run_dir / "metrics.jsonl").exists():
-        return []
     return [record["rollout_id"] for record in runs.metrics(run_dir, "train")]
 
 
-def is_paused(port: int) -> bool:
-    """As an engine is from the beginning of an update to its end."""
-    try:
-        info = get_json(f"http://127.0.0.1:{port}/server_info", timeout=10, retries=0)
-    except HttpError:
-        return False
-    return bool(info["internal_states"][0]["paused"])
-
-
-def lose_one_in_an_update(words, run_dir, number: signal.Signals, *, timeout_s: float) -> int:
-    """Send the signal to engine 0 in an update; the run replaces it and goes on. Its process id."""
-    process = runs.start(words)
-    runs.wait_for(lambda: len(trained(run_dir)) >= 1, process)
-    victim, other = facts(run_dir, 0), facts(run_dir, 1)
-    runs.wait_for(lambda: is_paused(victim["port"]), process)
-    os.kill(victim["pid"], number)
-    output, _ = process.communicate(timeout=timeout_s)
+def lose_one_in_an_update(words, run_dir, number: signal.Signals) -> None:
+    """Send the signal to engine 0 in an update; the run replaces it and goes on."""
+    process, gate = runs.start(words), gates.Gate(run_dir)
+    gate.wait(process)
+    other = runs.engine_facts(run_dir, 1)
+    victim = psutil.Process(runs.engine_facts(run_dir, 0)["pid"])
+    victim.send_signal(number)
+    gate.open()
+    output = runs.finish(process)
     assert process.returncode == 0, output
     assert output.count("engine 0 failed and was started again") == 1
     assert "engine 1 failed" not in output
-    assert facts(run_dir, 1) == other
+    assert runs.engine_facts(run_dir, 1) == other
     assert trained(run_dir) == list(range(4))
     records = runs.metrics(run_dir, "train")
     assert all(record["train/log_prob_gap_max"] < 1e-4 for record in records), records
-    return victim["pid"]
+    runs.wait_until_gone(victim)
 
 
 def test_an_engine_lost_in_a_broadcast_is_replaced_and_the_other_runs_on(
     tiny_model, tiny_data, tmp_path
 ):
     run_dir = tmp_path / "run"
-    words = runs.command(
-        tiny_model,
-        tiny_data,
-        run_dir,
-        num_rollout=4,
-        rollout_num_gpus=2,
-        update_weight_transport="distributed",
-        update_weight_buffer_size=8192,  # many buckets: the update takes a while
-    )
-    lose_one_in_an_update(words, run_dir, signal.SIGKILL, timeout_s=300)
+    words = runs.command(tiny_model, tiny_data, run_dir, **DISTRIBUTED)
+    lose_one_in_an_update(words, run_dir, signal.SIGKILL)
 
 
 def test_an_engine_frozen_in_an_update_is_replaced_and_the_other_runs_on(
@@ -72,19 +55,9 @@ def test_an_engine_frozen_in_an_update_is_replaced_and_the_other_runs_on(
 ):
     """Well before the ten minutes that a broadcast may take."""
     run_dir = tmp_path / "run"
-    words = runs.command(
-        tiny_model,
-        tiny_data,
-        run_dir,
-        num_rollout=4,
-        rollout_num_gpus=2,
-        update_weight_transport="distributed",
-        update_weight_buffer_size=1024,  # a bucket per tensor: the update takes a while
-        rollout_health_check_interval=1,
-        rollout_health_check_timeout=5,
-    )
-    lost = lose_one_in_an_update(words, run_dir, signal.SIGSTOP, timeout_s=240)
-    assert not psutil.pid_exists(lost)
+    checks = {"rollout_health_check_interval": 1, "rollout_health_check_timeout": 10}
+    words = runs.command(tiny_model, tiny_data, run_dir, **DISTRIBUTED, **checks)
+    lose_one_in_an_update(words, run_dir, signal.SIGSTOP)
 
 
 def test_with_every_engine_dead_the_run_waits_then_saves_and_ends(tiny_data, tmp_path):
@@ -96,38 +69,30 @@ def test_with_every_engine_dead_the_run_waits_then_saves_and_ends(tiny_data, tmp
         model,
         tiny_data,
         run_dir,
-        num_rollout=200,
+        num_rollout=4,
         rollout_num_gpus=2,
         rollout_health_check_interval=1,
-        rollout_no_engine_timeout=3,
+        rollout_no_engine_timeout=15,  # within which the run finds out that they are dead
         save=tmp_path / "checkpoints",
+        custom_generate_function_path=gates.GENERATE,
     )
-    process = runs.start(words)
-    runs.wait_for(lambda: len(trained(run_dir)) >= 2, process)
+    process, gate = runs.start(words), gates.Gate(run_dir)
+    gate.wait(process)
     weights, hidden = model / "model.safetensors", tmp_path / "hidden"
     weights.rename(hidden)
     for engine in (0, 1):
-        os.kill(facts(run_dir, engine)["pid"], signal.SIGKILL)
-    output, _ = process.communicate(timeout=300)
+        psutil.Process(runs.engine_facts(run_dir, engine)["pid"]).kill()
+    gate.open()
+    output = runs.finish(process)
     assert process.returncode == 1, output
     assert "could not be started again so far" in output
     assert "no engine is left, so generation waits" in output
-    assert "there was no engine to generate with for 3 s" in output
+    assert "there was no engine to generate with for 15 s" in output
     assert "Traceback" not in output
-    done = trained(run_dir)
-    assert done == list(range(len(done)))
-    saved = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-    assert saved in (done[-1], done[-1] + 1), (saved, done)
+    assert trained(run_dir) == list(range(gates.HELD))
+    tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
+    assert int(tracker.read_text()) == gates.HELD - 1
     hidden.rename(weights)
-    again = runs.command(
-        model,
-        tiny_data,
-        run_dir,
-        num_rollout=len(done) + 2,
-        rollout_num_gpus=2,
-        save=tmp_path / "checkpoints",
-        load=tmp_path / "checkpoints",
-    )
-    status, output = runs.run(again)
+    status, output = runs.run([*words, "--load", str(tmp_path / "checkpoints")])
     assert status == 0, output
-    assert trained(run_dir) == list(range(len(done) + 2))
+    assert trained(run_dir) == list(range(4))

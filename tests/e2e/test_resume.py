@@ -1,12 +1,11 @@
 """A run that is killed and started again ends where the unbroken one does, bit for bit."""
 
-import json
 import os
 import signal
 
 import pytest
 
-from tests.e2e import runs
+from tests.e2e import gates, runs
 
 ROLLOUTS = 5
 
@@ -46,39 +45,37 @@ def test_an_export_with_a_number_in_its_name_comes_with_each_checkpoint(unbroken
     assert written == {f"hf_{rollout}" for rollout in range(ROLLOUTS)}
 
 
-@pytest.mark.parametrize("phase", ["rollout", "train"])
+HOLDS = {
+    "rollout": {"custom_generate_function_path": gates.GENERATE},
+    "train": {"rollout_data_postprocess_path": gates.TRAIN},
+}
+
+
+@pytest.mark.parametrize("phase", HOLDS)
 def test_killed_run_continues_bitwise(tiny_model, tiny_data, tmp_path, unbroken, phase):
-    words = runs.command(
-        tiny_model, tiny_data, tmp_path / "run", **flags(tmp_path, "run", tiny_data)
-    )
-    process = runs.start(words)
-    tracker = tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
-    seen = "1" if phase == "train" else "2"
-    runs.wait_for(lambda: tracker.exists() and tracker.read_text().strip() >= seen, process)
+    options = {**flags(tmp_path, "run", tiny_data), **HOLDS[phase]}
+    words = runs.command(tiny_model, tiny_data, tmp_path / "run", **options)
+    process, gate = runs.start(words), gates.Gate(tmp_path / "run")
+    gate.wait(process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    gate.open()
     status, output = runs.run(words)
     assert status == 0, output
     assert runs.learning(tmp_path / "run") == unbroken
 
 
 def test_sigterm_saves_and_the_rest_is_continued_bitwise(tiny_model, tiny_data, tmp_path, unbroken):
-    options = {**flags(tmp_path, "run", tiny_data), "save_interval": None}
+    options = {**flags(tmp_path, "run", tiny_data), "save_interval": None, **HOLDS["rollout"]}
     words = runs.command(tiny_model, tiny_data, tmp_path / "run", **options)
-    process = runs.start(words)
-    log = tmp_path / "run" / "metrics.jsonl"
-    runs.wait_for(lambda: log.exists() and '"rollout_id": 1' in _spaced(log), process)
+    process, gate = runs.start(words), gates.Gate(tmp_path / "run")
+    gate.wait(process)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
+    output = runs.finish(process)
     assert process.returncode == 128 + signal.SIGTERM, output
     saved = tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
-    assert saved.exists(), output
+    assert int(saved.read_text()) == gates.HELD - 1, output
+    gate.open()
     status, output = runs.run(words)
     assert status == 0, output
     assert runs.learning(tmp_path / "run") == unbroken
-
-
-def _spaced(log) -> str:
-    return "\n".join(
-        json.dumps(json.loads(line)) for line in log.read_text().splitlines() if line.endswith("}")
-    )

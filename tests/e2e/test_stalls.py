@@ -1,14 +1,10 @@
 """A run that gets no further says where every process is, who the others wait for, and ends."""
 
-import json
-import os
 import re
-import signal
-import time
 
 import psutil
 
-from tests.e2e import runs
+from tests.e2e import gates, runs
 
 TWO_RANKS = {"actor_num_gpus_per_node": 2, "save_interval": 1, "num_rollout": 4}
 
@@ -27,39 +23,38 @@ def test_a_stopped_rank_is_named(tiny_model, tiny_data, tmp_path):
     process = runs.start(_command(tiny_model, tiny_data, tmp_path, "tell_pid", num_rollout=400))
     saved = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
     runs.wait_for(saved.exists, process)
-    rank = int((tmp_path / "run" / "rank_1.pid").read_text())
-    os.kill(rank, signal.SIGSTOP)
-    output, _ = process.communicate(timeout=200)
+    rank = psutil.Process(int((tmp_path / "run" / "rank_1.pid").read_text()))
+    rank.suspend()
+    output = runs.finish(process)
     assert process.returncode == 1, output
-    said = rf"trainer rank 1 \(pid {rank} on [\d.]+\) is stopped \(kill -CONT {rank} "
+    said = rf"trainer rank 1 \(pid {rank.pid} on [\d.]+\) is stopped \(kill -CONT {rank.pid} "
     assert re.search(said, output), output
     assert "The others wait for trainer rank 1" in output
     _check_end(output, tmp_path)
-    deadline = time.monotonic() + 30
-    while psutil.pid_exists(rank) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert not psutil.pid_exists(rank)
+    runs.wait_until_gone(rank)
 
 
 def test_a_hung_engine_is_replaced(tiny_model, tiny_data, tmp_path):
+    run_dir = tmp_path / "run"
     words = runs.command(
         tiny_model,
         tiny_data,
-        tmp_path / "run",
-        num_rollout=3,
-        custom_rm_path="tests.e2e.stall_hooks.slow_reward",
+        run_dir,
+        num_rollout=4,
+        custom_generate_function_path=gates.GENERATE,
         rollout_health_check_interval=1,
-        rollout_health_check_timeout=2,
+        rollout_health_check_timeout=5,
     )
-    process = runs.start(words)
-    log = tmp_path / "run" / "metrics.jsonl"
-    runs.wait_for(lambda: log.exists() and '"kind":"perf"' in log.read_text(), process)
-    port_file = tmp_path / "run" / "logs" / "engine_0.port"
-    os.kill(json.loads(port_file.read_text())["pid"], signal.SIGSTOP)
-    output, _ = process.communicate(timeout=300)
+    process, gate = runs.start(words), gates.Gate(run_dir)
+    gate.wait(process)
+    engine = psutil.Process(runs.engine_facts(run_dir)["pid"])
+    engine.suspend()
+    gate.open()
+    output = runs.finish(process)
     assert process.returncode == 0, output
     assert "engine 0 failed and was started again" in output
-    assert len(runs.metrics(tmp_path / "run", "train")) == 3
+    assert len(runs.metrics(run_dir, "train")) == 4
+    runs.wait_until_gone(engine)
 
 
 def _command(tiny_model, tiny_data, tmp_path, hook: str, **overrides) -> list[str]:
