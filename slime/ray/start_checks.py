@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime.rollout.data_source import data_format_of
-from slime.rollout.evaluation import eval_format
+from slime.rollout.evaluation import dataset_args, eval_format
 from slime.rollout.hooks import check_hooks
 from slime.utils.arguments import Args
 from slime.utils.data import check_prompts
@@ -14,6 +14,11 @@ from slime.utils.preflight import (
     check_tokenizer,
     check_weights,
     check_writable,
+)
+
+_PLAIN_ROLLOUTS = (
+    "slime.rollout.sglang_rollout.generate_rollout",
+    "slime.rollout.fully_async_rollout.generate_rollout",
 )
 
 
@@ -40,7 +45,15 @@ def check_outputs(args: Args) -> None:
 def _check_data(args: Args) -> None:
     """Find an unusable row; a data source of the user's reads its own data."""
     builtin = args.data_source_path.startswith("slime.rollout.data_source.")
+    takes_messages = _takes_messages(args, args.rollout_function_path)
     for text in args.prompt_data if builtin and args.prompt_data else ():
-        check_prompts(text, data_format_of(args))
+        check_prompts(text, data_format_of(args), takes_messages=takes_messages)
     for dataset in args.eval_datasets:
-        check_prompts(dataset.path, eval_format(args, dataset))
+        takes_messages = _takes_messages(dataset_args(args, dataset), args.eval_function_path)
+        check_prompts(dataset.path, eval_format(args, dataset), takes_messages=takes_messages)
+
+
+def _takes_messages(args: Args, rollout_function: str) -> bool:
+    """Whether the template, or code of the user's, makes tokens of a list of messages."""
+    plain = rollout_function in _PLAIN_ROLLOUTS and args.custom_generate_function_path is None
+    return args.apply_chat_template or args.debug_train_only or not plain

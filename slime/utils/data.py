@@ -107,12 +107,17 @@ def load_prompts(
     return PromptDataset(kept, tokenizer, data_format, num_filtered, spec.weight)
 
 
-def check_prompts(text: str, data_format: DataFormat) -> None:
+def check_prompts(text: str, data_format: DataFormat, *, takes_messages: bool = True) -> None:
     """Read one dataset without a tokenizer: ConfigError for the first row that could not be used."""
     spec = DataSpec.parse(text, data_format.data_flag)
     plain = replace(data_format, apply_chat_template=False)
     for where, row in _rows_of(spec, text, data_format):
-        _to_sample(row, where, plain, None)
+        sample = _to_sample(row, where, plain, None)
+        if not takes_messages and not isinstance(sample.prompt, str):
+            raise ConfigError(
+                f"{where}: {data_format.input_key!r} is a list of messages, which has tokens only once it "
+                "is rendered: add --apply-chat-template"
+            )
 
 
 def _rows_of(spec: DataSpec, text: str, data_format: DataFormat) -> list[_Row]:
