@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.e2e import runs
+from tests.e2e import gates, runs
 
 PPO = {
     "advantage_estimator": "ppo",
@@ -51,13 +51,14 @@ def test_colocated_in_turns_and_resumed_it_is_the_same_run(apart, tiny_model, ti
             "load": tmp_path / "actor",
             "critic_save": tmp_path / "critic",
             "save_total_limit": 1,
+            "custom_generate_function_path": gates.GENERATE,
         },
     )
-    process = runs.start(words)
-    tracker = tmp_path / "actor" / "latest_checkpointed_iteration.txt"
-    runs.wait_for(lambda: tracker.exists() and tracker.read_text().strip() >= "1", process)
+    process, gate = runs.start(words), gates.Gate(tmp_path / "run")
+    gate.wait(process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    gate.open()
     status, output = runs.run(words)
     assert status == 0, output
     assert runs.learning(tmp_path / "run") == runs.learning(apart / "run")
