@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -102,6 +102,12 @@ def test_it_is_quick_and_imports_nothing_heavy():
         "heavy = {'torch', 'ray', 'transformers', 'rich', 'numpy'} & set(sys.modules); "
         "assert not heavy, heavy"
     )
-    started = time.monotonic()
+    before = _children_s()
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-    assert time.monotonic() - started < 5
+    assert _children_s() - before < 5
+
+
+def _children_s() -> float:
+    """Processor time of the processes this one has waited for: a busy machine does not count."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -230,7 +230,7 @@ def test_no_rows_are_refused():
 
 def test_thousands_of_rows_take_no_time():
     lens = np.random.default_rng(0).integers(100, 8000, 4096).tolist()
-    start = time.perf_counter()
+    start = time.thread_time()  # of this thread alone: a busy machine does not count
     for balance in (False, True):
         make_schedule(
             lens,
@@ -241,7 +241,7 @@ def test_thousands_of_rows_take_no_time():
             max_tokens=9000,
             balance=balance,
         )
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
 
 
 def test_steps_follow_first_appearance():

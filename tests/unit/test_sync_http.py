@@ -11,7 +11,7 @@ from slime.utils.sync_http import HttpError, JsonServer, get_json, post_json
 
 
 class Echo(BaseHTTPRequestHandler):
-    """Answers with what it was sent; /text with plain text, /bad with 400, /slow too late."""
+    """Answers with what it was sent; /text with plain text, /bad with 400."""
 
     def do_POST(self) -> None:
         self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -20,8 +20,6 @@ class Echo(BaseHTTPRequestHandler):
         self.answer(None)
 
     def answer(self, body: object) -> None:
-        if self.path == "/slow":
-            time.sleep(2)
         content = {"path": self.path, "body": body, "token": self.headers.get("Authorization")}
         data = b"plain words" if self.path == "/text" else json.dumps(content).encode()
         self.send_response(400 if self.path == "/bad" else 200)
@@ -33,23 +31,36 @@ class Echo(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(handler: type[BaseHTTPRequestHandler], port: int = 0):
-    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
+def serving(handler: type[BaseHTTPRequestHandler]):
+    with silent(handler) as server, listening(server):
+        yield _url(server)
+
+
+@contextmanager
+def silent(handler: type[BaseHTTPRequestHandler] = Echo):
+    """A server that has its port, at which nobody listens yet."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler, bind_and_activate=False)
+    server.server_bind()
+    yield server
     server.server_close()
+
+
+@contextmanager
+def listening(server: ThreadingHTTPServer):
+    server.server_activate()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield
+    server.shutdown()
+
+
+def _url(server: ThreadingHTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
 
 
 @pytest.fixture
 def url():
     with serving(Echo) as url:
         yield url
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def test_body_token_and_query_arrive(url):
@@ -68,46 +79,55 @@ def test_an_error_status_is_raised_with_url_and_text(url):
     assert raised.value.status == 400
 
 
-def test_a_late_answer_is_an_error_at_the_deadline(url):
-    started = time.monotonic()
-    with pytest.raises(HttpError, match=r"/slow: no answer within 0.3 s"):
-        get_json(f"{url}/slow", timeout=0.3)
-    assert time.monotonic() - started < 1.5
+def test_a_late_answer_is_an_error_at_the_deadline():
+    given_up = threading.Event()
+
+    class Slow(Echo):
+        def answer(self, body: object) -> None:
+            given_up.wait(60)
+
+    with serving(Slow) as url:
+        with pytest.raises(HttpError, match=r"/slow: no answer within 0.3 s"):
+            get_json(f"{url}/slow", timeout=0.3)
+        given_up.set()
 
 
 def test_an_answer_that_drips_does_not_extend_the_deadline():
+    given_up = threading.Event()
+
     class Drip(Echo):
         def answer(self, body: object) -> None:
             self.send_response(200)
             self.end_headers()
-            for _ in range(30):
+            for _ in range(600):
+                if given_up.wait(0.1):
+                    return
                 self.wfile.write(b" ")
                 self.wfile.flush()
-                time.sleep(0.1)
 
-    started = time.monotonic()
-    with serving(Drip) as url, pytest.raises(HttpError, match="no answer"):
-        get_json(url, timeout=0.5)
-    assert time.monotonic() - started < 2.5
+    with serving(Drip) as url:
+        with pytest.raises(HttpError, match="no answer"):
+            get_json(url, timeout=0.5)
+        given_up.set()
 
 
 def test_a_server_that_comes_up_late_is_waited_for():
-    port = free_port()
     answers = []
-    caller = threading.Thread(
-        target=lambda: answers.append(get_json(f"http://127.0.0.1:{port}/a", retries=5))
-    )
-    caller.start()
-    time.sleep(0.3)
-    with serving(Echo, port):
-        caller.join(10)
+    with silent() as server:
+        url = f"{_url(server)}/a"
+        caller = threading.Thread(target=lambda: answers.append(get_json(url, retries=7)))
+        caller.start()
+        time.sleep(0.3)
+        with listening(server):
+            caller.join(60)
     assert answers and answers[0]["path"] == "/a"
 
 
 def test_a_server_that_never_comes_up_is_named():
-    url = f"http://127.0.0.1:{free_port()}/a"
-    with pytest.raises(HttpError, match=f"GET {url}: cannot connect") as raised:
-        get_json(url, retries=1)
+    with silent() as server:
+        url = f"{_url(server)}/a"
+        with pytest.raises(HttpError, match=f"GET {url}: cannot connect") as raised:
+            get_json(url, retries=1)
     assert raised.value.status is None
 
 
@@ -140,16 +160,19 @@ class Counting(Echo):
 def test_calls_one_after_the_other_share_a_connection():
     with serving(Counting) as url:
         server = JsonServer(url, token="t")
-        clients = [server.start("POST", "/a", {"n": n}).result() for n in range(3)]
-        with pytest.raises(HttpError, match="status 400"):
-            server.start("POST", "/bad", {}).result()
-        clients.append(server.start("GET", "/a").result())
+        replies = []
+        for number in range(40):
+            replies.append(server.start("POST", "/a", {"n": number}).result())
+            with pytest.raises(HttpError, match="status 400"):
+                server.start("POST", "/bad", {}).result()
+        replies.append(server.start("GET", "/a").result())
         server.close()
-        clients.append(server.start("GET", "/a").result())
+        after = server.start("GET", "/a").result()
         server.close()
-    assert [reply["body"] for reply in clients] == [{"n": 0}, {"n": 1}, {"n": 2}, None, None]
-    ports = [reply["client"] for reply in clients]
-    assert len(set(ports[:4])) == 1 and ports[4] != ports[0]
+    assert [reply["body"] for reply in replies] == [*({"n": n} for n in range(40)), None]
+    ports = [reply["client"] for reply in replies]
+    # One that was idle for a second, as where the machine stood still, is not used again.
+    assert len(set(ports)) < 10 and after["client"] != ports[-1]
 
 
 def test_calls_at_the_same_time_have_a_connection_each():
@@ -179,7 +202,7 @@ def test_a_connection_that_the_server_closed_is_replaced():
         server = JsonServer(url)
         for number in range(3):
             assert server.start("POST", "/a", {"n": number}).result()["body"] == {"n": number}
-            assert closed.wait(5)
+            assert closed.wait(60)
             closed.clear()
 
 
@@ -203,30 +226,49 @@ def test_a_kept_connection_that_breaks_amid_a_call_is_not_repeated():
     assert seen == ["/a", "/update", "/b"]
 
 
-class Late(Echo):
-    def answer(self, body: object) -> None:
-        time.sleep(0.5)
-        super().answer(body)
+@contextmanager
+def late():
+    """A server that answers once its event is set; and the event after its answer."""
+    wanted, given = threading.Event(), threading.Event()
+
+    class Late(Echo):
+        def answer(self, body: object) -> None:
+            wanted.wait(60)
+            super().answer(body)
+            given.set()
+
+    with serving(Late) as url:
+        yield url, wanted, given
+        wanted.set()
 
 
-def test_who_waits_long_looks_and_may_give_up():
+def test_who_waits_long_looks():
     looks = []
+    with late() as (url, wanted, _):
 
+        def look() -> None:
+            looks.append(1)
+            if len(looks) == 3:
+                wanted.set()
+
+        assert JsonServer(url).start("GET", "/a").result(0.1, look)["path"] == "/a"
+    assert len(looks) >= 3
+
+
+def test_who_waits_long_may_give_up():
     def give_up() -> None:
         raise HttpError("it is gone")
 
-    with serving(Late) as url:
-        server = JsonServer(url)
-        reply = server.start("GET", "/a").result(0.1, lambda: looks.append(1))
-        with pytest.raises(HttpError, match="it is gone"):
-            server.start("GET", "/b").result(0.1, give_up)
-    assert reply["path"] == "/a" and len(looks) >= 2
+    with late() as (url, _, _), pytest.raises(HttpError, match="it is gone"):
+        JsonServer(url).start("GET", "/b").result(0.1, give_up)
 
 
 def test_an_answer_that_comes_while_looking_counts():
-    def look() -> None:
-        time.sleep(1.0)
-        raise HttpError("no answer to this")
+    with late() as (url, wanted, given):
 
-    with serving(Late) as url:
+        def look() -> None:
+            wanted.set()
+            assert given.wait(60)
+            raise HttpError("no answer to this")
+
         assert JsonServer(url).start("GET", "/a").result(0.1, look)["path"] == "/a"

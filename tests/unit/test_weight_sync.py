@@ -1,6 +1,7 @@
 """The weight sync against engines that fail in ways a real one does not."""
 
 import json
+import os
 import threading
 import time
 from dataclasses import replace
@@ -46,9 +47,10 @@ def engines():
 
 @pytest.fixture
 def no_segments_left():
-    before = {path.name for path in ipc.SHM_DIR.glob("slime_*")}
+    mine = f"slime_{os.getpid()}_*"  # other processes of this machine may have theirs
+    before = {path.name for path in ipc.SHM_DIR.glob(mine)}
     yield
-    assert {path.name for path in ipc.SHM_DIR.glob("slime_*")} <= before
+    assert {path.name for path in ipc.SHM_DIR.glob(mine)} <= before
 
 
 @pytest.fixture(params=["tensor", "distributed", "disk"])
@@ -185,7 +187,7 @@ def test_failure_in_the_middle_names_engine_and_bucket(engines, transport, no_se
     started = time.monotonic()
     with pytest.raises(WeightSyncError) as raised:
         sync.update(buckets(weights(9)), [e.info for e in engines], 7)
-    assert time.monotonic() - started < 20, "the error must not wait for a timeout"
+    assert time.monotonic() - started < 50, "the error must not wait for a timeout of 60 s"
     text = str(raised.value)
     assert engines[1].url in text and "was told to fail" in text
     assert kind == "disk" or "bucket 1" in text
@@ -265,7 +267,7 @@ def test_a_busy_engine_is_waited_for_and_a_silent_one_is_not(engines, tmp_path, 
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=f"{engines[1].url}.*no answer within 2 s"):
         sync.update(buckets(weights(9)), [e.info for e in engines], 8)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50
     assert not engines[0].session_open, "the other one can take the next update"
     thaw.set()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.whereabouts import Whereabouts, ask
+from slime.utils.whereabouts import Whereabouts, ask, process_state
 
 ROOT = Path(__file__).resolve().parents[2]
 _START = (
@@ -29,7 +29,6 @@ def child():
         )
         started.append(process)
         assert process.stdout.readline() == "up\n"
-        time.sleep(0.2)
         return process.pid
 
     yield start
@@ -38,11 +37,28 @@ def child():
         process.wait()
 
 
+def ask_until(pid: int, looked_for, **options):
+    """A process gets on a little after it is up; what it says once it is there, or in the end."""
+    deadline = time.monotonic() + 60
+    while True:
+        said = ask(pid, **options)
+        if looked_for(said) or time.monotonic() > deadline:
+            return said
+
+
+def wait_for_state(pid: int, letter: str) -> None:
+    """A signal has its effect a moment later."""
+    deadline = time.monotonic() + 60
+    while process_state(pid) != letter:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_sleeping_process_tells_phase_and_stack(child):
     pid = child(
         "def nap():\n up(); time.sleep(60)\nwith doing('train'), doing('train/steps'):\n nap()"
     )
-    said = ask(pid)
+    said = ask_until(pid, lambda said: "in nap'" in str(said))
     assert isinstance(said, Whereabouts) and said.pid == pid
     (work,) = said.work
     assert [what for what, _ in work.phases] == ["train", "train/steps"]
@@ -56,15 +72,15 @@ def test_a_phase_that_is_over_is_not_told(child):
 
 def test_one_that_holds_the_lock_still_shows_its_stack(child):
     pid = child("import re\ndef stuck():\n up(); re.match('(a+)+$', 'a' * 60 + 'b')\nstuck()")
-    said = ask(pid, timeout_s=0.3)
+    said = ask_until(pid, lambda said: isinstance(said, str) and "in stuck" in said, timeout_s=0.3)
     assert isinstance(said, str) and said.startswith("does not answer") and "in stuck" in said
 
 
 def test_a_stopped_and_an_ended_process(child):
     pid = child("up(); time.sleep(60)")
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(0.1)
+    wait_for_state(pid, "T")
     assert ask(pid) == f"is stopped (kill -CONT {pid} lets it go on)"
     os.kill(pid, signal.SIGKILL)
-    time.sleep(0.2)
+    wait_for_state(pid, "Z")
     assert ask(pid) == "has ended"
