@@ -30,6 +30,7 @@ _SIGNAL = signal.SIGUSR1
 _THREAD = "whereabouts"
 _DUMP = "slime-stack"  # a file without a name, which the handler writes to
 _DUMPED_LINES = 40
+_DUMP_S = 3.0
 _doing: dict[int, list[tuple[str, float]]] = {}  # by thread: what, since when
 
 
@@ -77,7 +78,7 @@ def look() -> Whereabouts:
             phases=[(what, round(now - since, 1)) for what, since in phases],
             stack=_lines(frames[thread]),
         )
-        for thread, phases in list(_doing.items())
+        for thread, phases in [(thread, list(phases)) for thread, phases in list(_doing.items())]
         if phases and thread in frames
     ]
     return Whereabouts(pid=os.getpid(), work=work, groups=_groups())
@@ -156,10 +157,20 @@ def _dumped_stack(pid: int) -> str:
             return ""
         before = len(files[0].read_text())
         os.kill(pid, _SIGNAL)
-        time.sleep(1.0)
-        return "\n".join(files[0].read_text()[before:].splitlines()[:_DUMPED_LINES])
+        return "\n".join(_grown(files[0], before).splitlines()[:_DUMPED_LINES])
     except OSError:
         return ""
+
+
+def _grown(file: Path, before: int) -> str:
+    """What has been written behind `before`, once nothing more seems to come."""
+    deadline, text = time.monotonic() + _DUMP_S, ""
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        last, text = text, file.read_text()[before:]
+        if text and text == last:
+            break
+    return text
 
 
 def _lines(frame: object) -> list[str]:
