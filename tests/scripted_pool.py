@@ -1,14 +1,14 @@
 """A stand-in for EnginePool inside the event loop: no HTTP, so that hundreds of schedules take seconds.
 
 Each prompt has one right response, `response_of(prompt)`, which comes token by token; an abort answers
-with the tokens that had come, and the next request continues behind them.
+with the tokens that had come, and the next request continues behind them. A request that stalls has one
+token and waits for an abort.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,13 +24,20 @@ def response_of(prompt: list[int]) -> list[int]:
 
 
 class ScriptedPool:
-    def __init__(self, token_s: Callable[[list[int]], float] = lambda prompt: 0.0) -> None:
-        """`token_s`: seconds per token of a request on this prompt."""
+    def __init__(
+        self,
+        token_s: Callable[[list[int]], float] = lambda prompt: 0.0,
+        stalls: Callable[[int, list[int]], bool] = lambda number, prompt: False,
+    ) -> None:
+        """`token_s`: seconds per token of a request on this prompt; `stalls`: by its number from 0."""
         self.token_s = token_s
+        self.stalls = stalls
         self.version = 0
         self.num_requests = 0
         self.num_aborted = 0
-        self.busy_s = 0.0
+        self.num_tokens = 0
+        self.stalled: set[int] = set()  # requests that wait for an abort now
+        self.prompts: list[list[int]] = []  # of each request
         self._live: dict[int, asyncio.Event] = {}
 
     async def generate(
@@ -44,10 +51,14 @@ class ScriptedPool:
         rest = response_of(ids[:cut])[len(ids) - cut :]
         limit = payload["sampling_params"]["max_new_tokens"]
         tokens, versions, kind = [], [], "stop"
-        speed, started = self.token_s(ids[:cut]), time.monotonic()
+        self.prompts.append(ids[:cut])
+        speed, stalls = self.token_s(ids[:cut]), self.stalls(number, ids[:cut])
         try:
             for token in rest[:limit]:
-                if speed:
+                if stalls and tokens:
+                    self.stalled.add(number)
+                    await aborted.wait()
+                elif speed:
                     with contextlib.suppress(asyncio.TimeoutError):
                         await asyncio.wait_for(aborted.wait(), speed)
                 if aborted.is_set():
@@ -56,9 +67,10 @@ class ScriptedPool:
                     break
                 tokens.append(token)
                 versions.append(self.version)
+                self.num_tokens += 1
         finally:
             del self._live[number]
-            self.busy_s += time.monotonic() - started
+            self.stalled.discard(number)
         if kind == "stop" and len(rest) > limit:
             kind = "length"
         return _reply(tokens, versions, kind)
