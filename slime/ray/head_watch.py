@@ -44,10 +44,12 @@ class HeadWatch:
     def _watch(self) -> None:
         patience = read_env().head_timeout_s
         heard = time.monotonic()
-        while time.monotonic() - heard < patience:
+        silent = False  # only a knock tells: this process itself may have stood still
+        while not silent or time.monotonic() - heard < patience:
             if self._stopped.wait(patience / _KNOCKS):
                 return
-            if answers(self._address):
+            silent = not answers(self._address)
+            if not silent:
                 heard = time.monotonic()
         logger.error("Ray's head at %s is silent for %.0f s: ending", self._address, patience)
         if not self._stopped.is_set():
