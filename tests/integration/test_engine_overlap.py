@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ class LateRunner:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self.num_launched = 0
+        self.on_launch: Callable[[int], None] = lambda count: None  # in the engine's thread
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -50,6 +53,8 @@ class LateRunner:
     def launch(self, step: Step) -> LateFlight:
         requests = step.decoding + [piece.request for piece in step.pieces]
         special = any(request.params.special for request in requests)
+        self.num_launched += 1
+        self.on_launch(self.num_launched)
         return LateFlight(self._runner.launch(step), immediate=special)
 
 
@@ -106,11 +111,19 @@ def test_commands_find_all_tokens_read(checkpoint: Path):
         rid="a", token_ids=[1, 2, 3], prompt_len=3, params=params, seed=0, return_logprob=True
     )
     with late_engine(checkpoint) as local:
-        engine = local.engine
+        engine, paused = local.engine, Future()
+
+        def pause() -> None:
+            engine.pause("in_place")
+            paused.set_result(None)
+
+        def on_launch(count: int) -> None:
+            if count == 20:  # so many tokens are known, or about to be
+                engine.call(pause)
+
+        engine.runner.on_launch = on_launch  # type: ignore[attr-defined]
         engine.submit([request])
-        while not request.num_output:
-            pass
-        engine.call(lambda: engine.pause("in_place")).result()
+        paused.result(timeout=120)
         assert request.num_pending == 0 and request.num_computed == len(request.token_ids) - 1
         engine.weight_version = "next"
         engine.call(engine.resume).result()

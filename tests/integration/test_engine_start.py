@@ -81,7 +81,7 @@ def test_a_server_that_cannot_start_ends_in_its_own_last_words(start, tmp_path):
 
 def test_a_server_that_is_not_up_is_asked_for_its_last_words(start, tmp_path):
     group = start(["silent"], wait=False)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while "start 0: silent" not in group.last_words():
         assert time.monotonic() < deadline, group.last_words()
         time.sleep(0.2)
@@ -116,7 +116,9 @@ def test_a_server_that_is_killed_is_found_and_replaced(start, tmp_path):
     group = start(["serve", "crash", "serve"])
     pid = json.loads((tmp_path / "run" / "logs" / "engine_0.port").read_text())["pid"]
     os.kill(pid, 9)
-    assert group.failed() == [0]
+    deadline = time.monotonic() + 60
+    while group.failed() != [0]:  # a process dies a moment after it is told to
+        assert time.monotonic() < deadline
     assert "could not be started again" in group.restart(0)
     assert group.infos == [] and group.failed() == [0]
     assert group.restart(0) == "engine 0 failed and was started again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,16 +13,31 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from slime.engine.request import Request
+from slime.engine.sampling_params import SamplingParams
 from slime.utils.checksum import format_checksum, tensor_checksum
 from slime.utils.hf_views import hf_views, module_weights
 from slime.utils.ipc import SharedBuffer
 from slime.utils.process_group import destroy_side_group, init_side_group, serve_store
 from slime.utils.sync_http import HttpError, post_json
-from tests.engines import TOKEN, EngineServer, engine_server
+from tests.engines import (
+    LONG_CONTEXT,
+    ROOM,
+    TOKEN,
+    EngineServer,
+    engine_server,
+    local_engine,
+    wait_for,
+)
 from tests.tiny import make_tiny_checkpoint
 
 PROMPT = [5, 6, 7, 8]
 FAMILIES = ["qwen3", "qwen3_moe"]
+LONG = {"max_position_embeddings": LONG_CONTEXT}
+ENDLESS = {
+    "input_ids": PROMPT,
+    "sampling_params": {"max_new_tokens": LONG_CONTEXT - 100, "ignore_eos": True},
+}
 
 
 class Policy:
@@ -45,14 +61,14 @@ class Policy:
 def policies(request, tmp_path_factory) -> list[Policy]:
     root = tmp_path_factory.mktemp(request.param)
     return [
-        Policy(make_tiny_checkpoint(root / str(seed), request.param, seed=seed))
+        Policy(make_tiny_checkpoint(root / str(seed), request.param, seed=seed, **LONG))
         for seed in range(2)
     ]
 
 
 @pytest.fixture(scope="module")
 def server(policies: list[Policy]):
-    with engine_server(policies[0].path, "--weight-version", "0") as server:
+    with engine_server(policies[0].path, "--weight-version", "0", *ROOM) as server:
         yield server
 
 
@@ -255,47 +271,68 @@ def test_an_update_forgets_prefixes_computed_with_old_weights(
 def test_a_request_across_an_update_reports_both_versions(
     server: EngineServer, policies: list[Policy], mode: str
 ):
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}
-    with ThreadPoolExecutor() as pool:
-        running = pool.submit(post_json, f"{server.url}/generate", body)
-        wait_until_running(server)
+    with server.under_way(ENDLESS) as [running]:
         server.post("/pause_generation", {"mode": mode})
+        steps = server.state["num_steps"]
         update = {"model_path": str(policies[1].path), "weight_version": "9"}
         assert server.post("/update_weights_from_disk", update)["success"]
         server.post("/continue_generation")
-        spans = running.result()["meta_info"]["weight_versions"]
-    assert [span["version"] for span in spans] == ["0", "9"]
-    assert (
-        spans[0]["start"] == 0 and spans[0]["end"] == spans[1]["start"] and spans[1]["end"] == 300
-    )
+        wait_for(lambda: server.state["num_steps"] > steps + 5)
+        server.post("/abort_request", {"abort_all": True})
+        reply = running.result()
+    first, second = reply["meta_info"]["weight_versions"]
+    assert (first["version"], second["version"]) == ("0", "9")
+    assert 0 == first["start"] < first["end"] == second["start"] < second["end"]
+    assert second["end"] == len(reply["output_ids"])
 
 
 def test_an_update_without_pause_waits_for_requests_in_flight(
     server: EngineServer, policies: list[Policy]
 ):
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
-    with ThreadPoolExecutor() as pool:
-        before = pool.submit(post_json, f"{server.url}/generate", body)
-        wait_until_running(server)
+    with ThreadPoolExecutor() as pool, server.under_way(ENDLESS) as [before]:
         update = {"model_path": str(policies[1].path), "weight_version": "1"}
         updated = pool.submit(server.post, "/update_weights_from_disk", update)
-        time.sleep(0.2)
-        after = pool.submit(post_json, f"{server.url}/generate", body)
+        time.sleep(0.3)  # if it did not wait it would be done by now, and show in what follows
+        assert not updated.done()
+        server.post("/abort_request", {"abort_all": True})
         assert [s["version"] for s in before.result()["meta_info"]["weight_versions"]] == ["0"]
         assert updated.result()["success"]
-        assert [s["version"] for s in after.result()["meta_info"]["weight_versions"]] == ["1"]
+    assert_serves(server, policies[1], "1")
+
+
+def test_requests_that_come_while_an_update_waits_are_held_back(policies: list[Policy]):
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    before, after = (
+        Request(rid=rid, token_ids=[*PROMPT], prompt_len=len(PROMPT), params=params, seed=0)
+        for rid in ("before", "after")
+    )
+    with local_engine(policies[0].path, max_total_tokens=1024) as local:
+        engine = local.engine
+
+        def update() -> int:
+            engine.weight_version = "1"
+            return engine.in_flight
+
+        all_are_there = threading.Event()
+        engine.call(all_are_there.wait)
+        engine.submit([before])
+        updated = engine.call(update, exclusive=True)
+        engine.submit([after])
+        all_are_there.set()
+        assert updated.result() == 1  # the one that is held back
+        local.wait([before, after])
+    assert [span.version for span in before.version_spans] == ["default"]
+    assert [span.version for span in after.version_spans] == ["1"]
 
 
 def test_an_update_whose_sender_hung_up_is_left_out(server: EngineServer, policies: list[Policy]):
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
-    with ThreadPoolExecutor() as pool:
-        running = pool.submit(post_json, f"{server.url}/generate", body)
-        wait_until_running(server)
+    with server.under_way(ENDLESS):
         update = {"model_path": str(policies[1].path), "weight_version": "1"}
         with pytest.raises(HttpError, match="no answer within"):
             url = f"{server.url}/update_weights_from_disk"
-            post_json(url, update, token=TOKEN, timeout=0.02)
-        running.result()
+            post_json(url, update, token=TOKEN, timeout=0.5)
+        for _ in range(5):  # the server hears of the end of that connection before these
+            assert server.state["weight_version"] == "0"
     assert_serves(server, policies[0], "0")
 
 
@@ -312,9 +349,3 @@ def test_a_damaged_tensor_shows_in_its_checksum_alone(
     server.post("/update_weights_from_disk", {"model_path": str(copy)})
     expected, found = policies[0].checksums(), checksums(server)
     assert {n for n in expected if expected[n] != found[n]} == {name}
-
-
-def wait_until_running(server: EngineServer) -> None:
-    deadline = time.monotonic() + 20
-    while server.get("/server_info")["internal_states"][0]["num_running_reqs"] == 0:
-        assert time.monotonic() < deadline

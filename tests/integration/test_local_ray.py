@@ -44,7 +44,7 @@ def ask(tmp_path: Path):
         env = {"PYTHONPATH": str(tmp_path), **variables}
         options = {"num_cpus": 0, "runtime_env": {"env_vars": env}}
         actors.append(Remote(options, "hook_of_a_user.Seen"))
-        return actors[-1].get(method, *args, timeout=60)
+        return actors[-1].get(method, *args, timeout=240)
 
     yield ask
     for actor in actors:
@@ -53,11 +53,18 @@ def ask(tmp_path: Path):
 
 def test_only_what_a_run_needs_is_started():
     words = " ".join(
-        word for child in psutil.Process().children(recursive=True) for word in child.cmdline()
+        word for child in psutil.Process().children(recursive=True) for word in _words(child)
     )
     assert "gcs_server" in words and "raylet" in words
     for script in ("monitor.py", "dashboard/dashboard.py", "log_monitor.py"):
         assert f"/{script}" not in words
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # it ended meanwhile
+        return []
 
 
 def test_an_actor_sets_variables_of_libraries_itself(ask):

@@ -7,7 +7,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from slime.ray.log_collection import _LARGEST, collect_logs
+from slime.ray.log_collection import _LARGEST, _on, _read_others, collect_logs
 
 
 @pytest.fixture
@@ -20,6 +20,10 @@ def two_nodes():
     )
     cluster.add_node(**options)
     ray.init(address=cluster.address, log_to_driver=False)
+    # A worker of each node is there: the time that collecting may take is none for starting one.
+    ray.get(
+        [_read_others.options(**_on(node["NodeID"])).remote(folder, []) for node in ray.nodes()]
+    )
     yield
     ray.shutdown()
     cluster.shutdown()

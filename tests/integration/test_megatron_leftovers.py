@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -32,21 +33,26 @@ def test_the_process_that_holds_results_of_writers_ends_with_its_rank():
     here, there = mp.Pipe()
     rank = mp.get_context("spawn").Process(target=_rank, args=(there,))
     rank.start()
-    assert here.poll(120)
+    assert here.poll(300)
     said, children = here.recv()
     assert said == "written"
-    children = [pid for pid in children if b"spawn_main" in _command(pid)]
-    assert children
+    holders = [process for process in map(psutil.Process, children) if _is_holder(process)]
+    assert holders
     rank.kill()
     rank.join()
-    deadline = time.monotonic() + 60
-    while any(_command(pid) for pid in children):
+    deadline = time.monotonic() + 120
+    while any(_lives(process) for process in holders):
         assert time.monotonic() < deadline, "it outlives the rank"
         time.sleep(0.2)
 
 
-def _command(pid: int) -> bytes:
+def _is_holder(process: psutil.Process) -> bool:
+    return any("spawn_main" in word for word in process.cmdline())
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Another process may have its id by now, and nobody may have asked for its status yet."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
