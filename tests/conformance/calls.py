@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 import time
 import urllib.request
@@ -16,11 +17,10 @@ from slime.utils.sync_http import HttpError, post_json
 from tests.conformance.conftest import Subject
 
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-LONG = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
 
 
 def generate(subject: Subject, **body: Any) -> Any:
-    return post_json(f"{subject.server.url}/generate", body, timeout=120)  # no token: it is open
+    return post_json(f"{subject.server.url}/generate", body, timeout=240)  # no token: it is open
 
 
 def refusal(subject: Subject, **body: Any) -> str:
@@ -52,46 +52,59 @@ def _flushed(subject: Subject) -> bool:
 
 
 class Running:
-    """A request under way; made once its first token is there."""
+    """A greedy request under way, as long as the model has room for; made once its first token is there,
+    ended at the latest with the `with`."""
 
-    def __init__(self, subject: Subject, **body: Any) -> None:
-        begun: Future[None] = Future()
+    def __init__(self, subject: Subject, ids: list[int], **body: Any) -> None:
+        self.subject, self.rid = subject, secrets.token_hex(8)
+        self.max_new_tokens = subject.context - 100
+        self.num_tokens = 0  # so far
         self._reply: Future[Any] = Future()
+        params = {"temperature": 0, "max_new_tokens": self.max_new_tokens, "ignore_eos": True}
+        body = {"input_ids": ids, "sampling_params": params, "rid": self.rid, **body}
+        threading.Thread(target=self._read, args=(body,), daemon=True).start()
+        self.wait_for_tokens(1)
 
-        def read() -> None:
-            try:
-                self._reply.set_result(_last_chunk(subject, body, lambda: begun.set_result(None)))
-            except Exception as error:
-                self._reply.set_exception(error)
-                if not begun.done():
-                    begun.set_exception(error)
+    def __enter__(self) -> Running:
+        return self
 
-        threading.Thread(target=read, daemon=True).start()
-        begun.result(timeout=60)
+    def __exit__(self, *exc: object) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        self.subject.server.post("/abort_request", {"rid": self.rid})
 
     def done(self) -> bool:
         return self._reply.done()
 
     def result(self) -> Any:
-        return self._reply.result(timeout=120)
+        return self._reply.result(timeout=240)
+
+    def wait_for_tokens(self, count: int) -> None:
+        """Until there are so many, or no more of them come."""
+        wait_for(lambda: self.num_tokens >= count or self.done())
+
+    def _read(self, body: dict[str, Any]) -> None:
+        try:
+            self._reply.set_result(self._last_chunk(body))
+        except Exception as error:
+            self._reply.set_exception(error)
+
+    def _last_chunk(self, body: dict[str, Any]) -> Any:
+        """Chunks hold all there is so far, so the last one is the whole reply."""
+        data = json.dumps({**body, "stream": True}).encode()
+        headers = {"Content-Type": "application/json"}
+        call = urllib.request.Request(f"{self.subject.server.url}/generate", data, headers)
+        last = None
+        with urllib.request.urlopen(call, timeout=240) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    last = json.loads(line[6:])
+                    self.num_tokens = len(last["output_ids"])
+        return last
 
 
-def _last_chunk(subject: Subject, body: dict[str, Any], on_first: Callable[[], None]) -> Any:
-    """Chunks hold all there is so far, so the last one is the whole reply."""
-    data = json.dumps({**body, "stream": True}).encode()
-    headers = {"Content-Type": "application/json"}
-    call = urllib.request.Request(f"{subject.server.url}/generate", data, headers)
-    last = None
-    with urllib.request.urlopen(call, timeout=120) as response:
-        for line in response:
-            if line.startswith(b"data: {"):
-                if last is None:
-                    on_first()
-                last = json.loads(line[6:])
-    return last
-
-
-def wait_for(condition: Callable[[], bool], timeout: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout: float = 180.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"

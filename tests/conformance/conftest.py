@@ -13,7 +13,7 @@ import pytest
 
 from slime.utils.types import EngineInfo
 from tests.conftest import SGLANG_LABEL
-from tests.engines import EngineServer, engine_server
+from tests.engines import LONG_CONTEXT, ROOM, EngineServer, engine_server
 from tests.sglang_server import HERE
 from tests.tiny import make_tiny_checkpoint
 
@@ -28,6 +28,7 @@ class Subject:
     kind: str
     server: EngineServer
     checkpoint: Path
+    context: int  # positions of its model
 
     @property
     def info(self) -> EngineInfo:
@@ -45,10 +46,13 @@ def other_checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session", params=KINDS)
-def subject(request, checkpoint: Path):
+def subject(request, checkpoint: Path, tmp_path_factory):
     if request.param == "sglang":
         server = request.getfixturevalue("real_sglang")
-        yield Subject(kind="sglang", server=server, checkpoint=checkpoint)
+        yield Subject(kind="sglang", server=server, checkpoint=checkpoint, context=512)
     else:
-        with engine_server(checkpoint, "--weight-version", LABEL) as server:
-            yield Subject(kind="slime", server=server, checkpoint=checkpoint)
+        # So long that a request is still under way however late the next call comes.
+        folder = tmp_path_factory.mktemp("long") / "m"
+        longer = make_tiny_checkpoint(folder, max_position_embeddings=LONG_CONTEXT)
+        with engine_server(longer, "--weight-version", LABEL, *ROOM) as server:
+            yield Subject(kind="slime", server=server, checkpoint=longer, context=LONG_CONTEXT)

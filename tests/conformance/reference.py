@@ -21,6 +21,14 @@ def log_probs(path: Path, ids: list[int], temperature: float = 1.0) -> torch.Ten
     return torch.log_softmax(logits / temperature, -1)  # [T, V]
 
 
+def check_greedy(path: Path, ids: list[int], output: list[int], most: int = 1000) -> None:
+    """Every token (of the first ones) is the likeliest behind those before it, or as likely as that."""
+    output = output[:most]
+    table = log_probs(path, ids + output)[len(ids) - 1 : -1]
+    chosen = table.gather(1, torch.tensor(output)[:, None])
+    assert (table.max(-1, keepdim=True).values - chosen).max() < 1e-3
+
+
 def greedy(path: Path, ids: list[int], count: int) -> list[int]:
     """Without regard to the end of text."""
     tokens = list(ids)

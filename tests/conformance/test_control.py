@@ -10,7 +10,6 @@ import pytest
 from slime.utils.sync_http import HttpError, get_json, post_json
 from tests.conformance.calls import (
     GREEDY,
-    LONG,
     Running,
     control_refusal,
     flush,
@@ -18,50 +17,52 @@ from tests.conformance.calls import (
 )
 from tests.conformance.conftest import LABEL
 from tests.conformance.differences import skip_where_different
-from tests.conformance.reference import greedy, log_probs
+from tests.conformance.reference import check_greedy, greedy, log_probs
 
 
 def test_an_abort_gives_the_partial_output(subject):
-    calls = [
-        Running(subject, input_ids=[9], sampling_params=LONG, rid=rid, return_logprob=True)
-        for rid in ("a0", "a1")
-    ]
-    subject.server.post("/abort_request", {"rid": "nobody"})
-    subject.server.post("/abort_request", {"rid": "a0"})
-    reply = calls[0].result()
-    subject.server.post("/abort_request", {"abort_all": True})
-    other = calls[1].result()
+    with (
+        Running(subject, [9], return_logprob=True) as first,
+        Running(subject, [9], return_logprob=True) as second,
+    ):
+        subject.server.post("/abort_request", {"rid": "nobody"})
+        first.abort()
+        reply = first.result()
+        subject.server.post("/abort_request", {"abort_all": True})
+        other = second.result()
     for one in (reply, other):
         meta = one["meta_info"]
         assert meta["finish_reason"]["type"] == "abort"
         assert meta["finish_reason"]["message"] == "Aborted"
-        count = len(one["output_ids"])
-        assert 0 < count < 400
+        assert 0 < len(one["output_ids"]) < first.max_new_tokens
         assert [entry[1] for entry in meta["output_token_logprobs"]] == one["output_ids"]
-    assert reply["output_ids"] == greedy(subject.checkpoint, [9], len(reply["output_ids"]))
+        check_greedy(subject.checkpoint, [9], one["output_ids"])
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 def test_pause_holds_everything_until_continue(subject, mode):
     ids = [8, 8, 9]
-    with ThreadPoolExecutor() as pool:
-        running = Running(subject, input_ids=ids, sampling_params=LONG)
+    with ThreadPoolExecutor() as pool, Running(subject, ids) as running:
         assert subject.server.post("/pause_generation", {"mode": mode})["status"] == "ok"
         late = pool.submit(generate, subject, input_ids=[7], sampling_params=GREEDY)
         time.sleep(0.5)
         assert not late.done()
+        if mode == "abort":
+            assert running.result()["meta_info"]["finish_reason"]["type"] == "abort"
         assert running.done() == (mode == "abort")
         if mode == "in_place":
             assert "Flush cache failed" in control_refusal(subject, "/flush_cache", {})
         elif mode == "retract":
             subject.server.post("/flush_cache")
+        held = running.num_tokens
         assert subject.server.post("/continue_generation")["status"] == "ok"
         assert late.result()["output_ids"] == greedy(subject.checkpoint, [7], 12)
-        reply = running.result()
-    if mode == "abort":
-        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
-    else:
-        assert reply["output_ids"] == greedy(subject.checkpoint, ids, 400)
+        running.wait_for_tokens(held + 50)
+        running.abort()
+        output = running.result()["output_ids"]
+    if mode != "abort":
+        assert len(output) >= min(held + 50, running.max_new_tokens)
+    check_greedy(subject.checkpoint, ids, output)
 
 
 def test_memory_is_released_when_idle_and_comes_back(subject):
@@ -103,7 +104,7 @@ def test_information(subject):
     server = subject.server.get("/server_info")
     assert server["model_path"] == str(subject.checkpoint)
     assert isinstance(server["version"], str)
-    assert subject.server.get("/v1/models")["data"][0]["max_model_len"] == 512
+    assert subject.server.get("/v1/models")["data"][0]["max_model_len"] == subject.context
 
 
 def test_the_log_prob_of_a_given_token(subject):

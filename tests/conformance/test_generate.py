@@ -156,8 +156,12 @@ def test_mistakes_are_named(subject):
     assert "unknown field `foo`, expected one of" in refusal(
         subject, **ids, sampling_params={"foo": 1}
     )
-    text = refusal(subject, input_ids=[1] * 600)
-    assert "The input (600 tokens) is longer than the model's context length (512 tokens)." in text
+    context, count = subject.context, subject.context + 88
+    text = refusal(subject, input_ids=[1] * count)
+    told = (
+        f"The input ({count} tokens) is longer than the model's context length ({context} tokens)."
+    )
+    assert told in text
     refusal(subject)
     refusal(subject, input_ids=[[1], [2]], rid=["a", "a"])
     refusal(subject, **ids, sampling_params={"temperature": -1})
