@@ -11,7 +11,7 @@ from tests.tiny import make_tiny_checkpoint
 
 
 def refused(words: list[str], *expected: str) -> None:
-    status, output = runs.run(words, timeout=120)
+    status, output = runs.run(words)
     assert status != 0, output
     assert "Traceback" not in output, output
     for text in expected:
@@ -90,7 +90,7 @@ def test_port_taken(tiny_model, tmp_path):
             [*words, "--port", str(port)],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             cwd=runs.ROOT,
         )
     assert done.returncode != 0

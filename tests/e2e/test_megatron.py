@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.e2e import runs
+from tests.e2e import gates, runs
 from tests.tiny import make_tiny_checkpoint
 
 pytest.importorskip("megatron.core")
@@ -49,13 +49,20 @@ def test_colocated_and_killed_it_is_the_same_run(apart, tiny_model, tiny_data, t
         tiny_model,
         tiny_data,
         tmp_path / "run",
-        **{**TP2, "colocate": True, "rollout_num_gpus": None, "save": saved, "load": saved},
+        **{
+            **TP2,
+            "colocate": True,
+            "rollout_num_gpus": None,
+            "save": saved,
+            "load": saved,
+            "rollout_data_postprocess_path": gates.TRAIN,
+        },
     )
-    process = runs.start(words)
-    tracker = saved / "latest_checkpointed_iteration.txt"
-    runs.wait_for(lambda: tracker.exists() and tracker.read_text().strip() >= "1", process)
+    process, gate = runs.start(words), gates.Gate(tmp_path / "run")
+    gate.wait(process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    gate.open()
     status, output = runs.run(words)
     assert status == 0, output
     assert runs.learning(tmp_path / "run") == runs.learning(apart / "run")

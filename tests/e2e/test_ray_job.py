@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.backends.sglang_utils.ports import find_port
 from tests.e2e import runs
 
 RAY = str(Path(sys.executable).parent / "ray")
@@ -21,25 +22,29 @@ ENVIRONMENT = {
 }  # what the head turns on, its clients must too
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_ports(count: int) -> list[int]:
+    """All different, and not of those that the system hands out, to Ray's other processes among others,
+    before these are used."""
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(find_port("127.0.0.1"))
+    return list(found)
 
 
 @pytest.fixture
 def cluster(tmp_path):
     """A head node of our own on free ports; only this process group is ended afterwards."""
-    dashboard = free_port()
+    dashboard, head_port, client, listen, grpc = free_ports(5)
     words = [RAY, "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=2"]
-    words += ["--node-ip-address=127.0.0.1", f"--port={free_port()}"]
+    words += ["--node-ip-address=127.0.0.1", f"--port={head_port}"]
     words += [
         "--dashboard-host=127.0.0.1",
         f"--dashboard-port={dashboard}",
         "--include-dashboard=true",
+        f"--ray-client-server-port={client}",  # another cluster may have the usual ones
+        f"--dashboard-agent-listen-port={listen}",
+        f"--dashboard-agent-grpc-port={grpc}",
     ]
-    for option in ("dashboard-agent-listen-port", "dashboard-agent-grpc-port"):
-        words.append(f"--{option}={free_port()}")  # another cluster may have the usual ones
     folder = tempfile.mkdtemp(prefix="ray")  # socket paths must be short
     words += [f"--temp-dir={folder}", "--object-store-memory=200000000"]
     log = (tmp_path / "head.log").open("w+")
@@ -52,7 +57,7 @@ def cluster(tmp_path):
         yield address
     finally:
         head.terminate()  # it ends the processes it started
-        head.wait(timeout=60)
+        head.wait(timeout=120)
         shutil.rmtree(folder, ignore_errors=True)
 
 
