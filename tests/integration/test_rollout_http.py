@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from itertools import pairwise
 
@@ -46,7 +47,8 @@ def test_temporary_failures_are_repeated_with_growing_waits(serve):
 
     assert run(post(serve(handler), {"a": 1})) == {"got": {"a": 1}}
     waits = [later - earlier for earlier, later in pairwise(times)]
-    assert len(waits) == 3 and waits[0] < waits[1] < waits[2]
+    assert len(waits) == 3
+    assert all(wait >= 0.25 * 2**number for number, wait in enumerate(waits))
 
 
 def test_refusals_are_not_repeated_and_carry_the_servers_words(serve):
@@ -63,14 +65,14 @@ def test_refusals_are_not_repeated_and_carry_the_servers_words(serve):
 
 def test_the_deadline_holds_for_dead_and_for_silent_servers(serve):
     async def silent(request):
-        await asyncio.sleep(30)
+        await asyncio.sleep(120)
         return web.Response()
 
     for url in ("http://127.0.0.1:9/", serve(silent)):
         start = time.monotonic()
         with pytest.raises((OSError, asyncio.TimeoutError)):
             run(post(url, {}, deadline_s=1.0))
-        assert time.monotonic() - start < 3.0
+        assert time.monotonic() - start < 60.0
 
 
 def test_empty_body_is_none_and_headers_are_sent(serve):
@@ -82,22 +84,22 @@ def test_empty_body_is_none_and_headers_are_sent(serve):
 
 
 def test_gather_ends_the_others_when_one_fails():
-    ended = []
+    cancelled = []
 
     async def wait(name):
         try:
-            await asyncio.sleep(30)
-        finally:
-            ended.append(name)
+            await asyncio.sleep(120)
+        except asyncio.CancelledError:
+            cancelled.append(name)
+            raise
 
     async def fail():
         await asyncio.sleep(0.01)
         raise ValueError("no")
 
-    start = time.monotonic()
     with pytest.raises(ValueError, match="no"):
         run(gather([wait("a"), fail(), wait("b")]))
-    assert ended == ["a", "b"] and time.monotonic() - start < 5
+    assert cancelled == ["a", "b"]
 
 
 def test_gather_keeps_the_order():
@@ -109,9 +111,10 @@ def test_gather_keeps_the_order():
 
 
 def test_blocking_calls_run_side_by_side():
-    async def both():
-        start = time.monotonic()
-        await gather(in_thread(time.sleep, 0.3) for _ in range(4))
-        return time.monotonic() - start
+    """Each of the four waits for the other three."""
+    meeting = threading.Barrier(4)
 
-    assert run(both()) < 0.9
+    async def all_four():
+        return await gather(in_thread(meeting.wait, 60) for _ in range(4))
+
+    assert sorted(run(all_four())) == [0, 1, 2, 3]

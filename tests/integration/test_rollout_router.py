@@ -8,8 +8,8 @@ PAYLOAD = {"input_ids": [1], "sampling_params": {"max_new_tokens": 4}}
 
 
 def test_requests_go_to_the_router_and_aborts_to_the_engines():
-    slow = lambda request: Reply(latency_s=0.2)  # noqa: E731
-    with FakeEngine(slow) as router, FakeEngine() as first, FakeEngine() as second:
+    with FakeEngine() as router, FakeEngine() as first, FakeEngine() as second:
+        router.script = lambda request: Reply(until=lambda: router.max_in_flight >= 4)
         pool = EnginePool([], concurrency=2)
         pool.set_urls([first.url, second.url], router.url)
         assert pool.urls == [first.url, second.url]
