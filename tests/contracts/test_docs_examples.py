@@ -6,6 +6,7 @@ import math
 import re
 import sys
 import types
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -93,10 +94,21 @@ def rollout(tmp_path, script, source=None, **flags):
     return output
 
 
+def in_turns(text):
+    """Of the requests with one prompt, which come in any order with others, each second has turn 1."""
+    asked = Counter()
+
+    def script(request):
+        asked[request.prompt] += 1
+        return Reply(text=text(request.prompt, asked[request.prompt] % 2))
+
+    return script
+
+
 def test_reward_filters_and_buffer(tmp_path, capsys):
     output = rollout(
         tmp_path,
-        lambda request: Reply(text=f"it is {int(request.prompt[0]) + request.number % 2}"),
+        in_turns(lambda prompt, turn: f"it is {int(prompt[0]) + turn}"),
         rm_type=None,
         custom_rm_path="reward",
         dynamic_sampling_filter_path="not_too_easy",
@@ -111,7 +123,7 @@ def test_reward_filters_and_buffer(tmp_path, capsys):
 def test_group_reward(tmp_path):
     output = rollout(
         tmp_path,
-        lambda request: Reply(text="1234567890" + "!" * (request.number % 2)),
+        in_turns(lambda prompt, turn: "1234567890" + "!" * turn),
         rm_type=None,
         custom_rm_path="shortest_right_answer",
         group_rm=True,

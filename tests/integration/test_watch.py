@@ -40,11 +40,11 @@ def test_the_owner_of_lost_rows_is_named(local_ray, tmp_path):
     ]
     watch = Watch(make_args(run_dir=str(tmp_path)), print)
     watch.add(lambda: members)
-    rows = maker.get("make", timeout=60)
-    place = maker.place(timeout=60)
+    rows = maker.get("make", timeout=240)
+    place = maker.place(timeout=240)
     assert place is not None
     os.kill(place.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     with pytest.raises(LostError, match=rf"^rollout manager \(pid {place.pid} on \S+\) died: "):
         while time.monotonic() < deadline:  # the rows stay readable until Ray has seen the death
             watch.get([reader.call("read", rows)], members[1:])
