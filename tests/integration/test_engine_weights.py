@@ -33,7 +33,6 @@ from tests.tiny import make_tiny_checkpoint
 
 PROMPT = [5, 6, 7, 8]
 FAMILIES = ["qwen3", "qwen3_moe"]
-LONG = {"max_position_embeddings": LONG_CONTEXT}
 ENDLESS = {
     "input_ids": PROMPT,
     "sampling_params": {"max_new_tokens": LONG_CONTEXT - 100, "ignore_eos": True},
@@ -60,10 +59,10 @@ class Policy:
 @pytest.fixture(scope="module", params=FAMILIES)
 def policies(request, tmp_path_factory) -> list[Policy]:
     root = tmp_path_factory.mktemp(request.param)
-    return [
-        Policy(make_tiny_checkpoint(root / str(seed), request.param, seed=seed, **LONG))
-        for seed in range(2)
-    ]
+    folders = [root / "0", root / "1"]
+    for seed, path in enumerate(folders):
+        make_tiny_checkpoint(path, request.param, seed=seed, max_position_embeddings=LONG_CONTEXT)
+    return [Policy(path) for path in folders]
 
 
 @pytest.fixture(scope="module")
