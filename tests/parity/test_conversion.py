@@ -150,7 +150,7 @@ def test_torchrun_spreads_uneven_stages_and_holds_no_more_than_its_share(tmp_pat
     assert_same(origin, tmp_path / "back")
 
 
-SLACK = 4e6  # the checkpoint's index, rounding by the allocator; shares are 75e6 to 95e6
+SLACK = 8e6  # the index, rounding by the allocator (1e6 seen); one more tensor would be 25e6
 
 
 BAD_INPUT = [  # flags after --hf-checkpoint and --save, and the sentence
