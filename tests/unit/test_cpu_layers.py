@@ -85,6 +85,7 @@ def test_other_models_and_attention_functions_are_left_alone():
 
 @pytest.mark.parametrize("rows", [1, 37])
 def test_norm_of_a_sum(rows: int):
+    torch.manual_seed(rows)
     leaves = [torch.randn(rows, 19), torch.randn(rows, 19), torch.randn(19)]
     upstream = [torch.randn(rows, 19), torch.randn(rows, 19)]
 
@@ -100,6 +101,7 @@ def test_norm_of_a_sum(rows: int):
 
 @pytest.mark.parametrize("rows", [1, 37])
 def test_activation(rows: int):
+    torch.manual_seed(rows)
     gate_up = torch.randn(rows, 2 * 21) * 20
     gate_up[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -80.0])
 

@@ -101,6 +101,7 @@ def test_rotation_and_cache_write(kernels: CpuKernels, seed: int, with_norm: boo
 
 @pytest.mark.parametrize("size", [7, 64, 300])
 def test_norm_and_activation(kernels: CpuKernels, size: int):
+    torch.manual_seed(size)
     hidden, delta, weight = torch.randn(60, size), torch.randn(60, size), torch.randn(size)
     total = hidden + delta
     expected = torch.nn.functional.rms_norm(total, (size,), weight, 1e-6)
@@ -116,6 +117,7 @@ def test_norm_and_activation(kernels: CpuKernels, size: int):
 
 @pytest.mark.parametrize("vocab", [5, 256, 1000])
 def test_draws(kernels: CpuKernels, vocab: int):
+    torch.manual_seed(vocab)
     count = 400
     logits = torch.randn(count, vocab) * 3
     temperatures = torch.full((count,), 0.8)
@@ -141,6 +143,7 @@ def test_draws(kernels: CpuKernels, vocab: int):
 
 @pytest.mark.parametrize("vocab", [5, 300])
 def test_barred_tokens_are_not_drawn_but_count_in_the_log_probs(kernels: CpuKernels, vocab: int):
+    torch.manual_seed(vocab)
     count = 200
     logits = torch.randn(count, vocab) * 3
     logits[:, 0] = 60.0  # would be drawn in every row that does not bar it
