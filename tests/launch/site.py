@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[2]
 # Each node has a home of its own; the stream is kept, to see what was sent.
@@ -48,7 +53,7 @@ class Site:
             self.command(name, text.replace("$1 $2", '"$1 $2"'))
         fake = Path(__file__).with_name("fake_ray.py").read_text()
         self.command("ray", f"#!{sys.executable}\n{fake}")
-        self.ports = [free_port(), free_port()]
+        self.ports = free_ports(2)
 
     def command(self, name: str, text: str) -> None:
         path = self.commands / name
@@ -85,14 +90,14 @@ class Site:
     def run(self, *words: str, **settings: str) -> tuple[int, str]:
         """Exit status and everything printed."""
         process = self.start(*words, **settings)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
         return process.returncode, output
 
     def calls(self, *first: str) -> list[dict]:
         """What `ray` was asked, in order, where it begins with these words."""
         path = self.folder / "calls"
-        lines = path.read_text().splitlines() if path.exists() else []
-        calls = [json.loads(line) for line in lines]
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        calls = [json.loads(line) for line in lines if line.endswith("\n")]  # not one half written
         return [call for call in calls if call["words"][: len(first)] == list(first)]
 
     def text(self, name: str) -> str:
@@ -107,15 +112,29 @@ class Site:
         (base / "dapo-math-17k" / "dapo-math-17k.jsonl").touch()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_ports(count: int) -> list[int]:
+    """Below those that Linux hands out, so that no connection of anybody takes one before its use."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            found += [port] if port not in found else []
+    return found
 
 
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
+def all_end(pids: list[int], within_s: float = 30) -> bool:
+    """Whether they end, if not at once; one whose status nobody has asked for yet has ended."""
+    deadline = time.monotonic() + within_s
+    while alive := [pid for pid in pids if _alive(pid)]:
+        if time.monotonic() > deadline:
+            return False
+        pids = alive
+        time.sleep(0.1)
     return True
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -5,12 +5,17 @@ import sys
 
 # What becomes of `ray job submit`: it fails, or (a host that is off closes no connection) hears nothing more.
 SUBMIT = """#!{python}
-import json, os, signal, sys, time
+import json, os, signal, socket, sys, time
 words = sys.argv[1:]
 if words[:2] != ["job", "submit"]:
     os.execv({ray!r}, [{ray!r}, *words])
 heads = [json.loads(line) for line in open(os.environ["CALLS"])]
 os.kill(next(call["pid"] for call in heads if "--head" in call["words"]), signal.SIGKILL)
+while True:  # until it is dead
+    try:
+        socket.create_connection(("127.0.0.1", int(os.environ["DASHBOARD_PORT"]))).close()
+    except OSError:
+        break
 time.sleep(float(os.environ["SILENT_S"]))
 sys.exit(1)
 """
@@ -42,5 +47,5 @@ def test_the_job_fails(site):
 
 
 def test_the_job_is_heard_of_no_more(site):
-    output = _lose_the_head(site, SILENT_S="100", HEAD_CHECK_S="0.1")
+    output = _lose_the_head(site, SILENT_S="400", HEAD_CHECK_S="0.1")
     assert "died or cannot be reached, and the job ended with it. Nothing had been saved" in output

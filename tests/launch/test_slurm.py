@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.launch.site import ROOT, alive
+from tests.launch.site import ROOT, all_end
 
 SBATCH, QWEN = "scripts/slurm/slime.sbatch", "scripts/run-qwen3-4B.sh"
 
@@ -86,17 +86,18 @@ def test_one_node_has_no_worker_step(site, job):
 def test_the_end_of_the_run_ends_every_step(site, job):
     status, _ = site.run(SBATCH, QWEN, JOB_STATUS="5", **job)
     assert status == 5
-    assert [alive(call["pid"]) for call in site.calls("start")] == [False] * 3
+    started = [call["pid"] for call in site.calls("start")]
+    assert len(started) == 3 and all_end(started)
 
 
 def test_time_is_nearly_over(site, job):
     process = site.start(SBATCH, QWEN, JOB_WAITS="1", **job)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not site.calls("job", "submit"):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert len(site.calls("job", "stop")) == 1, output
     assert process.returncode == 143
 
