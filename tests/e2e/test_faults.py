@@ -36,3 +36,26 @@ def test_a_killed_engine_comes_back_with_the_current_weights(tiny_model, tiny_da
     rollouts = runs.metrics(run_dir, "rollout")
     assert all(record["rollout/samples"] == 16 for record in rollouts)
     assert not any(record.get("rollout/failed") for record in rollouts)
+
+
+def test_the_only_engine_comes_back_with_the_current_weights(tiny_model, tiny_data, tmp_path):
+    """The rollout that waits for it can be made by none with older ones."""
+    run_dir = tmp_path / "run"
+    words = runs.command(
+        tiny_model,
+        tiny_data,
+        run_dir,
+        num_rollout=4,
+        rollout_health_check_interval=1,
+        custom_generate_function_path=gates.GENERATE,
+    )
+    process, gate = runs.start(words), gates.Gate(run_dir)
+    gate.wait(process)
+    psutil.Process(runs.engine_facts(run_dir)["pid"]).kill()
+    gate.open()
+    output = runs.finish(process)
+    assert process.returncode == 0, output
+    assert "engine 0 failed and was started again" in output
+    trained = runs.metrics(run_dir, "train")
+    assert [record["rollout_id"] for record in trained] == list(range(4))
+    assert all(record["train/log_prob_gap_max"] < 1e-4 for record in trained), trained
