@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 
 from slime.rollout.base_types import DynamicFilterOutput
 from slime.rollout.rm_hub import async_rm
@@ -12,6 +12,7 @@ from slime.rollout.sglang_rollout import generate
 from slime.utils.types import Sample, Status
 
 seen: list[object] = []  # what hooks want tests to know; tests clear it
+gate = threading.Event()  # what blocking hooks wait for; tests close and open it
 
 
 async def reward_length(args, sample):
@@ -19,8 +20,7 @@ async def reward_length(args, sample):
 
 
 def reward_blocking(args, sample):
-    time.sleep(0.3)
-    return 1.0
+    return float(gate.wait(60))
 
 
 async def reward_fails_on_odd(args, sample):
@@ -136,8 +136,10 @@ def note_all_groups(args, all_groups, data_source):
 
 
 async def reward_blocks_its_loop(args, sample):
-    time.sleep(0.4)
-    return 1.0
+    seen.append("begins")
+    opened = gate.wait(60)
+    seen.append("ends")
+    return float(opened)
 
 
 async def reward_by_the_engine(args, sample):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import threading
+import stat
 import time
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.errors import UserError
 from slime.utils.http import background_loop, run
 from slime.utils.types import Sample
+from tests import rollout_hooks
 from tests.args import make_args
 from tests.fake_engine import Reply
 from tests.odd_texts import ODD
@@ -98,19 +99,19 @@ def test_time_is_limited_whatever_a_program_does(program):
     program += f"  # {secrets.token_hex(8)}"
     start = time.monotonic()
     assert not sandboxed(program, time_limit_s=2.0).ok
-    assert time.monotonic() - start < 20
-    assert not [p for p in Path("/proc").glob("[0-9]*/fd/3") if program.encode() == read(p)]
+    assert time.monotonic() - start < 50
+    assert not is_running(program)
 
 
 def test_a_running_program_can_be_found_by_its_text():
     """What the test above looks for is there while a program runs."""
     program = "import time; time.sleep(60)  # " + secrets.token_hex(8)
-    thread = threading.Thread(target=lambda: sandboxed(program, time_limit_s=3.0))
-    thread.start()
-    found = False
-    while thread.is_alive() and not found:
-        found = any(program.encode() == read(p) for p in Path("/proc").glob("[0-9]*/fd/3"))
-    thread.join()
+    call = asyncio.run_coroutine_threadsafe(
+        run_python(program, time_limit_s=60.0), background_loop()
+    )
+    while not (found := is_running(program)) and not call.done():
+        time.sleep(0.01)
+    call.cancel()
     assert found
 
 
@@ -127,9 +128,14 @@ def test_a_traceback_names_no_random_folder():
     assert first == second and "ModuleNotFoundError" in first
 
 
+def is_running(program):
+    return any(read(path) == program.encode() for path in Path("/proc").glob("[0-9]*/fd/3"))
+
+
 def read(path):
+    """Files only: to read another process's pipe would wait for what it is sent, and take it away."""
     try:
-        return path.read_bytes()
+        return path.read_bytes() if stat.S_ISREG(path.stat().st_mode) else b""
     except OSError:
         return b""
 
@@ -154,7 +160,7 @@ def test_without_namespaces_the_limits_still_hold_if_the_user_says_so():
     assert run(run_python("print(3)", isolate=False)).stdout == "3\n"
     start = time.monotonic()
     assert not run(run_python("while True: pass", time_limit_s=1.0, isolate=False)).ok
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 60
 
 
 def test_a_system_that_refuses_namespaces_is_refused_at_start(monkeypatch, tmp_path):
@@ -178,30 +184,22 @@ def test_a_system_that_refuses_namespaces_is_refused_at_start(monkeypatch, tmp_p
 
 
 def test_a_reward_that_blocks_its_event_loop_does_not_stall_generation(tmp_path, fake_engines):
-    fake_engines(lambda request: Reply(latency_s=0.02))
+    """One request at a time, and no reward comes back before the last one is made."""
+    rollout_hooks.gate.clear()
+
+    def script(request):
+        if request.number == 3:
+            rollout_hooks.gate.set()
+        return Reply()
+
+    fake_engines(script, concurrency=1)
     args = rollout_args(
         tmp_path, rollout_batch_size=2, n_samples_per_prompt=2,
         custom_rm_path="tests.rollout_hooks.reward_blocks_its_loop",
     )  # fmt: skip
-    source = RolloutDataSourceWithBuffer(args)
-    generate_rollout(args.replace(custom_rm_path=None), 0, source)  # loads what is loaded once
-    gaps = []
-
-    async def watch():
-        last = time.monotonic()
-        while True:
-            await asyncio.sleep(0.01)
-            now = time.monotonic()
-            gaps.append(now - last)
-            last = now
-
-    watcher = asyncio.run_coroutine_threadsafe(watch(), background_loop())
-    start = time.monotonic()
-    output = generate_rollout(args, 1, source)
-    watcher.cancel()
-    assert [s.reward for s in flat(output)] == [1.0] * 4
-    assert time.monotonic() - start > 4 * 0.4  # they wait for each other
-    assert max(gaps) < 0.3  # but nobody else does
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    assert [s.reward for s in flat(output)] == [1.0] * 4  # generation waits for no reward
+    assert rollout_hooks.seen == ["begins", "ends"] * 4  # they wait for each other
 
 
 def test_a_reward_may_ask_the_engines(tmp_path, fake_engines):

