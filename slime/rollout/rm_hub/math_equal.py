@@ -1,7 +1,8 @@
 """Whether two answers are equal as mathematics: by their normal form, else by math-verify.
 
 math-verify runs in worker processes, which are killed and replaced when a comparison takes longer
-than its time limit; the event loop only ever waits for them.
+than its time limit; the event loop only ever waits for them. A worker that was killed, or stood still with
+the machine, is no answer: the question is asked once more.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 import orjson
+import psutil
 
 from slime.utils.errors import UserError
 
@@ -23,6 +25,7 @@ TIME_LIMIT_S = 5.0
 _START_LIMIT_S = 60.0
 _LONGEST_ANSWER = 1000  # characters; nobody writes a gradable answer that long
 _REMEMBERED = 4096
+_BUSY = 0.25  # share of its time that a worker computes unless something holds it up
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:(?:,|\{,\})\d{3})+(?:\.\d+)?")
 _DROPPED = re.compile(
@@ -33,7 +36,7 @@ _UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}$")
 
 
 async def math_equal(answer: str, label: str) -> bool:
-    """Never raises on odd text, and takes no longer than the time limit once a worker is free."""
+    """Never raises on odd text, and takes no longer than the time limit once a worker is free and works."""
     left, right = normal_form(answer), normal_form(label)
     if not left or not right or len(answer) > _LONGEST_ANSWER or len(label) > _LONGEST_ANSWER:
         return False
@@ -70,23 +73,30 @@ class MathWorkers:
     async def equal(self, answer: str, label: str) -> bool:
         key = (answer, label)
         if key not in self._known:
-            self._known[key] = await self._ask(answer, label)
+            reply = await self._ask(answer, label)
+            if reply is None:
+                reply = await self._ask(answer, label)
+            self._known[key] = bool(reply)
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         return self._known[key]
 
-    async def _ask(self, answer: str, label: str) -> bool:
-        worker = await self._idle.get()
+    async def _ask(self, answer: str, label: str) -> bool | None:
+        """None if the worker ended, or had no time to answer."""
+        worker, begun_s = await self._idle.get(), 0.0
         try:
             if worker is None or worker.returncode is not None:
                 worker = await _start()
+            begun_s = _processor_s(worker)
             reply = await asyncio.wait_for(_exchange(worker, label, answer), self._time_limit_s)
             if reply is None:
                 worker = _end(worker)
-            return bool(reply)
+            return reply
         except asyncio.TimeoutError:
+            assert worker is not None
+            computed = _processor_s(worker) - begun_s > self._time_limit_s * _BUSY
             worker = _end(worker)
-            return False
+            return False if computed else None
         except BaseException:  # cancelled half way: its reply would answer the next question
             worker = _end(worker)
             raise
@@ -125,6 +135,14 @@ async def _exchange(worker: asyncio.subprocess.Process, label: str, answer: str)
         await worker.stdin.drain()
     line = await worker.stdout.readline()
     return orjson.loads(line) if line else None
+
+
+def _processor_s(worker: asyncio.subprocess.Process) -> float:
+    """What it has used so far."""
+    with contextlib.suppress(psutil.Error):
+        times = psutil.Process(worker.pid).cpu_times()
+        return times.user + times.system
+    return 0.0
 
 
 def _end(worker: asyncio.subprocess.Process | None) -> None:
