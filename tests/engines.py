@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from slime.engine.request import Request
 from slime.engine.sampling_params import parse_sampling_params
 from slime.utils.env import child_env
 from slime.utils.sync_http import get_json, post_json
+from tests.waiting import wait_for
 
 TOKEN = "token-of-the-tests"
 # Positions of a model whose requests take a minute and more, and a server with room for some of them.
@@ -122,13 +123,6 @@ class EngineServer:
                 yield calls
             finally:
                 self.post("/abort_request", {"abort_all": True})
-
-
-def wait_for(condition: Callable[[], Any], timeout: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager

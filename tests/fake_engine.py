@@ -22,9 +22,8 @@ from aiohttp import web
 
 from tests.tiny import EOS_ID, make_byte_tokenizer
 
-_HELD_S = (
-    60.0  # a reply whose condition never comes true is sent all the same, for the test to fail
-)
+# A reply whose condition never comes true is sent all the same, for the test to fail.
+_HELD_S = 60.0
 
 
 @dataclass(kw_only=True)

@@ -10,9 +10,22 @@ from slime.rollout.rm_hub import async_rm
 from slime.rollout.samples import clone_sample
 from slime.rollout.sglang_rollout import generate
 from slime.utils.types import Sample, Status
+from tests.fake_engine import Reply
 
 seen: list[object] = []  # what hooks want tests to know; tests clear it
 gate = threading.Event()  # what blocking hooks wait for; tests close and open it
+
+
+def opening_at(number):
+    """A script of fake engines: the gate is closed until they get this request."""
+    gate.clear()
+
+    def script(request):
+        if request.number == number:
+            gate.set()
+        return Reply()
+
+    return script
 
 
 async def reward_length(args, sample):

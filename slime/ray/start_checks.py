@@ -9,16 +9,12 @@ from slime.rollout.evaluation import dataset_args, eval_format
 from slime.rollout.hooks import check_hooks
 from slime.utils.arguments import Args
 from slime.utils.data import check_prompts
+from slime.utils.flags.derive import ASYNC_ROLLOUT, PLAIN_ROLLOUT
 from slime.utils.preflight import (
     check_chat_template,
     check_tokenizer,
     check_weights,
     check_writable,
-)
-
-_PLAIN_ROLLOUTS = (
-    "slime.rollout.sglang_rollout.generate_rollout",
-    "slime.rollout.fully_async_rollout.generate_rollout",
 )
 
 
@@ -55,5 +51,8 @@ def _check_data(args: Args) -> None:
 
 def _takes_messages(args: Args, rollout_function: str) -> bool:
     """Whether the template, or code of the user's, makes tokens of a list of messages."""
-    plain = rollout_function in _PLAIN_ROLLOUTS and args.custom_generate_function_path is None
+    plain = (
+        rollout_function in (PLAIN_ROLLOUT, ASYNC_ROLLOUT)
+        and args.custom_generate_function_path is None
+    )
     return args.apply_chat_template or args.debug_train_only or not plain

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-import time
 import urllib.request
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 
 from slime.utils.sync_http import HttpError, post_json
 from tests.conformance.conftest import Subject
+from tests.waiting import wait_for
 
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
@@ -102,10 +101,3 @@ class Running:
                     last = json.loads(line[6:])
                     self.num_tokens = len(last["output_ids"])
         return last
-
-
-def wait_for(condition: Callable[[], bool], timeout: float = 180.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.02)

@@ -30,12 +30,12 @@ from tests.conformance.calls import (
     control_refusal,
     flush,
     generate,
-    wait_for,
 )
 from tests.conformance.conftest import LABEL, Subject
 from tests.conformance.differences import skip_where_different
 from tests.conformance.reference import check_greedy, greedy, log_probs
 from tests.engines import ROOM, TOKEN, EngineServer, engine_server
+from tests.waiting import wait_for
 
 IDS = [10, 20, 30]
 CPU = torch.device("cpu")

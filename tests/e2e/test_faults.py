@@ -26,13 +26,7 @@ def test_a_killed_engine_comes_back_with_the_current_weights(tiny_model, tiny_da
     # engine tells that the stopped one has some, which are lost now.
     gate.wait_for_score(process)
     victim.kill()
-    output = runs.finish(process)
-    assert process.returncode == 0, output
-    assert "engine 0 failed and was started again" in output
-    trained = runs.metrics(run_dir, "train")
-    assert [record["rollout_id"] for record in trained] == list(range(5))
-    # Had it generated with the weights it was started from, its log-probs would be off.
-    assert all(record["train/log_prob_gap_max"] < 1e-4 for record in trained), trained
+    check_all_was_trained(process, run_dir, num_rollout=5)
     rollouts = runs.metrics(run_dir, "rollout")
     assert all(record["rollout/samples"] == 16 for record in rollouts)
     assert not any(record.get("rollout/failed") for record in rollouts)
@@ -53,9 +47,14 @@ def test_the_only_engine_comes_back_with_the_current_weights(tiny_model, tiny_da
     gate.wait(process)
     psutil.Process(runs.engine_facts(run_dir)["pid"]).kill()
     gate.open()
+    check_all_was_trained(process, run_dir, num_rollout=4)
+
+
+def check_all_was_trained(process, run_dir, *, num_rollout):
     output = runs.finish(process)
     assert process.returncode == 0, output
     assert "engine 0 failed and was started again" in output
     trained = runs.metrics(run_dir, "train")
-    assert [record["rollout_id"] for record in trained] == list(range(4))
+    assert [record["rollout_id"] for record in trained] == list(range(num_rollout))
+    # Had it generated with the weights it was started from, its log-probs would be off.
     assert all(record["train/log_prob_gap_max"] < 1e-4 for record in trained), trained

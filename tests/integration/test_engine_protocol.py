@@ -15,8 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime.utils.sync_http import HttpError, get_json, post_json
-from tests.engines import LONG_CONTEXT, ROOM, EngineServer, engine_server, wait_for
+from tests.engines import LONG_CONTEXT, ROOM, EngineServer, engine_server
 from tests.tiny import EOS_ID, make_byte_tokenizer, make_tiny_checkpoint
+from tests.waiting import wait_for
 
 GREEDY = {"temperature": 0, "max_new_tokens": 16}
 ENDLESS = {"temperature": 0, "max_new_tokens": LONG_CONTEXT - 100, "ignore_eos": True}

@@ -27,9 +27,9 @@ from tests.engines import (
     EngineServer,
     engine_server,
     local_engine,
-    wait_for,
 )
 from tests.tiny import make_tiny_checkpoint
+from tests.waiting import wait_for
 
 PROMPT = [5, 6, 7, 8]
 FAMILIES = ["qwen3", "qwen3_moe"]

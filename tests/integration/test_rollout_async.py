@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 from collections import Counter
 
 import pytest
@@ -19,6 +18,7 @@ from slime.utils.types import Status
 from tests.prompts import rollout_args, sums
 from tests.scripted_pool import EQUALS, ScriptedPool, response_of
 from tests.tiny import make_byte_tokenizer
+from tests.waiting import wait_for
 
 TOKENIZER = make_byte_tokenizer()
 HOOKS = "tests.ledger_hooks"
@@ -107,14 +107,6 @@ def test_random_schedules_lose_nothing_and_respect_the_limit(folder, seed):
     check_ledger(args, source, trained, rejected)
 
 
-def wait_until(condition):
-    """What follows is about a state that the stream comes to; how fast is not the question."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def next_batch_waits():
     stream = fully_async_rollout._stream
     return len(stream.waiting) == 4 and not stream.running
@@ -146,7 +138,7 @@ def test_generation_goes_on_while_the_trainer_works(folder):
     source = RolloutDataSourceWithBuffer(args)
     fully_async_rollout.generate_rollout(args, 0, source)
     before = pool.num_requests
-    wait_until(next_batch_waits)
+    wait_for(next_batch_waits)
     http.run(asyncio.sleep(0.1))
     # One update ahead by default: exactly the next batch is made meanwhile.
     assert pool.num_requests <= before + 4 * 2
@@ -167,7 +159,7 @@ def test_evaluation_works_meanwhile(folder):
     install_pool(pool)
     source = RolloutDataSourceWithBuffer(args)
     fully_async_rollout.generate_rollout(args, 0, source)
-    wait_until(lambda: len(pool.stalled) == 8)
+    wait_for(lambda: len(pool.stalled) == 8)
     output = fully_async_rollout.generate_rollout(args, 0, source, evaluation=True)
     assert len(output.data["sums"].samples) == 20
     assert all(s.status == Status.COMPLETED for s in output.data["sums"].samples)
@@ -209,7 +201,7 @@ def test_groups_that_waited_too_long_start_anew(folder):
     set_clock(WeightClock(version=0, next_rollout_id=0))
     source = RolloutDataSourceWithBuffer(args)
     fully_async_rollout.generate_rollout(args, 0, source)
-    wait_until(next_batch_waits)  # made by version 0
+    wait_for(next_batch_waits)  # made by version 0
     pool.version = 2  # someone updated twice
     update(pool, 0)
     output = fully_async_rollout.generate_rollout(args, 1, source)
@@ -252,7 +244,7 @@ def test_stopping_gives_everything_back_as_far_as_it_came(folder):
     source = RolloutDataSourceWithBuffer(args)
     first = fully_async_rollout.generate_rollout(args, 0, source)
     stream = fully_async_rollout._stream
-    wait_until(lambda: len(pool.stalled) == 12 and len(stream.waiting) == 2)
+    wait_for(lambda: len(pool.stalled) == 12 and len(stream.waiting) == 2)
     assert len(stream.running) == 6
     http.run(stream.stop())
     assert len(source.buffer) == 8 and not source._in_flight

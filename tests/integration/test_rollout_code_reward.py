@@ -185,14 +185,7 @@ def test_a_system_that_refuses_namespaces_is_refused_at_start(monkeypatch, tmp_p
 
 def test_a_reward_that_blocks_its_event_loop_does_not_stall_generation(tmp_path, fake_engines):
     """One request at a time, and no reward comes back before the last one is made."""
-    rollout_hooks.gate.clear()
-
-    def script(request):
-        if request.number == 3:
-            rollout_hooks.gate.set()
-        return Reply()
-
-    fake_engines(script, concurrency=1)
+    fake_engines(rollout_hooks.opening_at(3), concurrency=1)
     args = rollout_args(
         tmp_path, rollout_batch_size=2, n_samples_per_prompt=2,
         custom_rm_path="tests.rollout_hooks.reward_blocks_its_loop",

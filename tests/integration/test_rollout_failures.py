@@ -134,14 +134,7 @@ def test_misaligned_columns_of_a_custom_generate_are_caught(tmp_path, fake_engin
 
 def test_blocking_reward_does_not_hold_up_generation(tmp_path, fake_engines):
     """One request at a time, and no reward comes back before the last one is made."""
-    rollout_hooks.gate.clear()
-
-    def script(request):
-        if request.number == 15:
-            rollout_hooks.gate.set()
-        return Reply()
-
-    fake_engines(script, concurrency=1)
+    fake_engines(rollout_hooks.opening_at(15), concurrency=1)
     args = rollout_args(tmp_path, rollout_batch_size=8, custom_rm_path=f"{HOOKS}.reward_blocking")
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert [s.reward for s in flat(output)] == [1.0] * 16

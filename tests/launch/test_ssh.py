@@ -5,11 +5,11 @@ import shlex
 import signal
 import socket
 import subprocess
-import time
 
 import pytest
 
 from tests.launch.site import ROOT, all_end
+from tests.waiting import wait_for
 
 GLM = "scripts/run-glm4.5-355B-A32B.sh"
 HEAD = "127.0.0.1"
@@ -115,7 +115,7 @@ def test_the_status_of_the_job_is_the_status_of_the_script(site, three_nodes):
 
 def test_a_signal_stops_the_job_before_the_cluster(site, three_nodes):
     process = site.start(GLM, JOB_WAITS="1", **three_nodes)
-    _until(lambda: site.calls("job", "submit"))
+    wait_for(lambda: site.calls("job", "submit"))
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 143, output
@@ -147,7 +147,7 @@ def test_one_node_needs_neither_hostfile_nor_address(site):
 def test_workers_that_join_by_hand(site, three_nodes):
     settings = {**three_nodes, "NUM_NODES": "2", "HOSTFILE": "", "JOIN_BY_HAND": "1"}
     process = site.start(GLM, **settings)
-    _until(lambda: site.calls("list", "nodes"))
+    wait_for(lambda: site.calls("list", "nodes"))
     assert site.calls("job", "submit") == []
     address = f"--address={HEAD}:{site.ports[0]}"
     worker = subprocess.Popen([site.commands / "ray", "start", address], env=site.env())
@@ -168,10 +168,3 @@ def test_workers_that_do_not_come(site, three_nodes):
 
 def _value(call: dict, option: str) -> str:
     return call["words"][call["words"].index(option) + 1]
-
-
-def _until(condition, timeout: float = 120) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from slime.utils.whereabouts import Whereabouts, ask, process_state
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 _START = (
@@ -48,10 +49,7 @@ def ask_until(pid: int, looked_for, **options):
 
 def wait_for_state(pid: int, letter: str) -> None:
     """A signal has its effect a moment later."""
-    deadline = time.monotonic() + 60
-    while process_state(pid) != letter:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: process_state(pid) == letter)
 
 
 def test_a_sleeping_process_tells_phase_and_stack(child):

@@ -14,6 +14,8 @@ from slime.utils.flags.registry import own_flags
 from slime.utils.flags.spec import option_of
 from slime.utils.sglang_install import find_sglang
 
+PLAIN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout"
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
 

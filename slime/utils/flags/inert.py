@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slime.utils.flags.derive import SFT_ROLLOUT
+from slime.utils.flags.derive import PLAIN_ROLLOUT, SFT_ROLLOUT
 from slime.utils.flags.draft import Draft
 from slime.utils.flags.spec import option_of
 
-_PLAIN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 _PLAIN_SOURCE = "slime.rollout.data_source.RolloutDataSource"
 
 # flag -> the one that must be set for them to do anything
@@ -94,14 +93,14 @@ _RULES = (
         when=lambda draft: (
             not draft["apply_chat_template"]
             and not draft["custom_generate_function_path"]
-            and draft["rollout_function_path"] == _PLAIN_ROLLOUT
+            and draft["rollout_function_path"] == PLAIN_ROLLOUT
         ),
         why="without --apply-chat-template",
     ),
     Inert(
         flags=("mask_offpolicy_in_partial_rollout",),
         when=lambda draft: (
-            not draft["partial_rollout"] and draft["rollout_function_path"] == _PLAIN_ROLLOUT
+            not draft["partial_rollout"] and draft["rollout_function_path"] == PLAIN_ROLLOUT
         ),
         why="without --partial-rollout",
     ),
