@@ -52,7 +52,7 @@ class Host:
         """fp32 weights and moments, and pinned fp32 gradients on their way to them."""
         if self.args.train_backend != "megatron" or not self.args.optimizer_cpu_offload:
             return []
-        share = self.args.optimizer_offload_fraction or 1.0
+        share = self.args.optimizer_offload_fraction
         masters = sum(rank.moment_bytes // 2 for rank in ranks) * share
         moments = sum(rank.moment_bytes for rank in ranks) * share
         gradients = sum(_pinned(_fp32(rank.moment_sizes)) for rank in ranks) * share

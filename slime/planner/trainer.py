@@ -135,7 +135,7 @@ class Trainer:
         if self.args.fsdp_cpu_offload:
             return 0, 0
         if self._is_megatron and self.args.optimizer_cpu_offload:
-            left = 1 - (self.args.optimizer_offload_fraction or 1.0)
+            left = 1 - self.args.optimizer_offload_fraction
             # Without the precision-aware optimizer the masters stay here and only moments leave.
             master = rank.master_bytes if not self.args.use_precision_aware_optimizer else 0
             return max(master, int(rank.master_bytes * left)), int(rank.moment_bytes * left)

@@ -95,6 +95,42 @@ def test_an_optimizer_in_host_memory_moves_the_weights_alike(case: Case):
         assert error <= 2 * 2**-8 * weight.abs().max(), name  # one step of bf16's grid each
 
 
+def test_an_optimizer_in_host_memory_is_there_alone(case: Case):
+    """Half precision weights and their fp32 gradients stay; masters and moments, 12 bytes, do not."""
+    actors = {}
+    for name, layout in {"plain": DIST_OPT, "offloaded": OFFLOAD}.items():
+        before = torch.cuda.memory_allocated()
+        actor = start_actor(megatron_args(case, 1, layout, bf16=True), 0, 1)
+        actor.train(0, my_rows(actor, 0))
+        torch.cuda.empty_cache()
+        actors[name] = (actor, torch.cuda.memory_allocated() - before)
+    (actor, plain), (offloaded, less) = actors.values()
+    count = sum(p.numel() for chunk in actor.chunks for p in chunk.parameters())
+    assert 11.5 * count < plain - less < 12.5 * count, (plain, less, count)
+    moments = [t for t in offloaded.optimizer.tensors() if t.dtype == torch.float32]
+    assert moments and not any(t.is_cuda for t in moments)
+
+
+def test_an_optimizer_in_host_memory_goes_on_after_a_checkpoint(case: Case, tmp_path: Path):
+    args = megatron_args(case, 1, OFFLOAD, bf16=True)
+    unbroken = start_actor(args, 0, 1)
+    unbroken.train(0, my_rows(unbroken, 0))
+    (tmp_path / "saved").mkdir()
+    unbroken.save(0, str(tmp_path / "saved"), force_sync=True)
+    unbroken.train(1, my_rows(unbroken, 1))
+    resumed = start_actor(args, 0, 1)
+    assert resumed.load(str(tmp_path / "saved")) == 0
+    resumed.train(1, my_rows(resumed, 1))
+    found = whole_weights(resumed)
+    start = _checkpoint(case.model)
+    for name, weight in whole_weights(unbroken).items():
+        if weight.ndim == 1:
+            continue
+        assert (weight.float().cpu() - start[name]).abs().max() > 1e-4, name
+        error = (found[name].float() - weight.float()).abs().max()
+        assert error <= 2**-8 * weight.abs().max(), name  # sums of the GPU come in any order
+
+
 def test_sleeping_gives_memory_back(case: Case):
     args = megatron_args(case, 1, DIST_OPT, bf16=True)
     others = torch.cuda.memory_allocated()

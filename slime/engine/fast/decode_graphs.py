@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +66,7 @@ class DecodeGraphs:
     def record_all(self) -> None:
         """The largest first, so that the others fit into its memory; compiles what is not compiled."""
         start = time.perf_counter()
+        gc.collect()  # graphs of a runner before this one, and the memory they hold
         for size in reversed(self._sizes):
             if not self._failed:
                 self._run_once(size)
@@ -91,7 +94,10 @@ class DecodeGraphs:
         pool: Any = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with (
+                _no_collection(),
+                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            ):
                 outputs = self._forward(self._static(size))
         except RuntimeError as error:
             logger.warning("decoding runs without CUDA graphs: %s", str(error).splitlines()[0])
@@ -100,6 +106,18 @@ class DecodeGraphs:
             torch.cuda.synchronize()
             return
         self._graphs[size] = (graph, outputs)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A graph that is collected while another is recorded spoils the recording."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def ladder(most: int) -> list[int]:

@@ -71,7 +71,15 @@ _ABOVE_ZERO = (
     "rollout_no_engine_timeout",
     "value_clip",
 )
-_FRACTIONS = ("gamma", "lambd", "lr_warmup_fraction", "adam_beta1", "adam_beta2", "eps_clip")
+_FRACTIONS = (
+    "gamma",
+    "lambd",
+    "lr_warmup_fraction",
+    "adam_beta1",
+    "adam_beta2",
+    "eps_clip",
+    "optimizer_offload_fraction",
+)
 
 
 def check_values(draft: Draft) -> None:
