@@ -13,7 +13,7 @@ from slime.backends.rank_model import RankModel
 from slime.planner.engine import Engine
 from slime.planner.layout import ClusterLayout
 from slime.planner.memory import GIB, HostMemory, Item
-from slime.planner.trainer import Trainer, frozen_models, has_critic
+from slime.planner.trainer import Trainer, frozen_models, has_critic, offloaded_share
 from slime.utils.arguments import Args
 
 # Assumed: resident memory of processes with CUDA, torch and their libraries loaded.
@@ -52,7 +52,7 @@ class Host:
         """fp32 weights and moments, and pinned fp32 gradients on their way to them."""
         if self.args.train_backend != "megatron" or not self.args.optimizer_cpu_offload:
             return []
-        share = self.args.optimizer_offload_fraction
+        share = offloaded_share(self.args)
         masters = sum(rank.moment_bytes // 2 for rank in ranks) * share
         moments = sum(rank.moment_bytes for rank in ranks) * share
         gradients = sum(_pinned(_fp32(rank.moment_sizes)) for rank in ranks) * share

@@ -135,7 +135,7 @@ class Trainer:
         if self.args.fsdp_cpu_offload:
             return 0, 0
         if self._is_megatron and self.args.optimizer_cpu_offload:
-            left = 1 - self.args.optimizer_offload_fraction
+            left = 1 - offloaded_share(self.args)
             # Without the precision-aware optimizer the masters stay here and only moments leave.
             master = rank.master_bytes if not self.args.use_precision_aware_optimizer else 0
             return max(master, int(rank.master_bytes * left)), int(rank.moment_bytes * left)
@@ -222,6 +222,12 @@ class Trainer:
 def frozen_models(args: Args) -> list[str]:
     names = ["reference"] if args.use_kl_loss or args.kl_coef else []
     return [*names, "teacher"] if args.use_opd and args.opd_type == "megatron" else names
+
+
+def offloaded_share(args: Args) -> float:
+    """Of the optimizer under --optimizer-cpu-offload; all of it unless a fraction is given."""
+    fraction = args.optimizer_offload_fraction
+    return 1.0 if fraction is None else fraction
 
 
 def has_critic(args: Args) -> bool:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import orjson
+
 _CORK: int | None = getattr(socket, "TCP_CORK", None)  # Linux has it
 _RETRY_PAUSE = 0.2
 _FRESH_S = 1.0  # servers close connections that were idle for 5 s and more
@@ -117,7 +119,7 @@ class Call:
     answered: Callable[[http.client.HTTPConnection], None]  # takes the connection after the answer
 
     def send(self, payload: dict[str, Any] | None, token: str | None) -> None:
-        body = None if payload is None else json.dumps(payload).encode()
+        body = None if payload is None else orjson.dumps(payload)
         headers = {} if body is None else {"Content-Type": "application/json"}
         if token:
             headers["Authorization"] = f"Bearer {token}"

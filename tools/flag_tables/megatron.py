@@ -17,8 +17,6 @@ CLASSES = {
     "DistributedDataParallelConfig": "megatron/core/distributed/distributed_data_parallel_config.py",
 }
 ENUMS = "megatron/core/transformer/enums.py"
-# What Megatron's own command line has for a field where the class would make the flag before it inert.
-DEFAULTS = {"optimizer_offload_fraction": 1.0}
 
 
 def read_megatron(source: Source) -> list[dict[str, Any]]:
@@ -47,7 +45,6 @@ def _row(
     assert isinstance(node.target, ast.Name)
     name = node.target.id
     default, spelling = _default_and_spelling(node.value)
-    default = DEFAULTS.get(name, default)
     return {
         "name": name,
         "kind": shape.kind,

@@ -128,8 +128,6 @@ def optimizer_config(args: Args) -> OptimizerConfig:
         logger.info("--optimizer-cpu-offload: everything is in host memory already")
         fields.pop("overlap_cpu_optimizer_d2h_h2d", None)
         fields.pop("use_precision_aware_optimizer", None)
-    if fields.get("optimizer_cpu_offload"):  # the class's own default is to offload nothing
-        fields["optimizer_offload_fraction"] = args.optimizer_offload_fraction
     half = args.precision == "bf16"
     return OptimizerConfig(
         **{

@@ -48,6 +48,10 @@ def _derive_megatron(draft: Draft) -> None:
     if draft["recompute_granularity"] == "full":  # megatron-core wants all three
         draft.derive_if_unset("recompute_method", "uniform")
         draft.derive_if_unset("recompute_num_layers", 1)
+    if draft[
+        "optimizer_cpu_offload"
+    ]:  # as Megatron's command line; its class would offload nothing
+        draft.derive_if_unset("optimizer_offload_fraction", 1.0)
     if draft["moe_enable_deepep"]:
         draft.derive_if_unset("moe_token_dispatcher_type", "flex")
     if draft["use_rollout_routing_replay"]:
