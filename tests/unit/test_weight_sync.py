@@ -87,18 +87,68 @@ def test_every_transport_delivers_again_and_again(engines, transport, no_segment
         assert 0 < report.checksum_seconds < report.seconds
 
 
+BUCKETS = ["/update_weights_from_tensor"] * 3
+LAST = ["/end_weight_update", "/flush_cache", "/model_info"]
+
+
 def test_the_calls_of_one_update_come_in_order(engines):
     tensor_sync().update(buckets(weights(9)), [engines[0].info], 1)
+    calls = engines[0].calls
+    assert set(calls[:2]) == {"/pause_generation", "/begin_weight_update"}
+    assert calls[2:5] == BUCKETS
+    assert sorted(calls[5:9]) == sorted([*LAST, "/weights_checker"])
+    assert calls[9:] == ["/continue_generation"]
+
+
+def test_an_sglang_server_is_asked_for_one_thing_after_the_other(engines):
+    sglang = replace(engines[0].info, kind="sglang")
+    tensor_sync(verify=False).update(buckets(weights(9)), [sglang], 1)
     assert engines[0].calls == [
         "/pause_generation",
         "/begin_weight_update",
-        *["/update_weights_from_tensor"] * 3,
-        "/end_weight_update",
-        "/flush_cache",
-        "/model_info",
-        "/weights_checker",
+        *BUCKETS,
+        *LAST,
         "/continue_generation",
     ]
+
+
+@pytest.mark.parametrize("route", ["/pause_generation", "/end_weight_update", "/weights_checker"])
+def test_one_of_several_calls_that_fails_is_named(engines, route):
+    """The others are answered all the same, and the next update finds no session open."""
+    engines[0].refuse[route] = ""
+    sync = tensor_sync()
+    with pytest.raises(WeightSyncError, match=f"{route}: status 400: .*was told to fail"):
+        sync.update(buckets(weights(9)), [engines[0].info], 1)
+    assert "/continue_generation" not in engines[0].calls
+    assert engines[0].session_open == (route == "/end_weight_update")
+    engines[0].refuse.clear()
+    sync.update(buckets(weights(8)), [engines[0].info], 2)
+    assert_holds(engines[0], weights(8))
+
+
+def test_a_cache_that_cannot_be_dropped_yet_is_asked_for_again(engines):
+    answers = [(400, "Flush cache failed.\n"), (200, "Cache flushed.\n")]
+    engines[0].flush_cache = lambda body: answers.pop(0)
+    tensor_sync().update(buckets(weights(9)), [engines[0].info], 1)
+    assert engines[0].calls.count("/flush_cache") == 2
+
+
+def test_no_session_stays_open_if_the_first_bucket_cannot_be_made(engines):
+    """They were asked to get ready while it was made."""
+
+    def broken():
+        raise MemoryError("gathering failed")
+        yield
+
+    with pytest.raises(MemoryError):
+        tensor_sync().update(broken(), [engines[0].info], 7)
+    assert engines[0].calls.count("/end_weight_update") == 1 and not engines[0].session_open
+
+
+def test_an_update_without_weights_is_an_error(engines):
+    with pytest.raises(WeightSyncError, match="no weights to send"):
+        tensor_sync().update([], [engines[0].info], 7)
+    assert not engines[0].session_open
 
 
 def test_servers_without_sessions_are_updated_too():

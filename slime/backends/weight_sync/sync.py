@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -152,27 +152,36 @@ class WeightSync:
         mine = self._engines_served(clients)
         nbytes, index = 0, -1
         with _on_all_ranks("preparing the engines"):
-            self._prepare(clients, mine, version)
+            sessions = self._prepare(clients, mine, version)
         for index, tensors in enumerate(buckets):
+            if index == 0:  # which was made meanwhile
+                with _on_all_ranks("preparing the engines"):
+                    on_all(sessions, lambda wait: wait())
             bucket = Bucket(index=index, tensors=[(name, t.detach()) for name, t in tensors])
             with _on_all_ranks(f"bucket {index}"):
                 self._send(bucket, to_engines=bool(mine))
             nbytes += bucket.nbytes
             del bucket, tensors  # before the next one is gathered
+        if index < 0:
+            raise WeightSyncError("there are no weights to send")
         with _on_all_ranks(f"bucket {index}"):
             if mine:
                 self.transport.finish()
         return nbytes, index + 1
 
-    def _prepare(self, clients: list[EngineClient], mine: list[EngineClient], version: int) -> None:
+    def _prepare(
+        self, clients: list[EngineClient], mine: list[EngineClient], version: int
+    ) -> list[Callable[[], None]]:
+        """Starts it; what is returned waits until the engines are ready."""
+        sessions: list[Callable[[], None]] = []
         if _rank() == 0:
-            on_all(clients, lambda engine: engine.pause(self._pause_mode))
-            on_all(clients, EngineClient.begin)
+            sessions = on_all(clients, lambda engine: engine.start_session(self._pause_mode))
             sglang = [engine for engine in clients if engine.info.kind == "sglang"]
             if self._verify and sglang:
                 self._served = ServedCheck(sglang, self._model)
         if mine:
             self.transport.open(mine, version)
+        return sessions
 
     def _send(self, bucket: Bucket, *, to_engines: bool) -> None:
         if to_engines:
@@ -185,14 +194,15 @@ class WeightSync:
                         self._served.add(name, tensor)
 
     def _commit(self, clients: list[EngineClient], version: int) -> None:
-        on_all(clients, EngineClient.end)
-        on_all(clients, EngineClient.flush)
-        check_versions(clients, version)
+        asked = [engine.start_commit(with_sums=self._verify) for engine in clients]
+        with self._checksum_time():
+            sent = self._sent.checksums()  # while the engines sum theirs
+            held = on_all(asked, lambda wait: wait())
+        check_versions(clients, held, version)
         if self._verify:
-            with self._checksum_time():
-                embedded = [engine for engine in clients if engine.info.kind == "slime"]
-                check_checksums(embedded, self._sent.checksums(), version)
-                if self._served is not None:
+            check_checksums(clients, held, sent, version)
+            if self._served is not None:
+                with self._checksum_time():
                     self._served.compare(version)
         on_all(clients, EngineClient.resume)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.backends.weight_sync.engine_client import EngineClient, on_all
+from slime.backends.weight_sync.engine_client import EngineClient, Held
 from slime.backends.weight_sync.types import Bucket, WeightSyncError
 from slime.utils.checksum import RunningChecksums
 from slime.utils.errors import WeightMismatchError
@@ -37,27 +37,27 @@ class SentWeights:
         return {} if self._sums is None else self._sums.read()
 
 
-def check_versions(engines: list[EngineClient], version: int) -> None:
-    found = on_all(engines, EngineClient.weight_version)
+def check_versions(engines: list[EngineClient], held: list[Held], version: int) -> None:
     wrong = [
-        f"{engine.url} reports {value!r}"
-        for engine, value in zip(engines, found, strict=True)
-        if value != str(version)
+        f"{engine.url} reports {found.version!r}"
+        for engine, found in zip(engines, held, strict=True)
+        if found.version != str(version)
     ]
     if wrong:
         raise WeightMismatchError(f"weights {version} were sent, but {'; '.join(wrong)}")
 
 
-def check_checksums(engines: list[EngineClient], sent: dict[str, int], version: int) -> None:
-    """Every tensor of the engine must have been sent and every sent one be there, bit by bit.
+def check_checksums(
+    engines: list[EngineClient], held: list[Held], sent: dict[str, int], version: int
+) -> None:
+    """Every tensor of an embedded engine must have been sent and every sent one be there, bit by bit.
 
     Both sides name what a checkpoint holds: parameters and persistent buffers, tied weights once.
     """
-    held = on_all(engines, EngineClient.checksums)
     problems = [
         f"engine {engine.url}: {problem}"
-        for engine, sums in zip(engines, held, strict=True)
-        if (problem := difference(sent, sums))
+        for engine, found in zip(engines, held, strict=True)
+        if engine.info.kind == "slime" and (problem := difference(sent, found.sums))
     ]
     if problems:
         raise WeightMismatchError(f"weights {version} did not arrive intact. {'; '.join(problems)}")
