@@ -17,7 +17,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from slime.engine.fast import cuda_kernels  # noqa: E402
+from slime.engine.fast import cuda_kernels, cuda_products  # noqa: E402
 from slime.engine.fast.cuda_kernels import CudaKernels  # noqa: E402
 from slime.engine.fast.kernels import (  # noqa: E402
     DrawSettings,
@@ -185,6 +185,55 @@ def test_norm_and_activation(dtype: torch.dtype, size: int):
     assert_close(KERNELS.silu_mul(gate_up), torch.nn.functional.silu(gate) * up, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else DTYPES)
+@pytest.mark.parametrize("seed", range(2 if INTERPRETED else 20))
+def test_products_of_few_rows(seed: int, dtype: torch.dtype):
+    """Against fp32 products of the same numbers; parts are added up by the norm that follows."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    rows = rng.choice([1, 5, 16, 33] if INTERPRETED else [1, 8, 16, 40, 64, 100, 128, 256])
+    depth = rng.choice([64, 128, 192] if INTERPRETED else [64, 576, 1024, 2560, 3072])
+    columns = rng.choice([32, 48, 200] if INTERPRETED else [40, 1024, 2560, 6144])
+    x = torch.randn(rows, depth, device=DEVICE).to(dtype)
+    weight = (torch.randn(columns, depth, device=DEVICE) * depth**-0.5).to(dtype)
+    expected = x.float() @ weight.float().T
+    assert_close(KERNELS.linear(x, weight, None), expected, dtype)
+    parts = KERNELS.linear_parts(x, weight, None)
+    assert_close(parts.float().view(-1, rows, columns).sum(0), expected, dtype)
+    gate, up = expected.chunk(2, -1)
+    active = torch.nn.functional.silu(gate) * up
+    found = KERNELS.gated_linear(x, weight, None)
+    scale = active.abs().max()
+    torch.testing.assert_close(found.float() / scale, active / scale, atol=TOLERANCE[dtype], rtol=0)
+    bias = torch.randn(columns, device=DEVICE).to(dtype)
+    assert_close(KERNELS.linear(x, weight, bias), expected + bias.float(), dtype)
+    hidden = torch.randn(rows, columns, device=DEVICE).to(dtype)
+    total = hidden.float() + parts.float().view(-1, rows, columns).sum(0)
+    normed = KERNELS.add_rms_norm(hidden, parts, torch.ones_like(hidden[0]), 1e-6)
+    assert_close(hidden, total, dtype)
+    expected = total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert_close(normed, expected, dtype)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_in_every_block(parts: int, gated: bool):
+    """Rows and columns that fill no block, and a depth cut in parts."""
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    x = torch.randn(21, 512, device=DEVICE).to(dtype)
+    weight = (torch.randn(80, 512, device=DEVICE) * 512**-0.5).to(dtype)
+    expected = x.float() @ weight.float().T
+    if gated and parts == 1:
+        gate, up = expected.chunk(2, -1)
+        expected = torch.nn.functional.silu(gate) * up
+    for rows, columns in ((16, 16), (32, 64), (64, 32)):
+        blocks = cuda_products.Blocks(
+            ROWS=rows, COLUMNS=columns, DEPTH=64, parts=parts, num_stages=2
+        )
+        found = cuda_products.product(x, weight, blocks, gated=gated and parts == 1)
+        assert_close(found.float().sum(0), expected, dtype)
+
+
 def settings(count: int, temperature: float, seed: int = 0) -> DrawSettings:
     return DrawSettings(
         temperatures=torch.full((count,), temperature, device=DEVICE),
@@ -248,3 +297,28 @@ def test_greedy_draws_and_independence_of_company():
     assert together[3] == alone[0]
     other, _ = draw(logits.expand(6, -1), settings(6, 5.0), position=6)
     assert not torch.equal(other, draw(logits, settings(6, 5.0), position=7)[0])
+
+
+def test_products_where_there_is_little_shared_memory(monkeypatch):
+    x, weight = torch.zeros(2, 8, 1024, device=DEVICE, dtype=torch.float16)
+    monkeypatch.setattr(cuda_products, "shared_memory", lambda: 99 << 10)
+    blocks = cuda_products.choose_blocks(x, weight, gated=True)
+    assert blocks is not None and blocks.num_stages == 3
+    monkeypatch.setattr(cuda_products, "shared_memory", lambda: 48 << 10)
+    assert cuda_products.choose_blocks(x, weight, gated=True) is None
+
+
+def test_products_that_are_left_to_the_library():
+    def blocks_for(rows: int, columns: int, depth: int, dtype: torch.dtype, **how: bool):
+        shapes = ((rows, depth), (columns, depth))
+        x, weight = (torch.empty(shape, device=DEVICE, dtype=dtype) for shape in shapes)
+        return cuda_products.choose_blocks(x, weight, **how)
+
+    half = torch.float16
+    assert blocks_for(64, 4096, 1024, half) is not None
+    assert blocks_for(65, 4096, 1024, half) is None
+    assert blocks_for(128, 1024, 3072, half, in_parts=True) is not None
+    assert blocks_for(129, 1024, 3072, half, in_parts=True) is None
+    assert blocks_for(8, 9728, 2560, half, in_parts=True) is None  # large
+    assert blocks_for(8, 64, 1024, torch.float32) is None
+    assert blocks_for(8, 64, 1000, half) is None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from slime.engine.fast.kernels import (
     DrawSettings,
@@ -53,6 +54,18 @@ class CpuKernels:
             eps,
         )
         return out
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
+    linear_parts = linear  # in one
+
+    def gated_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.silu_mul(F.linear(x, weight, bias))
 
     def rope_store(
         self,

@@ -7,9 +7,11 @@ import functools
 import math
 
 import torch
+import torch.nn.functional as F
 import triton
 
-from slime.engine.fast import triton_attention, triton_draw, triton_elementwise
+from slime.engine.fast import cuda_products, triton_attention, triton_draw, triton_elementwise
+from slime.engine.fast.cuda_device import early_launch, shared_memory
 from slime.engine.fast.cuda_experts import CudaExperts, dot_precision
 from slime.engine.fast.kernels import (
     DrawSettings,
@@ -44,12 +46,30 @@ class CudaKernels:
             weight,
             out,
             eps,
+            tokens,
             SIZE=size,
             BLOCK=block,
-            ADD=delta is not None,
+            PARTS=0 if delta is None else delta.numel() // hidden.numel(),
             num_warps=_warps(block // 256),
+            **early_launch(),
         )
         return out
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return cuda_products.linear(x, weight, bias)
+
+    def linear_parts(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return cuda_products.linear_parts(x, weight, bias)
+
+    def gated_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        out = cuda_products.gated_linear(x, weight) if bias is None else None
+        return self.silu_mul(F.linear(x, weight, bias)) if out is None else out
 
     def rope_store(
         self,
@@ -83,6 +103,7 @@ class CudaKernels:
             PAGE=pages.page_size,
             NORM=norm is not None,
             num_warps=_warps(heads_block * heads.dim // 512),
+            **early_launch(),
         )
 
     def attend(
@@ -129,6 +150,7 @@ class CudaKernels:
             PIECE=_PIECE,
             PER_PROGRAM=_PIECES_PER_PROGRAM,
             num_warps=4,
+            **early_launch(),
         )
         triton_draw.choose_kernel[(count,)](
             *(logits, rows, positions, settings.temperatures, settings.seeds, stats),
@@ -136,6 +158,7 @@ class CudaKernels:
             PIECE=_PIECE,
             PIECES_BLOCK=triton.next_power_of_2(pieces),
             num_warps=4,
+            **early_launch(),
         )
         return tokens, log_probs
 
@@ -165,7 +188,7 @@ def _attend_rows(
         parts = count * heads.num_key * splits * shape["GROUP_BLOCK"]
         target = out.new_empty(parts, shape["DIM_BLOCK"], dtype=torch.float32)
         stats = out.new_empty(parts, 2, dtype=torch.float32)
-    triton_attention.decode_kernel[(count, heads.num_key, splits)](
+    triton_attention.decode_kernel[(heads.num_key, count, splits)](
         *(qkv, pages.keys, pages.values, pages.table, tokens.rows, tokens.positions),
         *(target, stats, scale * _LOG2E, heads.width, pages.table.shape[1], window or 0),
         **shape,
@@ -173,9 +196,12 @@ def _attend_rows(
         PAGE=pages.page_size,
         WINDOWED=window is not None,
         PRECISION=dot_precision(qkv),
+        **early_launch(),
     )
     if splits > 1:
-        triton_attention.combine_kernel[(count, heads.num_query)](target, stats, out, **shape)
+        triton_attention.combine_kernel[(count, heads.num_query)](
+            target, stats, out, **shape, **early_launch()
+        )
 
 
 def _attend_tiles(
@@ -214,11 +240,7 @@ def choose_splits(programs: int) -> int:
 def _blocks(dim: int, element_size: int, stages: int) -> dict[str, int]:
     """How many positions are looked at together, and how many such loads are under way: fewer where
     their keys and values do not fit into a multiprocessor's shared memory."""
-    room = 227 << 10
-    if torch.cuda.is_available():
-        utils = triton.runtime.driver.active.utils
-        room = utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"]
-    room -= TILE * dim * element_size + (8 << 10)  # queries and weights
+    room = shared_memory() - TILE * dim * element_size - (8 << 10)  # queries and weights
     block = 64 if element_size == 2 else 32
     while 2 * block * dim * element_size * stages > room and block > 16:
         block, stages = (block, stages - 1) if stages > 1 else (block // 2, 1)

@@ -79,20 +79,22 @@ class CudaRunner:
 
     def _decode(self, step: Step, flight: CudaFlight) -> None:
         count = len(step.decoding)
+        order = np.argsort(-step.positions, kind="stable")  # the longest first: none ends alone
+        requests, positions = [step.decoding[i] for i in order], step.positions[order]
         inputs = self._rows_input(self._graphs.padded(count))
         inputs[0, :count] = _LAST
-        inputs[1, :count] = inputs[3, :count] = step.rows
-        inputs[2, :count] = step.positions
+        inputs[1, :count] = inputs[3, :count] = step.rows[order]
+        inputs[2, :count] = positions
         outputs = self._graphs.run(_pinned(inputs))
         special = draw_special(
             outputs.logits,
-            step.decoding,
+            requests,
             outputs.tokens,
             outputs.log_probs,
             self._settings,
-            step.positions,
+            positions,
         )
-        flight.add(step.decoding, outputs.tokens[:count], outputs.log_probs[:count], special)
+        flight.add(requests, outputs.tokens[:count], outputs.log_probs[:count], special)
 
     def _verify(self, layout: Layout, flight: CudaFlight) -> None:
         """Newest tokens and drafts, a row each: every one of them has a token drawn after it."""

@@ -93,7 +93,25 @@ class Kernels(Protocol):
     def add_rms_norm(
         self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Add `delta` to `hidden` in place; the norm of the sum."""
+        """Add `delta`, whole or in parts, to `hidden` in place; the norm of the sum."""
+        ...
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[T, K] times [N, K]: [T, N]"""
+        ...
+
+    def linear_parts(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The same, or parts of it [P, T, N] which `add_rms_norm` adds up."""
+        ...
+
+    def gated_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """silu(gate) * up, where a product with [gate | up, K] gives both"""
         ...
 
     def rope_store(
@@ -118,10 +136,6 @@ class Kernels(Protocol):
         window: int | None,
     ) -> torch.Tensor:
         """Each query over its row up to its own position: [T, num_query * dim]."""
-        ...
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up of [T, gate | up]"""
         ...
 
     def draw(

@@ -1,11 +1,11 @@
 """The forward of Llama-like models on the engine's own kernels.
 
-Per layer four matrix products and five kernels, on the same parameters that Hugging Face's modules
-have; query, key and value lie in one matrix, and so do gate and up::
+Per layer four matrix products and five kernels or fewer, on the same parameters that Hugging Face's
+modules have; query, key and value lie in one matrix, and so do gate and up::
 
-    hidden ─ add_rms_norm ─ qkv ─ rope_store ─ attend ─ out ─ add_rms_norm ─ gate_up ─ silu_mul ─ down ─▶
-       ▲                                                │                                           │
-       └────────────── added by the next norm ──────────┴───────────────────────────────────────────┘
+    hidden ─ add_rms_norm ─ qkv ─ rope_store ─ attend ─ out ─ add_rms_norm ─ gated_linear ─ down ─▶
+       ▲                                                │                                     │
+       └────────────── added by the next norm ──────────┴─────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FastModel:
             delta = layer(hidden, delta, tokens, pages, self._rotary)
         if outputs is not None:
             hidden = hidden.index_select(0, outputs)
-            delta = None if delta is None else delta.index_select(0, outputs)
+            delta = None if delta is None else delta.index_select(-2, outputs)
         normed = self._kernels.add_rms_norm(hidden, delta, self._norm, self._eps)
         return F.linear(normed, self._head.weight, self._head.bias)
 
@@ -105,10 +105,10 @@ class _Layer:
         """What is to be added to `hidden` next; `delta`, left by the layer before, is added now."""
         kernels, heads = self._kernels, self.heads
         normed = kernels.add_rms_norm(hidden, delta, self._before, self._eps)
-        qkv = F.linear(normed, self._qkv, self._qkv_bias)
+        qkv = kernels.linear(normed, self._qkv, self._qkv_bias)
         kernels.rope_store(qkv, tokens, heads, pages, rotary, self._qk_norm)
         attended = kernels.attend(qkv, tokens, heads, pages, self._scale, self._window)
-        delta = F.linear(attended, self._out, self._out_bias)
+        delta = kernels.linear_parts(attended, self._out, self._out_bias)
         normed = kernels.add_rms_norm(hidden, delta, self._after, self._eps)
         return self._mlp(normed)
 
@@ -120,8 +120,8 @@ class _GatedMlp:
         self._kernels = kernels
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        active = self._kernels.silu_mul(F.linear(hidden, self._gate_up, self._bias))
-        return F.linear(active, self._down, self._down_bias)
+        active = self._kernels.gated_linear(hidden, self._gate_up, self._bias)
+        return self._kernels.linear_parts(active, self._down, self._down_bias)
 
 
 class _Mixture:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from slime.engine.fast.triton_launch import start_early
+
 
 @triton.jit
 def decode_kernel(
@@ -35,10 +37,16 @@ def decode_kernel(
     SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """One key head of one request, all query heads that share it, over one part of its positions."""
-    token = tl.program_id(0)
-    head = tl.program_id(1)
+    """One key head of one request, all query heads that share it, over one part of its positions.
+
+    Heads of a request run side by side: what they read lies side by side.
+    """
+    if EARLY:
+        start_early()
+    head = tl.program_id(0)
+    token = tl.program_id(1)
     split = tl.program_id(2)
     row = tl.load(rows + token).to(tl.int64)
     length = tl.load(positions + token) + 1
@@ -102,8 +110,11 @@ def combine_kernel(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Join the parts of one query head."""
+    if EARLY:
+        start_early()
     token = tl.program_id(0)
     query_head = tl.program_id(1)
     head = query_head // GROUP

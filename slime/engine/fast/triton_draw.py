@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from slime.engine.fast.triton_launch import start_early
+
 
 @triton.jit
 def sum_pieces_kernel(
@@ -21,7 +23,10 @@ def sum_pieces_kernel(
     num_pieces,
     PIECE: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        start_early()
     index = tl.program_id(0).to(tl.int64)
     inverse = 1.0 / tl.abs(tl.load(temperatures + tl.load(rows + index)))
     for i in tl.static_range(PER_PROGRAM):
@@ -59,8 +64,11 @@ def choose_kernel(
     num_pieces,
     PIECE: tl.constexpr,
     PIECES_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The row's uniform number, looked up in the pieces and then in one of them."""
+    if EARLY:
+        start_early()
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index)
     temperature = tl.load(temperatures + row)

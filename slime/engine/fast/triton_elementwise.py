@@ -6,25 +6,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from slime.engine.fast.triton_launch import start_early
+
 
 @triton.jit
 def add_rms_norm_kernel(
     hidden,
-    delta,
+    delta,  # [PARTS, T, SIZE]
     weight,
     out,
     eps,
+    tokens,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        start_early()
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < SIZE
     at = token * SIZE + i
     x = tl.load(hidden + at, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(delta + at, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        added = delta + part * tokens * SIZE + at
+        x += tl.load(added, mask=mask, other=0.0).to(tl.float32)
+    if PARTS > 0:
         rounded = x.to(hidden.dtype.element_ty)
         tl.store(hidden + at, rounded, mask=mask)
         x = rounded.to(tl.float32)
@@ -57,8 +65,11 @@ def rope_store_kernel(
     HALF_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Queries are rotated in place; keys and values go to their page."""
+    if EARLY:
+        start_early()
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + token).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
