@@ -317,8 +317,8 @@ def test_products_that_are_left_to_the_library():
     half = torch.float16
     assert blocks_for(64, 4096, 1024, half) is not None
     assert blocks_for(65, 4096, 1024, half) is None
-    assert blocks_for(128, 1024, 3072, half, in_parts=True) is not None
-    assert blocks_for(129, 1024, 3072, half, in_parts=True) is None
+    assert blocks_for(256, 1024, 3072, half, in_parts=True) is not None
+    assert blocks_for(257, 1024, 3072, half, in_parts=True) is None
     assert blocks_for(8, 9728, 2560, half, in_parts=True) is None  # large
     assert blocks_for(8, 64, 1024, torch.float32) is None
     assert blocks_for(8, 64, 1000, half) is None

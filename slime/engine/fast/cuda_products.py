@@ -3,7 +3,7 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,9 @@ import triton
 from slime.engine.fast import triton_products
 from slime.engine.fast.cuda_device import early_launch, shared_memory
 
-_MOST_ROWS = 128
+_MOST_ROWS = 256
 _FEW_ROWS = 64
+_ROWS = 64  # of a block, even where there are fewer: that is what the matrix units take at a time
 _MOST_BYTES = 12 << 20  # of a matrix: with larger ones the library keeps every multiprocessor busy
 
 
@@ -80,12 +81,11 @@ def choose_blocks(
     if x.element_size() != 2 or weight.dtype != x.dtype or not aligned:
         return None
     step = 128 if depth % 128 == 0 else 64
-    parts = next(parts for parts in (4, 2, 1) if depth % (parts * step) == 0) if in_parts else 1
-    blocks = (
-        Blocks(ROWS=64, COLUMNS=32, DEPTH=step, parts=parts, num_stages=5)
-        if rows <= _FEW_ROWS
-        else Blocks(ROWS=64, COLUMNS=64, DEPTH=step, parts=parts, num_stages=4)
-    )
-    lines = blocks.ROWS + blocks.COLUMNS * (2 if gated else 1)
-    stages = min(blocks.num_stages, shared_memory() // (lines * step * 2))
-    return replace(blocks, num_stages=stages) if stages > 1 else None
+    columns, stages = (32, 5) if rows <= _FEW_ROWS else (64, 4)
+    wanted = 1 if not in_parts else 4 if rows <= _MOST_ROWS // 2 else 2
+    parts = next(n for n in (wanted, 2, 1) if depth % (n * step) == 0)
+    lines = _ROWS + columns * (2 if gated else 1)
+    stages = min(stages, shared_memory() // (lines * step * 2))
+    if stages < 2:
+        return None
+    return Blocks(ROWS=_ROWS, COLUMNS=columns, DEPTH=step, parts=parts, num_stages=stages)
