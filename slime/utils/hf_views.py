@@ -52,8 +52,8 @@ def hf_views(
     gate, up, down = _MIXTRAL_PARTS if model_type in _MIXTRAL_LIKE else _DEFAULT_PARTS
     keep_fused = model_type in _FUSED_IN_CHECKPOINT
     for name, tensor in named:
-        match = _FUSED.match(name)
-        if match is None or tensor.ndim != 3 or keep_fused:
+        match = None if tensor.ndim != 3 or keep_fused else _FUSED.match(name)
+        if match is None:
             yield _rename(name, model_type), tensor
             continue
         prefix = _rename(match["prefix"], model_type)

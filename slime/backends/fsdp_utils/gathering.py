@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -88,15 +87,27 @@ def _gathered(batch: list[Wanted]) -> Iterator[Named]:
 def _places(
     wanted: Sequence[Wanted], device: torch.device, room: Room | None
 ) -> list[torch.Tensor]:
-    sizes = [tensor.numel() * dtype.itemsize for _, tensor, dtype in wanted]
-    ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
-    memory = room(ends[-1]) if room is not None else None
+    """Cut from one piece of memory all at once: by one a tensor costs more than its part of the copy."""
+    sizes = [_aligned(tensor.numel() * dtype.itemsize) for _, tensor, dtype in wanted]
+    memory = room(sum(sizes)) if room is not None else None
     if memory is None:
-        memory = torch.empty(ends[-1], dtype=torch.uint8, device=device)
-    return [
-        memory[start : start + size].view(dtype).view(tensor.shape)
-        for start, size, (_, tensor, dtype) in zip([0, *ends], sizes, wanted, strict=False)
-    ]
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    memory = memory[: sum(sizes)]
+    cuts = {
+        kind: memory.view(kind).split([size // kind.itemsize for size in sizes])
+        for kind in {dtype for _, _, dtype in wanted}
+    }
+    places = []
+    for index, (_, tensor, dtype) in enumerate(wanted):
+        place = cuts[dtype][index]
+        if place.numel() > tensor.numel():
+            place = place[: tensor.numel()]
+        places.append(place.view_as(tensor))
+    return places
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _padded_part(param: DTensor, dtype: torch.dtype) -> torch.Tensor:

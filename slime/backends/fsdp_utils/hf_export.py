@@ -18,6 +18,8 @@ from slime.backends.fsdp_utils.loading import ShardedModel
 from slime.backends.hf_folder import FILE_BYTES, Bucket, write_hf_folder
 from slime.utils.hf_views import hf_views, weight_dtype
 
+_AT_ONCE = 64  # parameters looked up together: the first bucket need not wait for all of them
+
 
 def hf_buckets(
     model: ShardedModel,
@@ -53,10 +55,12 @@ def _own_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[Wanted]:
     """Not cast yet: a whole bucket is at once."""
     model_type = model.module.hf.config.model_type
     weights = list(_wanted(model, dtype))
-    parts = local_parts(param for _, param, _ in weights)
-    for (name, _, wanted), part in zip(weights, parts, strict=True):
-        for hf_name, view in hf_views([(name, part)], model_type=model_type):
-            yield hf_name, view, wanted
+    for start in range(0, len(weights), _AT_ONCE):
+        some = weights[start : start + _AT_ONCE]
+        parts = local_parts(param for _, param, _ in some)
+        for (name, _, wanted), part in zip(some, parts, strict=True):
+            for hf_name, view in hf_views([(name, part)], model_type=model_type):
+                yield hf_name, view, wanted
 
 
 def _gathered_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[Wanted]:

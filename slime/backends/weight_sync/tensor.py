@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -172,10 +173,17 @@ def packed_size(bucket: Bucket) -> int:
 
 def pack(bucket: Bucket, buffer: torch.Tensor) -> list[Metadata]:
     """Copy the tensors into the buffer, unless they lie there, and say where each lies."""
-    start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
-    inside = [start <= t.data_ptr() and t.data_ptr() + t.nbytes <= end for _, t in bucket.tensors]
+    start, size = buffer.data_ptr(), buffer.numel()
+    offsets = [tensor.data_ptr() - start for _, tensor in bucket.tensors]
+    inside = [
+        0 <= offset <= size - tensor.nbytes
+        for offset, (_, tensor) in zip(offsets, bucket.tensors, strict=True)
+    ]
     if all(inside):
-        return [_describe(name, t, t.data_ptr() - start) for name, t in bucket.tensors]
+        return [
+            _describe(name, tensor, offset)
+            for offset, (name, tensor) in zip(offsets, bucket.tensors, strict=True)
+        ]
     metadata, places, sources, offset = [], [], [], 0
     for (name, tensor), lies_there in zip(bucket.tensors, inside, strict=True):
         place = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -188,8 +196,13 @@ def pack(bucket: Bucket, buffer: torch.Tensor) -> list[Metadata]:
 
 
 def _describe(name: str, tensor: torch.Tensor, offset: int) -> Metadata:
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = _dtype_name(tensor.dtype)
     return {"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset}
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _aligned(nbytes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -24,7 +25,7 @@ class Bucket:
     index: int
     tensors: list[tuple[str, torch.Tensor]]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for _, tensor in self.tensors)
 
