@@ -15,6 +15,7 @@ from slime.engine.engine import Engine
 from slime.engine.memory import TAGS
 from slime.engine.sampling_params import RequestError
 from slime.engine.weights import TensorMeta, metadata_in_order, parse_metadata
+from slime.utils.checksum import format_checksum
 
 T = TypeVar("T")
 Body = dict[str, Any]
@@ -143,9 +144,9 @@ async def weights_checker(engine: Engine, body: Body) -> Body:
         raise RequestError(f"action must be checksum, got {action!r}")
     sums = await _call(engine, engine.weights.checksums)
     # Sums add up, so the engine's own is the sum of its tensors'.
-    total = f"{sum(int(value, 16) for value in sums.values()) % 2**64:016x}"
+    total = format_checksum(sum(sums.values()) % 2**64)
     rank = {
-        "checksums": sums,
+        "checksums": {name: format_checksum(value) for name, value in sums.items()},
         "per_gpu_checksum": total,
         "parallelism_info": {"tp_rank": 0, "tp_size": 1},
     }

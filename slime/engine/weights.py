@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,10 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from slime.engine.sampling_params import RequestError
-from slime.utils.checksum import format_checksum, tensor_checksums
+from slime.utils.checksum import tensor_checksums
 from slime.utils.hf_views import hf_views
 from slime.utils.ipc import ImportedBuffers, finish_reading
 from slime.utils.process_group import destroy_side_group, init_side_group
-
-Named = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,17 @@ class TensorMeta:
 
     @property
     def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Views:
+    """A model's weights under checkpoint names, each where its parameter is as long as `addresses` are
+    those of the parameters. `names` has a tied weight once, under its first name."""
+
+    addresses: list[int]
+    by_name: dict[str, torch.Tensor]
+    names: list[str]
 
 
 class WeightStore:
@@ -45,7 +54,7 @@ class WeightStore:
         self._model_type: str = model.config.model_type
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._weights: dict[str, torch.Tensor] = {}  # by module name; released memory keeps them
-        self._kept: tuple[int, dict[str, torch.Tensor]] | None = None  # views, and where they look
+        self._kept: _Views | None = None  # while a session is open
         self._imported = ImportedBuffers()
         self.session_open = False
 
@@ -55,6 +64,7 @@ class WeightStore:
                 "a weight-update session is already open; call end_weight_update() first"
             )
         self.session_open = True
+        self._views()  # while the trainer makes the first bucket
 
     def end_session(self) -> None:
         if not self.session_open:
@@ -71,9 +81,9 @@ class WeightStore:
 
     def update_from_disk(self, model_path: str) -> None:
         """Every parameter from a checkpoint folder; nothing is touched unless all of them fit."""
-        views = self._views()
-        places = _find_tensors(Path(model_path))
-        missing = [name for name, _ in self._named() if name not in places]
+        kept = self._views()
+        views, places = kept.by_name, _find_tensors(Path(model_path))
+        missing = [name for name in kept.names if name not in places]
         unknown = [
             name
             for name in places
@@ -139,38 +149,34 @@ class WeightStore:
             dist.broadcast(buffer, group=group, group_src=0)
             self._copy_from(buffer, metas)
             return
-        views = self._views()
+        views = self._views().by_name
         for meta in metas:
             tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
             dist.broadcast(tensor, group=group, group_src=0)
             views[meta.name].copy_(tensor)
 
-    def checksums(self) -> dict[str, str]:
-        sums = tensor_checksums(self._named())
-        return {name: format_checksum(value) for name, value in sums.items()}
+    def checksums(self) -> dict[str, int]:
+        views = self._views()
+        return tensor_checksums([(name, views.by_name[name]) for name in views.names])
 
     def _copy_from(self, buffer: torch.Tensor, metas: list[TensorMeta]) -> None:
-        views = self._views()
-        sent: list[torch.Tensor] = []
-        for meta in metas:
-            data = buffer[meta.offset : meta.offset + meta.num_bytes]
-            if data.numel() != meta.num_bytes:
-                raise RequestError(
-                    f"{meta.name}: bytes {meta.offset}..{meta.offset + meta.num_bytes} lie outside the buffer"
-                )
-            if meta.offset % meta.dtype.itemsize:
-                data = data.clone()
-            sent.append(data.view(meta.dtype).view(meta.shape))
+        views = self._views().by_name
         places = [views[meta.name] for meta in metas]
+        whole = {dtype: _elements(buffer, dtype) for dtype in {meta.dtype for meta in metas}}
+        sent: list[torch.Tensor] = []
+        for meta, place in zip(metas, places, strict=True):
+            size, end = meta.dtype.itemsize, meta.offset + place.numel() * meta.dtype.itemsize
+            if not 0 <= meta.offset <= end <= buffer.numel():
+                raise RequestError(
+                    f"{meta.name}: bytes {meta.offset}..{end} lie outside the buffer"
+                )
+            if meta.offset % size:
+                data = buffer[meta.offset : end].clone().view(meta.dtype)
+            else:
+                data = whole[meta.dtype][meta.offset // size : end // size]
+            sent.append(data.view_as(place))
         if places:
             torch._foreach_copy_(places, sent)  # pyright: ignore[reportPrivateImportUsage]
-
-    def _named(self) -> list[Named]:
-        """Tied weights once, under the first name."""
-        once: dict[int, Named] = {}
-        for name, tensor in self._all().items():
-            once.setdefault(id(tensor), (name, tensor))
-        return self._hf_views(once.values())
 
     def _all(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers; going through all modules takes longer than a bucket."""
@@ -179,23 +185,26 @@ class WeightStore:
             self._weights = {name: t for name, t in found if isinstance(t, torch.Tensor)}
         return self._weights
 
-    def _hf_views(self, named: Iterable[Named]) -> list[Named]:
-        detached = ((name, tensor.detach()) for name, tensor in named)
-        return list(hf_views(detached, model_type=self._model_type))
-
-    def _views(self) -> dict[str, torch.Tensor]:
-        """As `_named`, and the second name of a tied weight (lm_head) too; kept during a session."""
-        # Weights that were moved, moved together.
-        address = next(self._model.parameters()).data_ptr()
-        if self._kept is not None and self._kept[0] == address:
-            return self._kept[1]
-        views = dict(self._hf_views(self._all().items()))
-        if self.session_open:
-            self._kept = (address, views)
-        return views
+    def _views(self) -> _Views:
+        """Kept during a session, unless memory is released and comes back in another place meanwhile."""
+        addresses = [tensor.data_ptr() for tensor in self._all().values()]
+        if self._kept is not None and self._kept.addresses == addresses:
+            return self._kept
+        by_name: dict[str, torch.Tensor] = {}
+        names: list[str] = []
+        seen: set[int] = set()
+        for name, tensor in self._all().items():
+            views = dict(hf_views([(name, tensor.detach())], model_type=self._model_type))
+            by_name.update(views)
+            if id(tensor) not in seen:
+                names.extend(views)
+            seen.add(id(tensor))
+        made = _Views(addresses=addresses, by_name=by_name, names=names)
+        self._kept = made if self.session_open else None
+        return made
 
     def _check_metas(self, metas: Iterable[TensorMeta]) -> None:
-        views = self._views()
+        views = self._views().by_name
         for meta in metas:
             if meta.name not in views:
                 raise RequestError(f"the model has no parameter {meta.name!r}")
@@ -218,7 +227,7 @@ def parse_metadata(entries: Any) -> list[TensorMeta]:
             TensorMeta(
                 name=str(entry["name"]),
                 dtype=parse_dtype(entry["dtype"]),
-                shape=tuple(int(size) for size in entry["shape"]),
+                shape=tuple(map(int, entry["shape"])),
                 offset=int(entry["offset"]),
             )
             for entry in entries
@@ -243,6 +252,11 @@ def metadata_in_order(
         )
         offset += metas[-1].num_bytes
     return metas
+
+
+def _elements(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes as so many elements as there are whole ones."""
+    return buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def parse_dtype(name: str) -> torch.dtype:
