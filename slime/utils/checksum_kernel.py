@@ -7,9 +7,9 @@ tensor's. Within a run positions are small, so that elements of two bytes and le
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -26,16 +26,17 @@ def many_sums(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tens
     `dtype`: the integer type whose size their elements have.
     """
     device = tensors[0].device
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    numels = [tensor.numel() for tensor in tensors]
-    counts = [-(-numel // _BLOCK) for numel in numels]
-    ends = list(itertools.accumulate(counts))
-    starts = [end - count for end, count in zip(ends, counts, strict=True)]
-    table = torch.tensor([addresses, numels, starts, counts]).to(device, non_blocking=True)
-    owners = torch.repeat_interleave(table[3], output_size=ends[-1])
+    addresses = np.array([tensor.data_ptr() for tensor in tensors])
+    numels = np.array([tensor.numel() for tensor in tensors])
+    counts = -(-numels // _BLOCK)
+    ends = counts.cumsum()
+    num_runs = int(ends[-1])
+    table = torch.from_numpy(np.stack([addresses, numels, ends - counts, counts]))
+    table = table.to(device, non_blocking=True)
+    owners = torch.repeat_interleave(table[3], output_size=num_runs)
     sums = torch.zeros(len(tensors), 2, dtype=torch.int64, device=device)
-    if ends[-1]:
-        _sum_runs[(ends[-1],)](
+    if num_runs:
+        _sum_runs[(num_runs,)](
             table[0],
             table[1],
             table[2],
@@ -43,7 +44,7 @@ def many_sums(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tens
             sums,
             tensors[0].detach().reshape(-1).view(dtype),
             WIDE=dtype.itemsize > 2,
-            ALIGNED=all(address % _ALIGNED == 0 for address in addresses),
+            ALIGNED=not (addresses % _ALIGNED).any(),
             LANES=_LANES,
             ROWS=_ROWS,
         )

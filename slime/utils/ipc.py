@@ -67,7 +67,7 @@ class SharedBuffer:
             self.tensor = torch.empty(size, dtype=torch.uint8, device=device)
 
     def export(self) -> BufferHandle:
-        """What one receiver needs. Work queued on a GPU before this call is finished first."""
+        """What one receiver needs; its GPU waits for what was queued before this call."""
         if self._segment is not None:
             return ShmHandle(kind="shm", name=f"/{self._segment.name}", size=self.size)
         return _export_cuda(self.tensor)
@@ -234,7 +234,6 @@ def _map_segment(name: str, size: int) -> Iterator[torch.Tensor]:
 
 
 def _export_cuda(tensor: torch.Tensor) -> CudaHandle:
-    torch.cuda.synchronize(tensor.device)
     shared = tensor.untyped_storage()._share_cuda_()
     _, handle, size, offset, ref_counter, ref_counter_offset, event, event_sync = shared
     return CudaHandle(

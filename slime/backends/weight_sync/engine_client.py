@@ -128,8 +128,9 @@ class EngineClient:
     def architectures(self) -> list[str] | None:
         return self._get("/model_info").get("architectures")
 
-    def resume(self) -> None:
-        self.post("/continue_generation", {})
+    def start_resume(self) -> Callable[[], None]:
+        """Generation goes on; over once what is returned was called."""
+        return partial(self._result, self._start("POST", "/continue_generation", {}))
 
     def post(self, route: str, payload: dict[str, Any], timeout: float = _CONTROL_TIMEOUT_S) -> Any:
         return self._result(self._start("POST", route, payload, timeout=timeout))

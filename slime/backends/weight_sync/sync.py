@@ -157,7 +157,7 @@ class WeightSync:
             if index == 0:  # which was made meanwhile
                 with _on_all_ranks("preparing the engines"):
                     on_all(sessions, lambda wait: wait())
-            bucket = Bucket(index=index, tensors=[(name, t.detach()) for name, t in tensors])
+            bucket = Bucket(index=index, tensors=_detached(tensors))
             with _on_all_ranks(f"bucket {index}"):
                 self._send(bucket, to_engines=bool(mine))
             nbytes += bucket.nbytes
@@ -204,7 +204,9 @@ class WeightSync:
             if self._served is not None:
                 with self._checksum_time():
                     self._served.compare(version)
-        on_all(clients, EngineClient.resume)
+        resumed = [engine.start_resume() for engine in clients]
+        self.transport.close()  # meanwhile
+        on_all(resumed, lambda wait: wait())
 
     def _abandon(self, clients: list[EngineClient]) -> None:
         """Close the sessions, so that a later update can start over; generation stays paused."""
@@ -252,6 +254,10 @@ def _model_facts(args: Args) -> ModelFacts:
     if args.rollout_engine != "sglang":
         return ModelFacts()
     return model_facts(json.loads((Path(args.hf_checkpoint) / "config.json").read_text()))
+
+
+def _detached(tensors: HFTensors) -> HFTensors:
+    return [(name, t.detach() if t.requires_grad else t) for name, t in tensors]
 
 
 def _several_ranks() -> bool:
