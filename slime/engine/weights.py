@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -31,7 +33,7 @@ class TensorMeta:
     shape: tuple[int, ...]
     offset: int
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
@@ -106,18 +108,18 @@ class WeightStore:
                 for name in names:
                     views[name].copy_(file.get_tensor(name))
 
-    def update_from_buffer(self, handle: Any, metas: list[TensorMeta]) -> None:
+    def update_from_buffer(self, handle: Any, metas: Sequence[TensorMeta]) -> None:
         """From memory another process of this machine shares, which is read when this returns.
 
         The memory stays open during a session.
         """
-        self._check_metas(metas)
+        places = self._places(metas)
         try:
             buffer = self._imported.get(handle)
         except (KeyError, TypeError, OSError, ValueError) as error:
             raise RequestError(f"cannot open the shared buffer: {error}") from error
         try:
-            self._copy_from(buffer, metas)
+            _copy_bucket(buffer, metas, places)
         finally:
             finish_reading(buffer)
             if not self.session_open:
@@ -141,42 +143,22 @@ class WeightStore:
     ) -> None:
         """As rank 0 of the group broadcasts: one tensor per name, or all of them as one run of bytes."""
         group = self._group(group_name)
-        self._check_metas(metas)
+        places = self._places(metas)
         device = self._model.device
         if flattened:
             size = sum(meta.num_bytes for meta in metas)
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
             dist.broadcast(buffer, group=group, group_src=0)
-            self._copy_from(buffer, metas)
+            _copy_bucket(buffer, metas, places)
             return
-        views = self._views().by_name
-        for meta in metas:
+        for meta, place in zip(metas, places, strict=True):
             tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
             dist.broadcast(tensor, group=group, group_src=0)
-            views[meta.name].copy_(tensor)
+            place.copy_(tensor)
 
     def checksums(self) -> dict[str, int]:
         views = self._views()
         return tensor_checksums([(name, views.by_name[name]) for name in views.names])
-
-    def _copy_from(self, buffer: torch.Tensor, metas: list[TensorMeta]) -> None:
-        views = self._views().by_name
-        places = [views[meta.name] for meta in metas]
-        whole = {dtype: _elements(buffer, dtype) for dtype in {meta.dtype for meta in metas}}
-        sent: list[torch.Tensor] = []
-        for meta, place in zip(metas, places, strict=True):
-            size, end = meta.dtype.itemsize, meta.offset + place.numel() * meta.dtype.itemsize
-            if not 0 <= meta.offset <= end <= buffer.numel():
-                raise RequestError(
-                    f"{meta.name}: bytes {meta.offset}..{end} lie outside the buffer"
-                )
-            if meta.offset % size:
-                data = buffer[meta.offset : end].clone().view(meta.dtype)
-            else:
-                data = whole[meta.dtype][meta.offset // size : end // size]
-            sent.append(data.view_as(place))
-        if places:
-            torch._foreach_copy_(places, sent)  # pyright: ignore[reportPrivateImportUsage]
 
     def _all(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers; going through all modules takes longer than a bucket."""
@@ -203,12 +185,16 @@ class WeightStore:
         self._kept = made if self.session_open else None
         return made
 
-    def _check_metas(self, metas: Iterable[TensorMeta]) -> None:
+    def _places(self, metas: Iterable[TensorMeta]) -> list[torch.Tensor]:
+        """Where each of these goes; refused unless all of them fit."""
         views = self._views().by_name
+        places: list[torch.Tensor] = []
         for meta in metas:
             if meta.name not in views:
                 raise RequestError(f"the model has no parameter {meta.name!r}")
-            _check_shape(meta.name, meta.shape, views[meta.name])
+            places.append(views[meta.name])
+            _check_shape(meta.name, meta.shape, places[-1])
+        return places
 
     def _group(self, name: str) -> dist.ProcessGroup:
         if name not in self._groups:
@@ -218,12 +204,18 @@ class WeightStore:
         return self._groups[name]
 
 
-def parse_metadata(entries: Any) -> list[TensorMeta]:
+def parse_metadata(entries: Any) -> Sequence[TensorMeta]:
     """The `metadata` of a slime_shm update."""
     if not isinstance(entries, list):
         raise RequestError("metadata must be a list of {name, dtype, shape, offset}")
+    return _parse_entries(orjson.dumps(entries))
+
+
+@lru_cache(maxsize=256)  # a run sends the same buckets in every update
+def _parse_entries(text: bytes) -> tuple[TensorMeta, ...]:
+    entries = orjson.loads(text)
     try:
-        return [
+        return tuple(
             TensorMeta(
                 name=str(entry["name"]),
                 dtype=parse_dtype(entry["dtype"]),
@@ -231,7 +223,7 @@ def parse_metadata(entries: Any) -> list[TensorMeta]:
                 offset=int(entry["offset"]),
             )
             for entry in entries
-        ]
+        )
     except (KeyError, TypeError) as error:
         raise RequestError(
             f"metadata must be a list of {{name, dtype, shape, offset}}: {error!r}"
@@ -252,6 +244,24 @@ def metadata_in_order(
         )
         offset += metas[-1].num_bytes
     return metas
+
+
+def _copy_bucket(
+    buffer: torch.Tensor, metas: Sequence[TensorMeta], places: list[torch.Tensor]
+) -> None:
+    whole = {dtype: _elements(buffer, dtype) for dtype in {meta.dtype for meta in metas}}
+    sent: list[torch.Tensor] = []
+    for meta, place in zip(metas, places, strict=True):
+        size, end = meta.dtype.itemsize, meta.offset + meta.num_bytes
+        if not 0 <= meta.offset <= end <= buffer.numel():
+            raise RequestError(f"{meta.name}: bytes {meta.offset}..{end} lie outside the buffer")
+        if meta.offset % size:
+            data = buffer[meta.offset : end].clone().view(meta.dtype)
+        else:
+            data = whole[meta.dtype][meta.offset // size : end // size]
+        sent.append(data.view_as(place))
+    if places:
+        torch._foreach_copy_(places, sent)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _elements(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

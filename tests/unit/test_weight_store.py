@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slime.engine.sampling_params import RequestError
-from slime.engine.weights import TensorMeta, WeightStore
+from slime.engine.weights import TensorMeta, WeightStore, parse_metadata
 from slime.utils.checksum import tensor_checksum
 from slime.utils.ipc import SharedBuffer
 from tests.tiny import make_tiny_checkpoint
@@ -104,3 +104,19 @@ def test_what_lies_outside_the_buffer_is_refused(model, store, offset: int):
         store.update_from_buffer(buffer.export(), [meta])
     buffer.close()
     assert torch.equal(norm, before)
+
+
+def test_metadata_that_was_read_before_is_told_from_other_metadata():
+    first = {"name": NORM, "dtype": "float32", "shape": [4, 2], "offset": 64}
+    same = TensorMeta(name=NORM, dtype=torch.float32, shape=(4, 2), offset=64)
+    others = [
+        {**first, **change}
+        for change in ({"name": "x"}, {"dtype": "bfloat16"}, {"shape": [2, 4]}, {"offset": 0})
+    ]
+    for _ in range(2):
+        assert list(parse_metadata([dict(first)])) == [same]
+        assert len({parse_metadata([entry])[0] for entry in [first, *others]}) == 5
+        with pytest.raises(RequestError, match="unknown dtype 'float3'"):
+            parse_metadata([{**first, "dtype": "float3"}])
+        with pytest.raises(RequestError, match="metadata must be a list"):
+            parse_metadata([{"name": NORM}])

@@ -65,6 +65,8 @@ def check_checksums(
 
 def difference(sent: dict[str, int], held: dict[str, int]) -> str:
     """What is wrong with `held`, in words; empty when nothing is."""
+    if sent == held:
+        return ""
     groups = {
         "differ": [name for name, value in sent.items() if name in held and held[name] != value],
         "are missing in the engine": [name for name in sent if name not in held],
