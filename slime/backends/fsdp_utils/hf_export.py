@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -54,9 +55,8 @@ def hf_buckets(
 def _own_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[Wanted]:
     """Not cast yet: a whole bucket is at once."""
     model_type = model.module.hf.config.model_type
-    weights = list(_wanted(model, dtype))
-    for start in range(0, len(weights), _AT_ONCE):
-        some = weights[start : start + _AT_ONCE]
+    weights = _wanted(model, dtype)
+    while some := list(islice(weights, _AT_ONCE)):
         parts = local_parts(param for _, param, _ in some)
         for (name, _, wanted), part in zip(some, parts, strict=True):
             for hf_name, view in hf_views([(name, part)], model_type=model_type):

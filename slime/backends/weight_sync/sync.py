@@ -216,7 +216,8 @@ class WeightSync:
     def _checksum_time(self) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self._checksum_seconds += time.perf_counter() - started
+        if self._verify:
+            self._checksum_seconds += time.perf_counter() - started
 
     def _engines_served(self, clients: list[EngineClient]) -> list[EngineClient]:
         if not self.transport.shares_device:
