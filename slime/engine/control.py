@@ -155,7 +155,12 @@ async def weights_checker(engine: Engine, body: Body) -> Body:
 
 async def release_memory_occupation(engine: Engine, body: Body) -> None:
     tags = _tags(body)
-    await _call(engine, lambda: engine.release_memory(tags))
+
+    def release() -> None:
+        engine.weights.forget()
+        engine.release_memory(tags)
+
+    await _call(engine, release)
 
 
 async def resume_memory_occupation(engine: Engine, body: Body) -> None:

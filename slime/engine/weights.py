@@ -72,8 +72,12 @@ class WeightStore:
         if not self.session_open:
             raise RequestError("end_weight_update() without begin_weight_update()")
         self.session_open = False
-        self._kept = None
+        self.forget()
         self._imported.close()
+
+    def forget(self) -> None:
+        """Let go of where the weights are: their memory could not be given back else."""
+        self._kept = None
 
     def require_session(self, route: str) -> None:
         if not self.session_open:

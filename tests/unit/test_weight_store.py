@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -62,8 +63,9 @@ def test_weights_that_move_within_a_session_are_followed(model, store, moved: st
     assert store.checksums()[NORM] == tensor_checksum(NORM, torch.full_like(norm, 3.0))
 
 
-def test_memory_is_let_go_of_when_a_session_ends(model):
-    """Or a colocated trainer would not get what the engine releases."""
+@pytest.mark.parametrize("let_go", [WeightStore.end_session, WeightStore.forget])
+def test_memory_is_let_go_of(model, let_go: Callable[[WeightStore], None]):
+    """Or a colocated trainer would not get what the engine releases, in a session that was left open too."""
     store, norm = WeightStore(model), model.get_parameter(NORM)
     array = np.ones(norm.numel(), np.float32)
     norm.data = torch.from_numpy(array)
@@ -71,8 +73,7 @@ def test_memory_is_let_go_of_when_a_session_ends(model):
     del array
     store.begin_session()
     store.checksums()
-    store.end_session()
-    store.checksums()
+    let_go(store)
     norm.data = torch.ones(norm.numel())
     assert held() is None
 
