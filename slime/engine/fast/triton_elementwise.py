@@ -9,7 +9,7 @@ import triton.language as tl
 from slime.engine.fast.triton_launch import start_early
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def add_rms_norm_kernel(
     hidden,
     delta,  # [PARTS, T, SIZE]

@@ -13,7 +13,7 @@ import triton.language as tl
 from slime.engine.fast.triton_launch import fetch_rows, start_early
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def product_kernel(
     x,  # [rows, depth]
     matrix,  # [columns, depth]; GATED: [2 * columns, depth], gate above up
