@@ -155,12 +155,7 @@ async def weights_checker(engine: Engine, body: Body) -> Body:
 
 async def release_memory_occupation(engine: Engine, body: Body) -> None:
     tags = _tags(body)
-
-    def release() -> None:
-        engine.weights.forget()
-        engine.release_memory(tags)
-
-    await _call(engine, release)
+    await _call(engine, lambda: engine.release_memory(tags))
 
 
 async def resume_memory_occupation(engine: Engine, body: Body) -> None:

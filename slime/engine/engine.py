@@ -217,6 +217,7 @@ class Engine:
                 "memory can be released only while no request is running; flush_cache first"
             )
         self.scheduler.flush()
+        self.weights.forget()
         for tag in tags:
             if tag not in self.released:
                 self._releaser.release(tag)

@@ -26,6 +26,7 @@ import torch
 
 SHM_DIR = Path("/dev/shm")
 _PREFIX = "slime_"
+_ALIGNMENT = 64  # bytes
 _NAME = re.compile(r"/slime_[0-9a-zA-Z_]+")
 _YOUNG_SECONDS = 10.0  # a segment this new may not have been locked by its maker yet
 
@@ -50,6 +51,11 @@ class CudaHandle(TypedDict):
 
 
 BufferHandle = ShmHandle | CudaHandle
+
+
+def aligned(nbytes: int) -> int:
+    """As long that what follows it in a buffer begins where a GPU reads several elements at once."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class SharedBuffer:

@@ -18,6 +18,7 @@ if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from slime.engine.fast import cuda_kernels, cuda_products  # noqa: E402
+from slime.engine.fast.cuda_blocks import Blocks  # noqa: E402
 from slime.engine.fast.cuda_kernels import CudaKernels  # noqa: E402
 from slime.engine.fast.kernels import (  # noqa: E402
     DrawSettings,
@@ -227,10 +228,8 @@ def test_products_in_every_block(parts: int, gated: bool):
         gate, up = expected.chunk(2, -1)
         expected = torch.nn.functional.silu(gate) * up
     for rows, columns in ((16, 16), (32, 64), (64, 32)):
-        blocks = cuda_products.Blocks(
-            ROWS=rows, COLUMNS=columns, DEPTH=64, parts=parts, num_stages=2
-        )
-        found = cuda_products.product(x, weight, blocks, gated=gated and parts == 1)
+        blocks = Blocks(ROWS=rows, COLUMNS=columns, DEPTH=64, num_warps=4, num_stages=2)
+        found = cuda_products.product(x, weight, blocks, parts=parts, gated=gated and parts == 1)
         assert_close(found.float().sum(0), expected, dtype)
 
 
@@ -309,7 +308,7 @@ def test_products_where_there_is_little_shared_memory(monkeypatch):
 
 
 def test_products_that_are_left_to_the_library():
-    def blocks_for(rows: int, columns: int, depth: int, dtype: torch.dtype, **how: bool):
+    def blocks_for(rows: int, columns: int, depth: int, dtype: torch.dtype, **how: int):
         shapes = ((rows, depth), (columns, depth))
         x, weight = (torch.empty(shape, device=DEVICE, dtype=dtype) for shape in shapes)
         return cuda_products.choose_blocks(x, weight, **how)
@@ -317,8 +316,8 @@ def test_products_that_are_left_to_the_library():
     half = torch.float16
     assert blocks_for(64, 4096, 1024, half) is not None
     assert blocks_for(65, 4096, 1024, half) is None
-    assert blocks_for(256, 1024, 3072, half, in_parts=True) is not None
-    assert blocks_for(257, 1024, 3072, half, in_parts=True) is None
-    assert blocks_for(8, 9728, 2560, half, in_parts=True) is None  # large
+    assert blocks_for(256, 1024, 3072, half, most_rows=256) is not None
+    assert blocks_for(257, 1024, 3072, half, most_rows=256) is None
+    assert blocks_for(8, 9728, 2560, half, most_rows=256) is None  # large
     assert blocks_for(8, 64, 1024, torch.float32) is None
     assert blocks_for(8, 64, 1000, half) is None

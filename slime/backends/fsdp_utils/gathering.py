@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from slime.utils.device import current_device
+from slime.utils.ipc import aligned
 
 GATHER_BYTES = 64 << 20  # of whole tensors in one collective, or one larger tensor
-_ALIGNMENT = 64  # bytes; from such addresses a GPU reads several elements at once
 
 Room = Callable[[int], torch.Tensor | None]  # so many bytes of somebody's memory, if there are
 Wanted = tuple[str, torch.Tensor, torch.dtype]  # name, parameter, the type it is wanted in
@@ -88,7 +88,7 @@ def _places(
     wanted: Sequence[Wanted], device: torch.device, room: Room | None
 ) -> list[torch.Tensor]:
     """Cut from one piece of memory all at once: by one a tensor costs more than its part of the copy."""
-    sizes = [_aligned(tensor.numel() * dtype.itemsize) for _, tensor, dtype in wanted]
+    sizes = [aligned(tensor.numel() * dtype.itemsize) for _, tensor, dtype in wanted]
     memory = room(sum(sizes)) if room is not None else None
     if memory is None:
         memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
@@ -104,10 +104,6 @@ def _places(
             place = place[: tensor.numel()]
         places.append(place.view_as(tensor))
     return places
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _padded_part(param: DTensor, dtype: torch.dtype) -> torch.Tensor:

@@ -13,10 +13,9 @@ import torch
 from slime.backends.weight_sync.engine_client import EngineClient
 from slime.backends.weight_sync.payloads import tensor_payload
 from slime.backends.weight_sync.types import Bucket, WeightSyncError
-from slime.utils.ipc import BufferHandle, SharedBuffer, release_export
+from slime.utils.ipc import BufferHandle, SharedBuffer, aligned, release_export
 from slime.utils.sync_http import HttpError
 
-_ALIGNMENT = 64
 _ROUTE = "/update_weights_from_tensor"
 
 Metadata = dict[str, Any]  # as /update_weights_from_tensor takes it
@@ -168,7 +167,7 @@ def _mark(device: torch.device) -> torch.cuda.Event | None:
 
 
 def packed_size(bucket: Bucket) -> int:
-    return sum(_aligned(tensor.nbytes) for _, tensor in bucket.tensors) or _ALIGNMENT
+    return sum(aligned(tensor.nbytes) for _, tensor in bucket.tensors) or aligned(1)
 
 
 def pack(bucket: Bucket, buffer: torch.Tensor) -> list[Metadata]:
@@ -190,7 +189,7 @@ def pack(bucket: Bucket, buffer: torch.Tensor) -> list[Metadata]:
         places.append(place)
         sources.append(tensor.clone() if lies_there else tensor)
         metadata.append(_describe(name, tensor, offset))
-        offset += _aligned(tensor.nbytes)
+        offset += aligned(tensor.nbytes)
     torch._foreach_copy_(places, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
     return metadata
 
@@ -203,10 +202,6 @@ def _describe(name: str, tensor: torch.Tensor, offset: int) -> Metadata:
 @cache
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _allocate(size: int, device: torch.device) -> SharedBuffer:

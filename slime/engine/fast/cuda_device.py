@@ -20,7 +20,7 @@ def early_launch() -> dict[str, bool]:
 @functools.cache
 def shared_memory() -> int:
     """Bytes that one program can have."""
-    if _interpreted() or not torch.cuda.is_available():
+    if not _on_gpu():
         return _HOPPERS_SHARED_MEMORY
     utils = triton.runtime.driver.active.utils
     return utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"]
@@ -28,10 +28,9 @@ def shared_memory() -> int:
 
 @functools.cache
 def _launches_early() -> bool:
-    if _interpreted() or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability()[0] >= _HOPPER
+    return _on_gpu() and torch.cuda.get_device_capability()[0] >= _HOPPER
 
 
-def _interpreted() -> bool:
-    return triton.knobs.runtime.interpret
+def _on_gpu() -> bool:
+    """And not in Triton's interpreter."""
+    return torch.cuda.is_available() and not triton.knobs.runtime.interpret

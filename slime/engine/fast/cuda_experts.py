@@ -3,26 +3,16 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 import triton
 
 from slime.engine.fast import triton_experts
+from slime.engine.fast.cuda_blocks import Blocks
 
 _SCANNED = 1024  # pairs that a list takes at a time
 _SUMMED = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Blocks:
-    """What a program of a product has before it, and how many loads of it are under way."""
-
-    ROWS: int
-    COLUMNS: int
-    DEPTH: int
-    num_warps: int
-    num_stages: int
 
 
 class CudaExperts:
