@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import ray
+
 from slime.backends.addresses import own_host
 from slime.backends.sglang_utils.flush import flush_until_idle
 from slime.backends.sglang_utils.router import Router, make_router
@@ -14,6 +16,7 @@ from slime.ray.engine_handle import EngineHandle
 from slime.ray.external_group import ExternalGroup
 from slime.ray.health import failed_engines, health_route
 from slime.ray.stacks import Member
+from slime.ray.watch import LostError
 from slime.utils.arguments import Args
 from slime.utils.errors import UserError
 from slime.utils.sync_http import HttpError, post_json
@@ -25,6 +28,14 @@ _WORD_EVERY_S = 20.0
 # on an H200 as an illegal memory access in one release of seventy.
 _LAST_STEP_S = 0.3
 _MEMORY = ("kv_cache", "weights")
+
+
+class EngineCallError(HttpError):
+    """A control call failed; `engines` are the indices of those that are to be replaced."""
+
+    def __init__(self, message: str, engines: list[int]) -> None:
+        super().__init__(message)
+        self.engines = engines
 
 
 def make_engine_group(
@@ -58,16 +69,16 @@ class EngineGroup:
         begun = time.monotonic()
         next_word = begun + _WORD_EVERY_S
         while waiting := self._not_up():
-            for future in self._starting:
+            for index, future in enumerate(self._starting):
                 if future.done():
-                    future.result()
+                    _started(index, future)
             time.sleep(0.05)
             if time.monotonic() > next_word:
                 next_word += _WORD_EVERY_S
                 for index in waiting:
                     line = self._handles[index].last_lines(1)
                     say(f"engine {index} is starting ({time.monotonic() - begun:.0f} s): {line}")
-        self.all = [future.result() for future in self._starting]
+        self.all = [_started(index, future) for index, future in enumerate(self._starting)]
 
     def last_words(self) -> str:
         """Of the servers that are not up yet."""
@@ -99,20 +110,24 @@ class EngineGroup:
         return failed_engines(self._handles, self.all, timeout=timeout, route=route)
 
     def restart(self, index: int) -> str:
-        """A fresh server in the place of a failed one, and what became of it in words.
+        """Start a fresh server in the place of a failed one; return a line that says how it went.
 
-        It holds `--hf-checkpoint` until the next update.
+        It holds `--hf-checkpoint` until the next update. Whatever goes wrong, the actor's death
+        included, leaves the engine down until the next health check tries again.
         """
         self.unsynced = [info for info in self.unsynced if info != self.all[index]]
+        self._released.pop(self.all[index].url, None)
         self._handles[index].stop()()
         self._handles[index].make()
         try:
             self.all[index] = self._handles[index].start()
-        except UserError as error:
+        except (UserError, ray.exceptions.RayError) as error:
             self._down.add(index)
-            reason = str(getattr(error, "cause", error)).splitlines()[0]  # not Ray's traceback
             waits = "" if self.infos else "; no engine is left, so generation waits"
-            return f"engine {index} failed and could not be started again so far: {reason}{waits}"
+            return (
+                f"engine {index} failed and could not be started again so far: "
+                f"{_first_line(error)}{waits}"
+            )
         self._down.discard(index)
         self.unsynced.append(self.all[index])
         return f"engine {index} failed and was started again"
@@ -136,33 +151,66 @@ class EngineGroup:
         return self._router is not None and not self._router.alive()
 
     def release(self) -> None:
-        """Give the device's memory to the trainer; the engines must be idle."""
-        if not self.args.offload_rollout or self._gave_away():
+        """Give the device's memory to the trainer; the engines must be idle.
+
+        Raises EngineCallError for engines that did not; the others have released theirs, or do so in
+        the next call.
+        """
+        holding = [info for info in self.infos if not self._released.get(info.url)]
+        if not self.args.offload_rollout or not holding:
             return
-        for info in self.infos:
-            flush_until_idle(info.url, self.token)
-        if any(info.kind == "sglang" for info in self.infos):
+        self._on_each(holding, self._flush)
+        if any(info.kind == "sglang" for info in holding):
             time.sleep(_LAST_STEP_S)
-        self._post(self.infos, "/release_memory_occupation", {"tags": list(_MEMORY)})
-        self._released = {info.url: set(_MEMORY) for info in self.infos}
+        self._on_each(holding, self._release_one)
 
     def resume(self, tag: str) -> None:
-        """Take back what was given away; SGLang ends itself if it is asked for more than that, or if
-        the memory is not free any more."""
+        """Take back the memory that was released.
+
+        SGLang ends itself if it is asked for more than that, or if the memory is not free any more.
+        """
         without = [info for info in self.infos if tag in self._released.get(info.url, ())]
         try:
-            self._post(without, "/resume_memory_occupation", {"tags": [tag]})
-        except HttpError as error:
-            raise HttpError(
-                f"an engine could not take back the memory it had given away ({error}). Does another "
+            self._on_each(without, lambda info: self._resume_one(info, tag))
+        except EngineCallError as error:
+            raise EngineCallError(
+                f"an engine could not take back the memory it had released ({error}). Does another "
                 "process use the same GPU (nvidia-smi)? If not, lower --sglang-mem-fraction-static. "
-                f"Its log ends with\n{self._last_lines()}"
+                f"Its log ends with\n{self._last_lines(error.engines)}",
+                error.engines,
             ) from error
-        for info in without:
-            self._released[info.url].discard(tag)
 
-    def _last_lines(self) -> str:
-        return "\n".join(handle.last_lines(15) for handle in self._handles)
+    def _flush(self, info: EngineInfo) -> None:
+        timeout = self.args.rollout_health_check_timeout
+        flush_until_idle(info.url, self.token, answer_timeout_s=timeout)
+
+    def _release_one(self, info: EngineInfo) -> None:
+        self._post(info, "/release_memory_occupation", list(_MEMORY))
+        self._released[info.url] = set(_MEMORY)
+
+    def _resume_one(self, info: EngineInfo, tag: str) -> None:
+        self._post(info, "/resume_memory_occupation", [tag])
+        self._released[info.url].discard(tag)
+
+    def _post(self, info: EngineInfo, route: str, tags: list[str]) -> None:
+        body = {"tags": tags}
+        post_json(info.url + route, body, token=self.token, timeout=_CONTROL_TIMEOUT_S)
+
+    def _on_each(self, engines: list[EngineInfo], call: Callable[[EngineInfo], None]) -> None:
+        """Run `call` on all of them at once; one that fails does not keep the others from it."""
+        with ThreadPoolExecutor(max(1, len(engines))) as pool:
+            calls = [pool.submit(call, info) for info in engines]
+        failed: dict[int, str] = {}
+        for info, future in zip(engines, calls, strict=True):
+            try:
+                future.result()
+            except HttpError as error:
+                failed[self.all.index(info)] = str(error)
+        if failed:
+            raise EngineCallError("; ".join(failed.values()), list(failed))
+
+    def _last_lines(self, engines: list[int]) -> str:
+        return "\n".join(self._handles[index].last_lines(15) for index in engines)
 
     def _gave_away(self) -> bool:
         return any(self._released.get(info.url) for info in self.infos)
@@ -174,13 +222,14 @@ class EngineGroup:
             wait()
         self._handles, self.all = [], []
 
-    def _post(self, engines: list[EngineInfo], route: str, body: dict[str, Any]) -> None:
-        with ThreadPoolExecutor(max(1, len(engines))) as pool:
-            calls = [
-                pool.submit(
-                    post_json, info.url + route, body, token=self.token, timeout=_CONTROL_TIMEOUT_S
-                )
-                for info in engines
-            ]
-            for call in calls:
-                call.result()
+
+def _started(index: int, future: Future[EngineInfo]) -> EngineInfo:
+    try:
+        return future.result()
+    except ray.exceptions.RayActorError as error:
+        raise LostError(f"engine {index} died while it started: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    """What happened, without Ray's traceback."""
+    return (str(getattr(error, "cause", error)).splitlines() or [type(error).__name__])[0]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
 from slime.ray.cluster import beside_driver
-from slime.ray.engine_group import make_engine_group
+from slime.ray.engine_group import EngineCallError, make_engine_group
 from slime.ray.probe_check import check_probe
 from slime.ray.recorder import Recorder
 from slime.ray.remote import Remote
@@ -18,13 +18,18 @@ from slime.ray.stacks import Member
 from slime.ray.stop_signal import StopSignal
 from slime.ray.watch import StallError
 from slime.utils.arguments import Args
-from slime.utils.errors import WeightMismatchError
+from slime.utils.errors import UserError, WeightMismatchError, WeightSyncError
 from slime.utils.reports import Probe
+from slime.utils.sync_http import HttpError
 from slime.utils.types import EngineInfo
 
-PUSH_TRIES = 5  # of one update, each with the engines that are left or were started again
+_UPDATE_TRIES = 5  # of one update, each with the engines that are left or were started again
 _ANSWER_S = 10.0  # for a question that is answered at once
 _THREADS = 4  # generate, and a save or a question meanwhile
+T = TypeVar("T")
+
+
+def _nothing() -> None: ...
 
 
 class RolloutGroup:
@@ -42,8 +47,9 @@ class RolloutGroup:
         self.has_engines = bool(engine_options) or args.rollout_external
         self._engines = make_engine_group(args, engine_options, token=token)
         self._engines.start()
-        # Set by the run: gives the current weights to engines that were started again.
-        self.push_weights: Callable[[list[EngineInfo]], None] = lambda engines: None
+        # Set by the run: gives the trainer's weights to engines that were started again; returns
+        # their version and the rollout they were trained on last (None: those of the start).
+        self.push_weights: Callable[[list[EngineInfo]], tuple[int, int | None]]
         self.never_stops = False  # whether the rollout function generates between rollouts too
         self._last_begun: int | None = None
         self._failures_told: set[str] = set()  # datasets; "" for training
@@ -96,11 +102,21 @@ class RolloutGroup:
         """The rollout begun last."""
         with self.recorder.phase("generate"), self.stop_signal.interruptible():
             result = self._watched(self._generating)
-            self._engines.release()
+            self._release()
         self._generating = None
         self.recorder.add(result.metrics)
         self._tell_of_failures(result.metrics)
         return result.batch_refs
+
+    def _release(self) -> None:
+        """Free the engines' memory for the trainer; the next update serves those replaced here."""
+        for attempt in range(_UPDATE_TRIES):
+            try:
+                return self._engines.release()
+            except EngineCallError as error:
+                last = attempt == _UPDATE_TRIES - 1
+                if last or not self.replace_failed(known=error.engines):
+                    raise UserError(str(error)) from error
 
     def _tell_of_failures(self, metrics: dict[str, float]) -> None:
         """The first time; the metric counts them in every rollout."""
@@ -149,14 +165,15 @@ class RolloutGroup:
         following = None if rollout_id is None else rollout_id + 1
         self._ask("set_weight_version", version, following)
 
-    def replace_failed(self, *, paused: bool = False) -> list[int]:
-        """Restart what died or hangs; it gets no request before it has the current weights.
+    def replace_failed(self, *, paused: bool = False, known: Sequence[int] = ()) -> list[int]:
+        """Restart engines that died or hang, and the `known` ones, on which a call failed.
 
-        `paused`: generation is, as an update that failed leaves it.
+        They get no request before they have the current weights. `paused`: generation is, as an update
+        that failed leaves it.
         """
         if not self.args.use_fault_tolerance:
             return []
-        failed = self._engines.failed(paused=paused)
+        failed = sorted({*self._engines.failed(paused=paused), *known})
         if failed:
             self._generate_with(
                 [
@@ -170,17 +187,31 @@ class RolloutGroup:
         return failed
 
     def _bring_up_to_date(self) -> None:
-        """Give engines that were started again the current weights; one may fail even then."""
-        for attempt in range(PUSH_TRIES):
-            try:
-                self.push_weights(self._engines.unsynced)
-                break
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error, WeightMismatchError) or attempt == PUSH_TRIES - 1:
-                    raise
-                if not self.replace_failed(paused=True):
-                    raise
+        """Give engines that were started again the trainer's weights; one may fail even then."""
+        version, after = self.retry_update(lambda: self.push_weights(self._engines.unsynced))
+        if after is not None:
+            self.set_weight_version(version, after)
         self.admit_engines()
+
+    def retry_update(self, update: Callable[[], T], undo: Callable[[], None] = _nothing) -> T:
+        """Run an update, and again from its start as long as it fails because an engine did.
+
+        `undo` is called before engines are replaced. An update that did not reach an engine is tried
+        once more even if all of them answer now: one that was frozen and went on takes it again.
+        """
+        for attempt in range(_UPDATE_TRIES):
+            try:
+                return update()
+            except (ray.exceptions.RayTaskError, HttpError) as error:
+                if isinstance(error, WeightMismatchError) or attempt == _UPDATE_TRIES - 1:
+                    raise
+                undo()
+                known = error.engines if isinstance(error, EngineCallError) else ()
+                replaced = self.replace_failed(paused=True, known=known)
+                unreached = isinstance(error, (HttpError, WeightSyncError)) and attempt == 0
+                if not replaced and not (unreached and self.args.use_fault_tolerance):
+                    raise
+        raise AssertionError("unreachable")
 
     def _generate_with(self, engines: list[EngineInfo]) -> None:
         urls = [engine.url for engine in engines]
@@ -218,7 +249,7 @@ class RolloutGroup:
             with suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
                 if silence := self._member.remote.get("silence", timeout=_ANSWER_S):
                     self.recorder.message(silence)
-            if self.replace_failed():
+            if self.replace_failed() or self._engines.unsynced:
                 self._bring_up_to_date()
             elif self._engines.router_lost():
                 self.recorder.message("the router ended and is started again")

@@ -9,9 +9,9 @@ import ray
 from slime.ray.placement_group import Placement
 from slime.ray.ranks import Ranks
 from slime.ray.recorder import Recorder
-from slime.ray.rollout_group import PUSH_TRIES, RolloutGroup
+from slime.ray.rollout_group import RolloutGroup
 from slime.utils.arguments import Args
-from slime.utils.errors import UserError, WeightMismatchError
+from slime.utils.errors import UserError
 from slime.utils.sync_http import HttpError
 from slime.utils.types import EngineInfo
 
@@ -32,9 +32,10 @@ class TrainGroup:
         self, args: Args, placement: Placement, *, env: dict[str, str], recorder: Recorder
     ):
         self.args, self.recorder = args, recorder
-        self.weight_version = 0  # of what the engines hold
+        self.weight_version = 0  # the newest that any engine holds
         self.trained_version = 0  # what they held when the last training step ended
         self.last_trained: int | None = None  # rollout id
+        self._has_version = False  # whether the weights held now were given a version already
         backend = BACKENDS[args.train_backend]
         watch = recorder.watch
         self._actor = Ranks(args, backend, placement, role="actor", env=env, watch=watch)
@@ -82,6 +83,7 @@ class TrainGroup:
             train = self._train_pair if self._critic else self._train_actor
             reports = train(rollout_id, rows)
         self.last_trained, self.trained_version = rollout_id, self.weight_version
+        self._has_version = False
         for report in reports:
             self.recorder.add(report.metrics)
         self.recorder.log_learning(rollout_id)
@@ -127,7 +129,7 @@ class TrainGroup:
         if skipped and not self.args.offload_rollout:
             return
         with self.recorder.phase("update_weights"):
-            self.weight_version += 1
+            self._assign_version()
             rollout.replace_failed()
             reports = self._push(rollout)
             rollout.admit_engines()
@@ -138,31 +140,34 @@ class TrainGroup:
         """Back on the device, which the engines must have left."""
         self._actor.wake_up()
 
-    def push_weights(self, engines: list[EngineInfo]) -> None:
-        """The version all engines have, once more, for those that were started again."""
+    def push_weights(self, engines: list[EngineInfo]) -> tuple[int, int | None]:
+        """Send engines that were started again the weights held now, under their own version.
+
+        Where the next rollout is generated while this one is trained on, these are newer than what
+        the other engines hold: the update that comes next gives those the same version.
+        Returns the version and the rollout it was trained on last.
+        """
+        self._assign_version()
         self._actor.all("update_weights", engines, self.weight_version)
+        return self.weight_version, self.last_trained
+
+    def _assign_version(self) -> None:
+        """One number per training step that is sent: engines of one version hold equal weights."""
+        if not self._has_version:
+            self.weight_version += 1
+            self._has_version = True
 
     def _push(self, rollout: RolloutGroup) -> list[Any]:
         """To all engines; once more from the start if one of them died or froze meanwhile.
 
         The others are left paused, with weights of two versions, until it succeeds.
         """
-        for attempt in range(PUSH_TRIES):
-            try:
-                return self._push_once(rollout)
-            except (ray.exceptions.RayTaskError, HttpError) as error:
-                if not self._try_again(rollout, error, attempt):
-                    if isinstance(error, HttpError):
-                        raise UserError(str(error)) from error
-                    raise
-        raise AssertionError("unreachable")
-
-    def _try_again(self, rollout: RolloutGroup, error: Exception, attempt: int) -> bool:
-        """Whether an engine was the cause, and is replaced."""
-        if isinstance(error, WeightMismatchError) or attempt == PUSH_TRIES - 1:
-            return False
-        self._actor.wake_up()
-        return bool(rollout.replace_failed(paused=True))
+        try:
+            return rollout.retry_update(lambda: self._push_once(rollout), self._actor.wake_up)
+        except ray.exceptions.RayTaskError:
+            raise
+        except HttpError as error:
+            raise UserError(str(error)) from error
 
     def _push_once(self, rollout: RolloutGroup) -> list[Any]:
         rollout.resume("weights")

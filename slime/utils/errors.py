@@ -2,6 +2,7 @@
 
 UserError                 a mistake of the user's; its text is all they see, no traceback
 └── ConfigError           wrong flag, impossible combination; exit status 2
+WeightSyncError           an update that did not reach an engine, which may be dead
 WeightMismatchError       an engine does not hold the weights the trainer sent
 """
 
@@ -14,6 +15,10 @@ class UserError(Exception):
 
 class ConfigError(UserError):
     exit_status = 2
+
+
+class WeightSyncError(RuntimeError):
+    """An update that did not reach an engine; the text names the engine and the bucket."""
 
 
 class WeightMismatchError(RuntimeError):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -123,6 +125,21 @@ def test_a_server_that_is_killed_is_found_and_replaced(start, tmp_path):
     assert group.infos == [] and group.failed() == [0]
     assert group.restart(0) == "engine 0 failed and was started again"
     assert group.infos == group.unsynced and group.failed() == []
+
+
+def test_an_actor_that_dies_while_its_engine_is_started_again_is_replaced_later(start, tmp_path):
+    group = start(["serve", "silent", "serve"])
+    with ThreadPoolExecutor(1) as pool:
+        restart = pool.submit(group.restart, 0)
+        while "start 1: silent" not in (tmp_path / "run" / "logs" / "engine_0.log").read_text():
+            assert not restart.done(), restart.result()
+            time.sleep(0.2)
+        place = group.members()[0].remote.place()
+        assert place is not None
+        os.kill(place.pid, signal.SIGKILL)
+        assert "engine 0 failed and could not be started again so far" in restart.result(timeout=60)
+    assert group.infos == [] and group.failed() == [0]
+    assert group.restart(0) == "engine 0 failed and was started again"
 
 
 def test_a_server_that_says_nothing_does_not_hang_the_run(tmp_path):

@@ -9,10 +9,7 @@ from typing import Protocol
 import torch
 
 from slime.backends.weight_sync.engine_client import EngineClient
-
-
-class WeightSyncError(RuntimeError):
-    """An update that did not reach an engine; the text names the engine and the bucket."""
+from slime.utils.errors import WeightSyncError as WeightSyncError
 
 
 @dataclass(kw_only=True, frozen=True)
