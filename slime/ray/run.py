@@ -51,7 +51,7 @@ class Run:
         self._checkpoints = Checkpointer(args)
         self.start_rollout_id = self._checkpoints.start_rollout_id
         self._hold = hold_run_folder(args.run_dir)
-        open_run_folder(args)
+        open_run_folder(args, loaded=self._checkpoints.loaded)
         check_outputs(args)
         setup_logging(args.run_dir, role="driver")
         cut_back(args.run_dir, self.start_rollout_id)

@@ -9,6 +9,7 @@ from slime.rollout.evaluation import dataset_args, eval_format
 from slime.rollout.hooks import check_hooks
 from slime.utils.arguments import Args
 from slime.utils.data import check_prompts
+from slime.utils.earlier_runs import name_owner
 from slime.utils.flags.derive import ASYNC_ROLLOUT, PLAIN_ROLLOUT
 from slime.utils.preflight import (
     check_chat_template,
@@ -36,6 +37,7 @@ def check_outputs(args: Args) -> None:
     if args.save_hf and not args.debug_rollout_only:
         folder = Path(args.save_hf.format(rollout_id=0))
         check_writable(folder if folder.is_file() else folder.parent, "--save-hf")
+    name_owner(args)
 
 
 def _check_data(args: Args) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,27 @@ import orjson
 
 
 def append_lines(path: Path, records: Sequence[Mapping[str, object]]) -> None:
-    """Append the records with a single write, after removing a last line that was never finished."""
+    """Append the records, all or none, after removing a last line that was never finished."""
     path.parent.mkdir(parents=True, exist_ok=True)
     drop_partial_line(path)
     with path.open("ab", buffering=0) as file:
-        file.write(b"".join(orjson.dumps(record) + b"\n" for record in records))
+        write_whole(file, b"".join(orjson.dumps(record) + b"\n" for record in records))
+
+
+def write_whole(file: FileIO, content: bytes) -> None:
+    """Append all of the content, or leave the file as it was and raise.
+
+    On a full disk a write takes the part that fits and returns; only the next one raises.
+    """
+    size = os.fstat(file.fileno()).st_size
+    rest = memoryview(content)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError as error:
+        with suppress(OSError):
+            file.truncate(size)
+        raise OSError(error.errno, error.strerror, str(file.name)) from None
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -46,11 +64,14 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb", buffering=0) as file:
+            write_whole(file, content)
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def drop_partial_line(path: Path) -> None:

@@ -12,27 +12,33 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
 
+from slime.utils.earlier_runs import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    RESOLVED_FILE,
+    check_earlier_results,
+    set_aside,
+)
 from slime.utils.errors import ConfigError
+from slime.utils.flags.paths import portable
 from slime.utils.jsonl import replace_file
 from slime.utils.machine import describe_machine
 from slime.utils.preflight import check_writable
-from slime.utils.tracking import METRICS_FILE
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
-CONFIG_FILE = "config.yaml"
-RESOLVED_FILE = "config_resolved.yaml"
-ENVIRONMENT_FILE = "environment.json"
-_HEADER = "# slime run. Repeat it with: slime train --config THIS_FILE --run-dir NEW_FOLDER\n"
+__all__ = ["CONFIG_FILE", "ENVIRONMENT_FILE", "RESOLVED_FILE", "hold_run_folder", "open_run_folder"]
 
-
-_NOT_REPEATED = ("config", "run_dir", "dry_run")  # belong to one start, not to the run
+_HEADER = "# slime run. Repeat it in a folder of its own: slime train --config THIS_FILE --run-dir NEW_FOLDER\n"
+# Belong to one start, not to the run.
+_NOT_REPEATED = ("config", "run_dir", "dry_run", "wandb_run_id")
 
 
 def hold_run_folder(run_dir: str) -> int:
@@ -51,10 +57,16 @@ def hold_run_folder(run_dir: str) -> int:
     return handle
 
 
-def open_run_folder(args: Args) -> Path:
-    """Make the run's folder, or enter it again to resume, and record configuration and machine in it."""
+def open_run_folder(args: Args, *, loaded: Path | None = None) -> Path:
+    """Make the run's folder, or enter it again, and record configuration and machine in it.
+
+    `loaded` is the checkpoint that the run continues from. What an earlier attempt left is kept.
+    """
     run_dir = Path(args.run_dir)
-    _refuse_strangers(run_dir, resuming=args.load is not None)
+    if run_dir.is_file():
+        raise ConfigError(f"--run-dir {run_dir} is a file; name a folder")
+    if check_earlier_results(args, _given(args), loaded):
+        set_aside(run_dir)
     check_writable(run_dir, "--run-dir")
     (run_dir / "logs").mkdir(exist_ok=True)
     write_config(args, run_dir)
@@ -65,15 +77,9 @@ def open_run_folder(args: Args) -> Path:
 def write_config(args: Args, run_dir: Path) -> None:
     values = {name: _plain(value) for name, value in args.to_dict(redact=True).items()}
     origins = {name: args.origin(name) for name in values}
-    secret = {
-        name for name, value in args.to_dict(redact=False).items() if _plain(value) != values[name]
-    }
-    given = {
-        name: value
-        for name, value in values.items()
-        if origins[name] in ("command line", "config") and name not in {*secret, *_NOT_REPEATED}
-    }
-    lines = [_HEADER, yaml.safe_dump(given, sort_keys=True) if given else "{}\n"]
+    given = _given(args)
+    lines = [_HEADER, *_secret_lines(args, origins)]
+    lines.append(yaml.safe_dump(given, sort_keys=True) if given else "{}\n")
     for name in sorted(set(values) - set(given)):
         if values[name] is not None:
             lines.append(f"# {name}: {json.dumps(values[name])}  ({origins[name]})\n")
@@ -82,21 +88,30 @@ def write_config(args: Args, run_dir: Path) -> None:
     replace_file(run_dir / RESOLVED_FILE, yaml.safe_dump(resolved).encode())
 
 
-def _refuse_strangers(run_dir: Path, *, resuming: bool) -> None:
-    """A folder is usable when it is new, empty, or a run that is being resumed."""
-    if not run_dir.is_dir() or not any(run_dir.iterdir()):
-        return
-    if not (run_dir / CONFIG_FILE).exists() or not (run_dir / ENVIRONMENT_FILE).exists():
-        raise ConfigError(
-            f"--run-dir {run_dir} is not empty and is not the folder of a slime run: "
-            "nothing was written. Name a new or an empty folder."
-        )
-    metrics = run_dir / METRICS_FILE
-    if not resuming and metrics.exists() and metrics.stat().st_size > 0:
-        raise ConfigError(
-            f"--run-dir {run_dir} holds a run with metrics. To continue it, add --load with the folder "
-            "its checkpoints are in; to start another run, name another --run-dir."
-        )
+def _given(args: Args) -> dict[str, object]:
+    """What the user set, as config.yaml holds it: without secrets, and with paths that can be repeated."""
+    plain = {name: _plain(value) for name, value in args.to_dict(redact=False).items()}
+    left_out = {*_secrets(args), *_NOT_REPEATED}
+    given = {
+        name: value
+        for name, value in plain.items()
+        if args.origin(name) in ("command line", "config") and name not in left_out
+    }
+    return portable(given, args.run_dir)
+
+
+def _secrets(args: Args) -> list[str]:
+    """The flags whose values, or parts of them, are hidden."""
+    shown = args.to_dict(redact=True)
+    return [n for n, v in args.to_dict(redact=False).items() if _plain(v) != _plain(shown[n])]
+
+
+def _secret_lines(args: Args, origins: Mapping[str, str]) -> list[str]:
+    given = [n for n in _secrets(args) if origins[n] in ("command line", "config")]
+    if not given:
+        return []
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    return [f"# Secrets are not kept: give {flags} again to repeat the run.\n"]
 
 
 def _record_start(run_dir: Path) -> None:

@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
 import orjson
 
+from slime.utils.earlier_runs import METRICS_FILE
 from slime.utils.env import read_env
 from slime.utils.errors import ConfigError, UserError
-from slime.utils.jsonl import append_lines, drop_partial_line, keep_lines, read_lines
+from slime.utils.jsonl import append_lines, drop_partial_line, keep_lines, read_lines, write_whole
 from slime.utils.requirements import requirement_of
 from slime.utils.sample_log import SAMPLES_FILE
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
-METRICS_FILE = "metrics.jsonl"
+__all__ = ["METRICS_FILE", "RESUMES_FILE", "Tracker", "cut_back", "logged_rollouts"]
+
 RESUMES_FILE = "resumes.jsonl"
 
 
@@ -61,13 +63,19 @@ def cut_back(run_dir: str | Path, start_rollout_id: int) -> int:
     """Forget what a run recorded from `start_rollout_id` on, before it does those rollouts again.
 
     Call it before the Tracker is made. Returns the number of lines dropped; a last line that was only
-    half written is among them.
+    half written is among them. So are the samples of an evaluation that was not finished: it is made again.
     """
     run_dir = Path(run_dir)
-    dropped = sum(
-        keep_lines(run_dir / name, lambda record: record["rollout_id"] < start_rollout_id)
-        for name in (METRICS_FILE, SAMPLES_FILE)
-    )
+    dropped = keep_lines(run_dir / METRICS_FILE, lambda r: r["rollout_id"] < start_rollout_id)
+    evaluated = logged_rollouts(run_dir, "eval")
+
+    def is_kept(row: Mapping[str, Any]) -> bool:
+        rollout_id = row["rollout_id"]
+        if rollout_id == start_rollout_id - 1 and str(row.get("kind", "")).startswith("eval/"):
+            return rollout_id in evaluated
+        return rollout_id < start_rollout_id
+
+    dropped += keep_lines(run_dir / SAMPLES_FILE, is_kept)
     if start_rollout_id > 0 or dropped:
         resume = {"time": time.time(), "start_rollout_id": start_rollout_id, "dropped": dropped}
         append_lines(run_dir / RESUMES_FILE, [resume])
@@ -102,7 +110,7 @@ class _JsonlSink:
         if not self._path.exists():  # somebody deleted it: what comes is kept in a new one
             self._file.close()
             self._open()
-        self._file.write(orjson.dumps(record) + b"\n")
+        write_whole(self._file, orjson.dumps(record) + b"\n")
 
     def close(self) -> None:
         self._file.close()

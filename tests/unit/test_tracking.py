@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -85,6 +86,68 @@ def test_cut_back_keeps_exactly_what_came_before(tmp_path: Path):
     assert not list(tmp_path.glob(".*tmp"))
     [resume] = read_lines(tmp_path / "resumes.jsonl")
     assert resume["start_rollout_id"] == 4
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_an_unfinished_evaluation_leaves_no_samples(tmp_path: Path, logged: bool):
+    """The run is killed between the samples of an evaluation and its line of metrics."""
+    metrics = [{"rollout_id": i, "kind": "train", "time": 1.0} for i in range(4)]
+    metrics += [
+        {"rollout_id": i, "kind": "eval", "time": 1.0} for i in ((1, 3) if logged else (1,))
+    ]
+    samples = [
+        {"rollout_id": i, "kind": k, "prompt": "p"} for i in (1, 3) for k in ("train", "eval/a")
+    ]
+    append_lines(tmp_path / METRICS_FILE, metrics)
+    append_lines(tmp_path / "samples.jsonl", samples)
+    cut_back(tmp_path, 4)
+    assert list(read_lines(tmp_path / "samples.jsonl")) == (samples if logged else samples[:3])
+
+
+_FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from slime.utils.jsonl import append_lines
+from slime.utils.tracking import Tracker
+from tests.args import make_args
+
+folder, written = Path(sys.argv[1]), []
+tracker = Tracker(make_args(), folder)
+
+def log(number):
+    tracker.log({"train/loss": 0.5}, rollout_id=number, kind="train")
+
+def append(number):
+    append_lines(folder / "samples.jsonl", [{"rollout_id": number, "prompt": "p" * 40}])
+
+for name, write in (("metrics.jsonl", log), ("samples.jsonl", append)):
+    for number in range(10):
+        if number == 4:  # a part of the next line still fits
+            size = (folder / name).stat().st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, resource.RLIM_INFINITY))
+        if number == 6:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        try:
+            write(number)
+            print(name, number)
+        except OSError as error:
+            assert error.filename.endswith(name), error
+"""
+
+
+def test_every_line_that_was_written_without_an_error_is_there(tmp_path: Path):
+    """The file system takes 20 more bytes, refuses twice, and has room again."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FULL_DISK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in (METRICS_FILE, "samples.jsonl"):
+        told = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith(name)]
+        assert told == [0, 1, 2, 3, 6, 7, 8, 9]
+        assert [record["rollout_id"] for record in read_lines(tmp_path / name)] == told
+        assert (tmp_path / name).read_bytes().count(b"\n") == len(told)
 
 
 def test_cut_back_of_a_new_run_does_nothing(tmp_path: Path):

@@ -69,16 +69,6 @@ def test_a_file_is_not_a_folder(tmp_path: Path):
         open_run_folder(make_args(run_dir=str(tmp_path / "file")))
 
 
-def test_a_run_with_metrics_is_entered_only_to_resume_it(tmp_path: Path):
-    run_dir = open_run_folder(make_args(run_dir=str(tmp_path / "run")))
-    (run_dir / "metrics.jsonl").write_text('{"rollout_id":0,"kind":"train","time":1.0}\n')
-    with pytest.raises(ConfigError, match="--load"):
-        open_run_folder(make_args(run_dir=str(run_dir)))
-    checkpoints = tmp_path / "checkpoints"
-    checkpoints.mkdir()
-    open_run_folder(make_args(run_dir=str(run_dir), load=str(checkpoints)))
-
-
 @pytest.fixture
 def root_logger():
     root = logging.getLogger()

@@ -9,6 +9,7 @@ from slime.utils.errors import ConfigError
 from slime.utils.eval_config import EvalDataset, pair_datasets, read_eval_config
 from slime.utils.flags.draft import Draft
 from slime.utils.flags.hf_config import read_hf_config
+from slime.utils.flags.paths import resolve_paths
 from slime.utils.flags.prompt_files import count_prompts
 from slime.utils.flags.registry import own_flags
 from slime.utils.flags.spec import option_of
@@ -79,6 +80,7 @@ def _derive_mode(draft: Draft) -> None:
     absolute = str(Path(draft["run_dir"]).expanduser().absolute())
     if absolute != draft["run_dir"]:
         draft.values["run_dir"] = absolute
+    resolve_paths(draft)
     precision = "bf16" if draft.gpus else "fp32"
     precision = "bf16" if draft["bf16"] else "fp32" if draft["fp32"] else precision
     draft.derive("precision", precision)
