@@ -14,6 +14,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import yaml
+
 
 def write_stand_in(folder: Path, plan: list[str]) -> dict[str, str]:
     """Environment variables under which slime starts it."""
@@ -48,7 +50,11 @@ def main(argv: list[str]) -> None:
     if what == "silent" or further_node:
         time.sleep(600)
     _wait_for_other_nodes(plan.parent, argv)
-    flat = {name: argv[argv.index(name) + 1] for name in ("--port", "--weight-version")}
+    config = yaml.safe_load(Path(argv[argv.index("--config") + 1]).read_text())
+    flat = {
+        "--port": argv[argv.index("--port") + 1],
+        "--weight-version": config["weight-version"],
+    }
     ThreadingHTTPServer(("127.0.0.1", int(flat["--port"])), _handler(flat)).serve_forever()
 
 

@@ -23,6 +23,7 @@ settings() {  # defaults of a script: nodes, GPUs of each
     for name in NUM_NODES GPUS_PER_NODE RAY_PORT DASHBOARD_PORT; do
         [[ ${!name} =~ ^[1-9][0-9]*$ ]] || refuse "$name must be a whole number above 0, not '${!name}'"
     done
+    refuse_secrets
     [[ -n ${HOSTFILE:-} || ! -r $BASE_DIR/mpi_hostfile ]] || HOSTFILE=$BASE_DIR/mpi_hostfile
     HOSTFILE=${HOSTFILE:-}
     # Without a GPU each "GPU" of the flags is a CPU process, and Ray is told of none.

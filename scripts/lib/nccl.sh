@@ -22,6 +22,6 @@ job_variables() {  # names of what the job's runtime environment holds
     echo PYTHONPATH MASTER_ADDR CUDA_DEVICE_MAX_CONNECTIONS ${RUNTIME_ENV_VARS:-}
     local name
     for name in $(compgen -e | grep -E '^(NCCL|TORCH_NCCL|SGLANG|NVTE)_'); do
-        [[ " ${OF_ONE_NODE[*]} " == *" $name "* ]] || echo "$name"
+        [[ " ${OF_ONE_NODE[*]} " == *" $name "* || ${name,,} =~ $SECRET_NAME ]] || echo "$name"
     done
 }

@@ -14,3 +14,13 @@ ensure_token() {
 read_token() { [[ -n ${RAY_AUTH_TOKEN:-} ]] && echo "$RAY_AUTH_TOKEN" || cat "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}"; }
 
 new_token() { od -An -N32 -tx1 /dev/urandom | tr -d ' \n'; }
+
+# Ray writes the runtime environment of a job to logs that every user of a node can read.
+SECRET_NAME='secret|password|credential|(^|_)key|(^|_)token(_|$)'
+
+refuse_secrets() {
+    local name
+    for name in ${RUNTIME_ENV_VARS:-}; do
+        [[ ! ${name,,} =~ $SECRET_NAME ]] || refuse "RUNTIME_ENV_VARS: Ray would write $name to logs that others can read: remove it, and export it where Ray is started on the head (this script inherits it)"
+    done
+}

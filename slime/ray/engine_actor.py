@@ -46,6 +46,7 @@ class EngineActor:
         logs.mkdir(parents=True, exist_ok=True)
         self._file = logs / (f"engine_{index}" if count == 1 else f"engine_{index}_node_{rank}")
         self.log_path = self._file.with_suffix(".log")
+        self._config = self._file.with_suffix(".yaml")
 
     def where(self) -> tuple[str, list[str]]:
         """The address of this node, and the GPUs Ray gave this actor as CUDA_VISIBLE_DEVICES has them."""
@@ -75,7 +76,7 @@ class EngineActor:
         install = find_sglang()
         assert install is not None, "the arguments were checked for it"
         label = self.args.sglang_weight_version or f"start-{secrets.token_hex(8)}"
-        config = self._write_token()
+        config = self._write_config(label)
         command = server_command(
             self.args,
             index=self.index,
@@ -84,7 +85,6 @@ class EngineActor:
             meeting_host=meeting_host,
             install=install,
             on_gpu=device_type() == "cuda",
-            label=label,
             config_file=config,
         )
         env = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else cpu_env(len(devices))
@@ -92,11 +92,14 @@ class EngineActor:
         url = f"http://{self.node.host}:{ports.server}"
         if self.node.rank == 0:
             self._wait(url, label)
-            Path(config).unlink(missing_ok=True)
             facts = {"port": ports.server, "pid": self.process.pid}
             self._file.with_suffix(".port").write_text(json.dumps(facts))
             return EngineInfo(url=url, device_ids=tuple(devices), kind="sglang")
         return None
+
+    def remove_config(self) -> None:
+        """Delete the file with the key; every node's server has read it once the engine answers."""
+        self._config.unlink(missing_ok=True)
 
     def device_id(self) -> str:
         return device_id()
@@ -113,6 +116,7 @@ class EngineActor:
     def stop(self) -> None:
         if self.process is not None:
             self.process.stop()
+        self.remove_config()
 
     def _wait(self, url: str, label: str) -> None:
         assert self.process is not None
@@ -144,13 +148,18 @@ class EngineActor:
         kind = PortTakenError if taken else UserError
         raise kind(f"engine {self.index} {reason}; {self.log_path} ends with\n{lines}")
 
-    def _write_token(self) -> str:
-        """The key of the control routes in a file only this user can read: a command line is public."""
-        path = self._file.with_suffix(".yaml")
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+    def _write_config(self, label: str) -> str:
+        """Write the run's key and the server's label to a file that only this user can read.
+
+        A command line can be read by everybody. Whoever knows the label could take the server's port
+        before it does and pass for it.
+        """
+        self.remove_config()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with os.fdopen(os.open(self._config, flags, 0o600), "w") as file:
             file.write(f"admin-api-key: {read_env().engine_token}\n")
-        return str(path)
+            file.write(f"weight-version: {json.dumps(label)}\n")
+        return str(self._config)
 
 
 def engine_command(args: Args, *, index: int, host: str, port_file: Path) -> list[str]:

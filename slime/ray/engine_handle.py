@@ -106,7 +106,9 @@ class EngineHandle:
         ]
         while not ray.wait(started[:1], timeout=_NODE_POLL_S)[0]:
             self._check_other_nodes(started)
-        return ray.get(started[0])
+        info = ray.get(started[0])
+        ray.get([actor.call("remove_config") for actor in self._actors])
+        return info
 
     def _check_other_nodes(self, started: list[ray.ObjectRef]) -> None:
         """The first node would wait for one that ended until its own deadline."""

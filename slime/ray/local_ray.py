@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray._private import node, ray_constants, utils
 
-from slime.utils.env import set_env
+from slime.utils.env import looks_secret, set_env
 from slime.utils.machine import available_memory
 
 _OBJECT_STORE_BYTES = 2 * 1024**3
@@ -65,15 +65,25 @@ def stop() -> None:
 
 
 def take_variables(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Options of an actor, and those variables of its runtime_env that it can `adopt` itself instead.
+    """Split an actor's variables: what Ray sets by its runtime_env, and what the actor can `adopt` itself.
 
-    On a cluster, whose nodes have another environment, and for variables that must be there when a process
-    starts (a user's LD_PRELOAD), Ray sets all of them.
+    Ray writes every runtime_env to a log that other users can read, so variables that look secret are
+    always arguments of the actor. In a Ray of this run's own the others are too, unless one of them must
+    be set before the process starts (LD_PRELOAD): that saves one process per actor.
     """
-    variables = options.get("runtime_env", {}).get("env_vars", {})
-    if not _is_connected() or not variables.keys() <= _LATE_VARIABLES:
-        return options, {}
-    return {name: value for name, value in options.items() if name != "runtime_env"}, variables
+    runtime_env = options.get("runtime_env", {})
+    variables = runtime_env.get("env_vars", {})
+    if _is_connected() and variables.keys() <= _LATE_VARIABLES | set(
+        filter(looks_secret, variables)
+    ):
+        adopted = variables
+    else:
+        adopted = {name: value for name, value in variables.items() if looks_secret(name)}
+    left = {name: value for name, value in variables.items() if name not in adopted}
+    options = {name: value for name, value in options.items() if name != "runtime_env"}
+    if left or runtime_env.keys() - {"env_vars"}:
+        options["runtime_env"] = {**runtime_env, "env_vars": left}
+    return options, adopted
 
 
 def adopt(variables: dict[str, str]) -> None:

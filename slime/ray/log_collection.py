@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,9 +28,15 @@ def collect_logs(there: Path, here: Path) -> list[str]:
     for answer in ray.wait(asked, num_returns=len(asked), timeout=_TIMEOUT_S)[0]:
         with suppress(ray.exceptions.RayError):  # a node that went away meanwhile
             for name, content in ray.get(answer).items():
-                (here / name).write_bytes(content)
+                _write_private(here / name, content)
                 came.append(name)
     return sorted(came)
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    """Write a new file that only this user can read: engines log their settings, keys among them."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
 
 
 def _on(node: str) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,6 +21,14 @@ class Env:
     python_path: str | None
     omp_num_threads: str | None  # threads of each process, instead of an equal share of the cores
     plain_output: bool  # NO_COLOR or CI is set: no live display
+
+
+_SECRET_NAME = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
+
+
+def looks_secret(name: str) -> bool:
+    """Whether the value of a variable or setting with this name must never be shown or logged."""
+    return bool(_SECRET_NAME.search(name))
 
 
 def read_env() -> Env:

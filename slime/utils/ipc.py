@@ -157,25 +157,31 @@ def collect_exports() -> None:
 
 
 def remove_stale_segments() -> list[str]:
-    """Unlink segments whose owners died without doing so; returns their names.
+    """Unlink this user's segments whose owners died without doing so; return their names.
 
     An owner holds a lock on its segment as long as it lives, which also holds between containers that
-    share /dev/shm but not process ids.
+    share /dev/shm but not process ids. What other users put there is left alone.
     """
     removed = []
     for path in SHM_DIR.glob(f"{_PREFIX}*"):
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # gone meanwhile, or another user's
-            continue
-        try:
-            young = time.time() - os.fstat(fd).st_mtime < _YOUNG_SECONDS
-            if not young and _try_lock(fd):
-                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # removed meanwhile, or no file of ours
+            if _remove_if_stale(path):
                 removed.append(path.name)
-        finally:
-            os.close(fd)
     return removed
+
+
+def _remove_if_stale(path: Path) -> bool:
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not block
+    fd = os.open(path, flags)
+    try:
+        status = os.fstat(fd)
+        young = time.time() - status.st_mtime < _YOUNG_SECONDS
+        if status.st_uid != os.getuid() or young or not _try_lock(fd):
+            return False
+        path.unlink()
+        return True
+    finally:
+        os.close(fd)
 
 
 class _Segment:

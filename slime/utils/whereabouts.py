@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import signal
 import socket
@@ -25,12 +26,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 _FRAMES = 12  # innermost ones of a stack
 _SIGNAL = signal.SIGUSR1
 _THREAD = "whereabouts"
 _DUMP = "slime-stack"  # a file without a name, which the handler writes to
 _DUMPED_LINES = 40
 _DUMP_S = 3.0
+_LONGEST_REPLY = 4 * 1024**2  # bytes
+_REPLY_S = 5.0
 _doing: dict[int, list[tuple[str, float]]] = {}  # by thread: what, since when
 
 
@@ -85,13 +90,22 @@ def look() -> Whereabouts:
 
 
 def answer_questions() -> None:
-    """Start answering; callable again, to no effect."""
+    """Start answering; callable again, to no effect.
+
+    Another user may have taken the name of the socket. The process then goes on without one: its stack
+    can still be had by the signal.
+    """
     if any(thread.name == _THREAD for thread in threading.enumerate()):
         return
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(_address(os.getpid()))
-    listener.listen(4)
     faulthandler.register(_SIGNAL, file=os.memfd_create(_DUMP), all_threads=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(_address(os.getpid()))
+    except OSError as error:
+        logger.warning("no status socket for this process: %s", error)
+        listener.close()
+        return
+    listener.listen(4)
     threading.Thread(target=_serve, args=(listener,), name=_THREAD, daemon=True).start()
 
 
@@ -99,6 +113,7 @@ def _serve(listener: socket.socket) -> None:
     while True:
         connection, _ = listener.accept()
         with connection, contextlib.suppress(OSError):
+            connection.settimeout(_REPLY_S)  # one that does not read must not keep others waiting
             if _peer_user(connection) == os.getuid():
                 connection.sendall(json.dumps(asdict(look())).encode())
 
@@ -131,10 +146,14 @@ def _question(pid: int, timeout_s: float) -> str:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         connection.connect(_address(pid))
-        parts = []
+        if _peer_user(connection) != os.getuid():
+            raise OSError(f"the status socket of pid {pid} belongs to another user")
+        deadline, reply = time.monotonic() + timeout_s, bytearray()
         while part := connection.recv(65536):
-            parts.append(part)
-        return b"".join(parts).decode()
+            reply += part
+            if len(reply) > _LONGEST_REPLY or time.monotonic() > deadline:
+                raise OSError(f"the status of pid {pid} does not end")
+        return reply.decode()
 
 
 def _read(text: str) -> Whereabouts:

@@ -95,7 +95,14 @@ def test_the_key_of_the_control_routes_is_on_no_command_line(start, tmp_path):
     [argv] = starts(tmp_path)
     assert "secret-of-this-run" not in " ".join(argv)
     assert option(argv, "--config").endswith("engine_0.yaml")
-    assert not (tmp_path / "run" / "logs" / "engine_0.yaml").exists()  # read, and gone
+    assert not list((tmp_path / "run").rglob("*.yaml"))  # read, and removed
+
+
+def test_what_tells_the_server_from_another_is_on_no_command_line(start, tmp_path):
+    """Whoever could read it might take the port first and be sent the key."""
+    start(["serve"])
+    [argv] = starts(tmp_path)
+    assert not [word for word in argv if "weight-version" in word or word.startswith("start-")]
 
 
 def test_an_engine_over_two_nodes_is_two_processes(start, tmp_path):
@@ -112,6 +119,7 @@ def test_an_engine_over_two_nodes_is_two_processes(start, tmp_path):
         "engine_0_node_0.log",
         "engine_0_node_1.log",
     }
+    assert not list(logs.glob("*.yaml"))  # with the key: on neither node
 
 
 def test_a_server_that_is_killed_is_found_and_replaced(start, tmp_path):

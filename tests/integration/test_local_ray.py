@@ -83,11 +83,23 @@ def test_a_variable_that_must_be_there_at_the_start_is(ask):
     assert ask("variable", "MALLOC_ARENA_MAX", MALLOC_ARENA_MAX="2") == ("2", True)
 
 
-def test_another_ray_sets_all_variables(monkeypatch):
-    options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
-    assert local_ray.take_variables(options) == ({"num_cpus": 0}, {"OMP_NUM_THREADS": "1"})
+def test_another_ray_sets_all_variables_but_secrets(monkeypatch):
+    variables = {"OMP_NUM_THREADS": "1", "SLIME_ENGINE_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "s"}
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": variables}}
+    assert local_ray.take_variables(options) == ({"num_cpus": 0}, variables)
     monkeypatch.setattr(local_ray, "_address", "192.0.2.1:6379")
-    assert local_ray.take_variables(options) == (options, {})
+    secrets = {"SLIME_ENGINE_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "s"}
+    left = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
+    assert local_ray.take_variables(options) == (left, secrets)
+
+
+def test_secrets_stay_out_of_a_runtime_env_that_is_needed():
+    variables = {"LD_PRELOAD": "x.so", "MY_PASSWORD": "p"}
+    taken = local_ray.take_variables({"runtime_env": {"env_vars": variables}})
+    assert taken == (
+        {"runtime_env": {"env_vars": {"LD_PRELOAD": "x.so"}}},
+        {"MY_PASSWORD": "p"},
+    )
 
 
 def test_the_object_store_leaves_memory_to_others():

@@ -43,4 +43,7 @@ def test_what_is_missing_comes(two_nodes, tmp_path):
     assert (here / "trainer_1.log").read_bytes() == b"rank 1\n"
     assert (here / "trainer_0.log").read_bytes() == b"mine\n"
     assert (here / "engine_0.log").read_bytes() == b"y" * _LARGEST
+    # Engines log their settings, keys among them: only the owner may read what was collected.
+    for name in ("engine_0.log", "trainer_1.log"):
+        assert (here / name).stat().st_mode & 0o777 == 0o600
     assert collect_logs(there, here) == []

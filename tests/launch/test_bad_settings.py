@@ -57,6 +57,11 @@ def test_a_host_named_twice_counts_once(site, hosts):
     assert "names 1 nodes besides the head, this job needs 2" in sentence
 
 
+def test_a_key_that_ray_would_log(site, hosts):
+    sentence = refused(site, GLM, **hosts, RUNTIME_ENV_VARS="MINE WANDB_API_KEY", WANDB_API_KEY="k")
+    assert "Ray would write WANDB_API_KEY to logs" in sentence
+
+
 def test_hostfile_of_an_editor_of_windows(site, hosts):
     """Lines end with CR LF, the last one not at all."""
     (site.folder / "hosts").write_bytes(b"127.0.0.1 slots=8\r\nnode-b\r\nnode-c")

@@ -59,7 +59,9 @@ def test_head_workers_and_job(site, three_nodes):
 
 def test_the_job_gets_the_flags_and_the_variables(site, three_nodes):
     _, flags = site.run(GLM, "--num-rollout", "7", DRY_RUN="1", **three_nodes)
-    site.run(GLM, "--num-rollout", "7", RUNTIME_ENV_VARS="MINE", MINE='a "b"', **three_nodes)
+    secret = {"SGLANG_API_KEY": "k", "SGLANG_CLIP_MAX_NEW_TOKENS": "8"}
+    mine = {"RUNTIME_ENV_VARS": "MINE", "MINE": 'a "b"'}
+    site.run(GLM, "--num-rollout", "7", **mine, **secret, **three_nodes)
     (job,) = site.calls("job", "submit")
     words = job["words"]
     command = words[words.index("--") + 1 :]
@@ -67,7 +69,8 @@ def test_the_job_gets_the_flags_and_the_variables(site, three_nodes):
     assert command[2:] == [word for line in flags.splitlines() for word in shlex.split(line)]
     variables = job["runtime_env"]["env_vars"]
     assert NCCL.items() <= variables.items()
-    assert variables["MINE"] == 'a "b"'
+    assert variables["MINE"] == 'a "b"' and variables["SGLANG_CLIP_MAX_NEW_TOKENS"] == "8"
+    assert "SGLANG_API_KEY" not in variables  # Ray logs a runtime environment for everybody
     assert variables["PYTHONPATH"].split(":")[0] == str(ROOT)
     assert not set(variables) & {*INTERFACES, "SLIME_HOST_IP"}  # every node has its own
 

@@ -18,6 +18,7 @@ from slime.utils.ipc import (
     release_export,
     remove_stale_segments,
 )
+from tests.other_user import NOBODY, as_user, needs_root
 
 PATTERN = torch.arange(1000, dtype=torch.int64).to(torch.uint8)
 
@@ -88,6 +89,26 @@ def test_stale_segments_go_and_live_ones_stay(buffer):
     removed = remove_stale_segments()
     assert dead_name in removed and dead_name not in segment_names()
     assert live_name not in removed and live_name in segment_names()
+
+
+@needs_root
+def test_segments_of_other_users_are_left_alone():
+    """One that everybody may open, old enough to be removed, in a folder where only its owner may."""
+    path = ipc.SHM_DIR / f"slime_{os.getpid()}_others"
+    as_user(NOBODY, _make_old_segment, str(path))
+    try:
+        for victim in (NOBODY - 1, os.getuid()):
+            assert path.name not in as_user(victim, remove_stale_segments)
+            assert path.exists()
+        assert path.name in as_user(NOBODY, remove_stale_segments)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _make_old_segment(path: str) -> None:
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o666))
+    os.chmod(path, 0o666)
+    os.utime(path, (time.time() - 3600,) * 2)
 
 
 def test_a_segment_being_made_is_not_stale():

@@ -1,7 +1,9 @@
 """A process says what it does while its main thread is blocked, or holds Python's lock."""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from slime.utils.whereabouts import Whereabouts, ask, process_state
+from tests.other_user import NOBODY, as_user, needs_root
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,3 +85,58 @@ def test_a_stopped_and_an_ended_process(child):
     os.kill(pid, signal.SIGKILL)
     wait_for_state(pid, "Z")
     assert ask(pid) == "has ended"
+
+
+_LATE = (
+    "import sys\nfrom slime.utils.whereabouts import answer_questions\nprint('here', flush=True)\n"
+    "sys.stdin.readline()\nanswer_questions()\nprint('up', flush=True)\nsys.stdin.readline()\n"
+)
+
+
+@needs_root
+@pytest.mark.parametrize("forged", [b'{"pid": 1, "work": [], "groups": []}', b"x" * 2**16])
+def test_a_socket_that_another_user_has_taken(forged):
+    """The process starts all the same, and what the other user sends is not believed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _LATE], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == b"here\n"
+    attacker = os.fork()
+    if attacker == 0:
+        as_user(NOBODY, _impersonate, process.pid, forged)
+        os._exit(0)
+    try:
+        wait_for(lambda: f"@slime-whereabouts-{process.pid}" in Path("/proc/net/unix").read_text())
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"up\n"
+        said = ask(process.pid, timeout_s=5)
+        assert isinstance(said, str) and said.startswith("does not answer")
+    finally:
+        process.kill()
+        process.wait()
+        os.waitpid(attacker, 0)
+
+
+def _impersonate(pid: int, forged: bytes) -> None:
+    """Answer one question in the place of the process, without end."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(f"\0slime-whereabouts-{pid}")
+        listener.listen(1)
+        listener.settimeout(60)
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            for _ in range(200):
+                connection.sendall(forged)
+
+
+def test_an_answer_that_does_not_end_is_given_up(child):
+    """Also of a process of the same user."""
+    body = (
+        "import socket, os, threading\nfrom slime.utils import whereabouts\n"
+        "whereabouts.look = lambda: whereabouts.Whereabouts(pid=1, groups=[], work=[whereabouts.Work("
+        "phases=[], stack=['x' * 2**23])])\nup(); time.sleep(60)"
+    )
+    said = ask(child(body))
+    assert isinstance(said, str) and said.startswith("does not answer")

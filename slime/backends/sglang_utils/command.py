@@ -61,10 +61,14 @@ def server_command(
     meeting_host: str,
     install: SGLangInstall,
     on_gpu: bool,
-    label: str,
+    label: str | None = None,
     config_file: str | None = None,
 ) -> list[str]:
-    """`label` is the weight version the server reports until its first update."""
+    """Return the command line of one node's server.
+
+    `label` is the weight version that the server reports until its first update. Here every user of the
+    machine can read it; in `config_file` only the owner can.
+    """
     values = {
         **_defaults(args, index=index, on_gpu=on_gpu, label=label),
         **_given(args),
@@ -78,13 +82,13 @@ def server_command(
     return argv + sglang_argv(values, install.version)
 
 
-def _defaults(args: Args, *, index: int, on_gpu: bool, label: str) -> dict[str, object]:
+def _defaults(args: Args, *, index: int, on_gpu: bool, label: str | None) -> dict[str, object]:
     """Where the user said nothing and SGLang's own default would not do."""
     return {
         **({} if on_gpu else _ON_CPU),
         "dtype": _DTYPES[args.precision],
         "random_seed": args.rollout_seed + index,
-        "weight_version": label,
+        **({} if label is None else {"weight_version": label}),
     }
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from slime.utils.env import looks_secret
 from slime.utils.flags.registry import all_flags, own_flags
 
 REDACTED = "***"
-_SECRET_KEY = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
@@ -27,7 +27,7 @@ def _redact_inside(value: Any) -> Any:
         return [_redact_inside(item) for item in value]
     if isinstance(value, dict):
         return {
-            key: REDACTED if _SECRET_KEY.search(str(key)) else _redact_inside(item)
+            key: REDACTED if looks_secret(str(key)) else _redact_inside(item)
             for key, item in value.items()
         }
     return value
