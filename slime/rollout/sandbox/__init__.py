@@ -1,0 +1,29 @@
+"""Programs that a model wrote, run where they can do no harm.
+
+    result = await run_python("print(1 + 1)")                  # result.stdout == "2\\n"
+    worker = await start([sys.executable, "worker.py"], limits=Limits(memory_bytes=2 << 30))
+
+Each sandbox is a bubblewrap container: an empty read-only root with the interpreter, an unprivileged id
+without capabilities, a list of allowed system calls, no network, and limits over all its processes.
+Where the system cannot provide that, `check_sandbox` says what to type; there is no weaker substitute
+unless the user asks for it (`--allow-unsandboxed-code`).
+"""
+
+from __future__ import annotations
+
+from slime.rollout.sandbox.checks import check_sandbox
+from slime.rollout.sandbox.limits import Limits, RunResult
+from slime.rollout.sandbox.process import SandboxProcess, start
+from slime.rollout.sandbox.program import run_python
+
+check_isolation = check_sandbox
+
+__all__ = [
+    "Limits",
+    "RunResult",
+    "SandboxProcess",
+    "check_isolation",
+    "check_sandbox",
+    "run_python",
+    "start",
+]

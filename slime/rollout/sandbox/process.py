@@ -1,0 +1,140 @@
+"""Processes in a sandbox of their own: one program to its end, or a worker that lives on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from slime.rollout.sandbox.limits import Limits
+from slime.rollout.sandbox.seccomp import build_filter
+from slime.rollout.sandbox.view import WORK, bwrap_arguments, find_bwrap
+
+_SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
+_REAP_S = 10.0
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1",
+    "HOME": WORK, "TMPDIR": "/tmp",
+}  # fmt: skip
+
+
+class SandboxProcess:
+    """A running program and everything it started.
+
+    `stdin`, `stdout` and `stderr` are asyncio streams. A stream that is not read stops the program when
+    its pipe is full; nothing of it piles up here.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
+        assert process.stdin and process.stdout and process.stderr
+        self.stdin, self.stdout, self.stderr = process.stdin, process.stdout, process.stderr
+        self.pid = process.pid  # of the supervisor
+        self.limit = ""  # the limit that ended it, known after wait()
+        self._process, self._control = process, control
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def kill(self) -> None:
+        """Kill the program and everything it started; `wait()` tells when that is done."""
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_WR)
+
+    async def wait(self) -> int:
+        """Wait for the end of the program without reading its streams, and return its status."""
+        status = await self._process.wait()
+        if self._control.fileno() >= 0:
+            with contextlib.suppress(OSError, ValueError):
+                self.limit = json.loads(self._control.recv(4096))["limit"]
+            self._control.close()
+        return status
+
+    async def close(self) -> None:
+        """Kill the program, drop what it still writes, and wait until nothing of it is left."""
+        self.kill()
+        self.stdin.close()
+        drained = asyncio.gather(_drain(self.stdout), _drain(self.stderr), self.wait())
+        try:
+            await asyncio.wait_for(drained, _REAP_S)
+        except asyncio.TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+
+async def start(
+    argv: Iterable[str],
+    *,
+    limits: Limits | None = None,
+    read_only: Iterable[str] = (),
+    env: Mapping[str, str] | None = None,
+    files: Mapping[str, bytes] | None = None,
+    sockets: Mapping[str, str] | None = None,
+    network: bool = False,
+    isolate: bool = True,
+    cwd: str | None = None,
+) -> SandboxProcess:
+    """Start a program in a new sandbox.
+
+    It sees the interpreter that runs slime with its packages, the paths in `read_only`, and an empty
+    working folder; of the environment only `env`. `files` are put to these paths inside. Without
+    `isolate` it runs with the limits of each process alone, in the folder `cwd`.
+    """
+    limits = limits or Limits()
+    control, theirs = socket.socketpair()
+    given = [theirs.fileno(), _memory_file(build_filter(forks=limits.forks, network=network))]
+    contents = {path: _memory_file(data) for path, data in (files or {}).items()}
+    given += contents.values()
+    executable, command = find_bwrap() if isolate else "", list(argv)
+    if not isolate:
+        command = [f"/dev/fd/{contents[word]}" if word in contents else word for word in command]
+    else:
+        command = bwrap_arguments(
+            command, limits=limits, read_only=read_only, files=contents, sockets=sockets,
+            network=network,
+        )  # fmt: skip
+    settings = {
+        **asdict(limits), "isolate": isolate, "executable": executable or command[0],
+        "control_fd": given[0], "seccomp_fd": given[1], "close_fds": given[1:],
+    }  # fmt: skip
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", _SUPERVISOR, json.dumps(settings), *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**_ENVIRONMENT, **({} if isolate else _at(cwd)), **(env or {})},
+            cwd="/" if isolate else cwd,
+            pass_fds=given,
+            start_new_session=True,
+            limit=limits.output_bytes,
+        )  # fmt: skip
+    finally:
+        theirs.close()
+        for descriptor in given[1:]:
+            os.close(descriptor)
+    return SandboxProcess(process, control)
+
+
+def _memory_file(data: bytes) -> int:
+    """Return a descriptor of an unnamed file in memory, at its beginning."""
+    descriptor = os.memfd_create("sandbox")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+async def _drain(stream: asyncio.StreamReader) -> None:
+    while await stream.read(1 << 16):
+        pass
+
+
+def _at(folder: str | None) -> dict[str, str]:
+    return {"HOME": folder, "TMPDIR": folder} if folder else {}

@@ -1,0 +1,127 @@
+"""One Python program that a model wrote, run to its end or to a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+import weakref
+
+from slime.rollout.sandbox.checks import check_sandbox
+from slime.rollout.sandbox.limits import Limits, RunResult
+from slime.rollout.sandbox.process import SandboxProcess, start
+
+_PROGRAM = "/program.py"  # inside; the same in every traceback
+_START_S = 2.0  # for starting the interpreter, on top of the program's own time
+
+
+async def run_python(
+    program: str,
+    *,
+    stdin: str = "",
+    time_limit_s: float = 6.0,
+    memory_bytes: int = 1 << 30,
+    isolate: bool = True,
+) -> RunResult:
+    """Run the program to its end or to a limit; raise UserError where it cannot be isolated.
+
+    It may start threads but no processes. A lone surrogate in it becomes a question mark.
+    """
+    if isolate:
+        check_sandbox()
+    limits = Limits(cpu_s=time_limit_s, memory_bytes=memory_bytes)
+    async with _slots():
+        with _working_folder(isolate) as folder:
+            process = await start(
+                [sys.executable, "-I", _PROGRAM],
+                limits=limits,
+                files={_PROGRAM: program.encode(errors="replace")},
+                isolate=isolate,
+                cwd=folder,
+            )
+            try:
+                text = stdin.encode(errors="replace")
+                return await communicate(process, text, time_limit_s + _START_S, limits)
+            finally:
+                await process.close()
+
+
+def _working_folder(isolate: bool) -> contextlib.AbstractContextManager[str | None]:
+    """A sandbox brings its own folder."""
+    if isolate:
+        return contextlib.nullcontext()
+    return tempfile.TemporaryDirectory(prefix="slime-code-", ignore_cleanup_errors=True)
+
+
+async def communicate(
+    process: SandboxProcess, stdin: bytes, time_limit_s: float, limits: Limits
+) -> RunResult:
+    """Feed the program, collect its output up to the limit, and wait for its end."""
+    outputs = (_Output(process.stdout, limits), _Output(process.stderr, limits))
+    feeding = asyncio.ensure_future(_feed(process.stdin, stdin))
+    tasks = [asyncio.ensure_future(output.read()) for output in outputs]
+    limit = ""
+    try:
+        await asyncio.wait_for(_end(process, tasks), time_limit_s)
+    except asyncio.TimeoutError:
+        limit = "time"
+    except OutputTooLong:
+        limit = "output"
+    finally:
+        for task in (feeding, *tasks):
+            task.cancel()
+        await asyncio.gather(feeding, *tasks, return_exceptions=True)
+    await process.close()
+    texts = [b"".join(output.parts).decode(errors="replace") for output in outputs]
+    status = process.returncode if process.returncode is not None else -9
+    limit = limit or process.limit
+    ended_early = limit in ("time", "output", "cpu")
+    return RunResult(
+        stdout=texts[0], stderr=texts[1], exit_status=status, timed_out=ended_early, limit=limit
+    )
+
+
+async def _end(process: SandboxProcess, reading: list[asyncio.Task[None]]) -> None:
+    await asyncio.gather(*reading)
+    await process.wait()
+
+
+class OutputTooLong(Exception):
+    """A program wrote more than its limit to one stream."""
+
+
+class _Output:
+    """What a stream has brought so far."""
+
+    def __init__(self, stream: asyncio.StreamReader, limits: Limits) -> None:
+        self._stream, self._left = stream, limits.output_bytes
+        self.parts: list[bytes] = []
+
+    async def read(self) -> None:
+        while part := await self._stream.read(1 << 16):
+            self.parts.append(part[: self._left])
+            self._left -= len(part)
+            if self._left < 0:
+                raise OutputTooLong
+
+
+async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):
+        stream.write(data)
+        await stream.drain()
+        stream.close()
+
+
+_by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _slots() -> asyncio.Semaphore:
+    """As many programs at a time as there are processors."""
+    loop = asyncio.get_running_loop()
+    if loop not in _by_loop:
+        _by_loop[loop] = asyncio.Semaphore(max(1, os.cpu_count() or 1))
+    return _by_loop[loop]
