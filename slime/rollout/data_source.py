@@ -17,12 +17,13 @@ import orjson
 
 from slime.rollout.base_types import BufferFilter
 from slime.rollout.filter_hub.buffer_filters import pop_first
-from slime.rollout.rm_hub.types import needs_label
 from slime.rollout.samples import clone_group
 from slime.rollout.stored_groups import decode_groups, encode_groups
 from slime.utils.data import DataFormat, PromptDataset, load_prompts
 from slime.utils.errors import ConfigError, UserError
+from slime.utils.flags.derive import OPD_REWARD
 from slime.utils.load_function import load_function
+from slime.utils.reward_types import needs_label
 from slime.utils.tokenizer import load_tokenizer
 from slime.utils.types import Group
 
@@ -222,6 +223,7 @@ def data_format_of(args: Args) -> DataFormat:
         chat_template_kwargs=args.apply_chat_template_kwargs,
         max_prompt_len=args.rollout_max_prompt_len,
         label_needed_by=label_needed_by(args),
+        row_rm_types=row_rm_types(args),
     )
 
 
@@ -230,6 +232,14 @@ def label_needed_by(args: Args) -> str | None:
     if args.custom_rm_path is None and args.loss_type != "sft_loss" and needs_label(args.rm_type):
         return f"--rm-type {args.rm_type}"
     return None
+
+
+def row_rm_types(args: Args) -> tuple[str, ...] | None:
+    """The reward types a data row may ask for; None where no built-in reward reads them."""
+    builtin = args.custom_rm_path in (None, OPD_REWARD)
+    if not builtin or args.loss_type == "sft_loss":
+        return None
+    return (*([args.rm_type] if args.rm_type else []), *args.allow_row_rm_types)
 
 
 def _load_datasets(args: Args) -> list[PromptDataset]:

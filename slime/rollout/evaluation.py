@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from slime.rollout import progress as progress_report
 from slime.rollout.base_types import EvalResult, RolloutFnEvalOutput
-from slime.rollout.data_source import label_needed_by
+from slime.rollout.data_source import label_needed_by, row_rm_types
 from slime.rollout.group_task import run_group
 from slime.rollout.metrics import eval_metrics
 from slime.rollout.progress import Progress
@@ -128,6 +128,7 @@ def eval_format(args: Args, dataset: EvalDataset) -> DataFormat:
         apply_chat_template=args.apply_chat_template,
         chat_template_kwargs=args.apply_chat_template_kwargs,
         label_needed_by=label_needed_by(args),
+        row_rm_types=row_rm_types(args),
         data_flag=f"--eval-prompt-data {dataset.name}",
         input_flag="--eval-input-key",
         label_flag="--eval-label-key",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slime.rollout import base_types as rollout
-from slime.rollout.rm_hub.types import BOXED, check_rm_type
 from slime.rollout.sandbox import check_isolation
 from slime.utils import hook_types as trainer
+from slime.utils.data_spec import DataSpec
 from slime.utils.errors import ConfigError
 from slime.utils.load_function import load_class, load_function
+from slime.utils.reward_types import REWARD_TYPES, reward_type
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
@@ -77,17 +78,29 @@ def _check(name: str, path: str, flag: str, protocol: type, group_rm: bool) -> N
 
 
 def _check_rewards(args: Args) -> None:
+    """Refuse reward types that cannot grade here; rows may choose --allow-row-rm-types as well."""
     used = [("--rm-type", args.rm_type, args.custom_rm_path, "--reward-key", args.reward_key)]
+    for name in args.allow_row_rm_types:
+        used.append(("--allow-row-rm-types", name, None, "--reward-key", args.reward_key))
     for one in args.eval_datasets:
         where, key = f"rm_type of {one.name}", one.reward_key or args.eval_reward_key
         used.append((where, one.rm_type, one.custom_rm_path, "--eval-reward-key", key))
-    for where, rm_type, custom_path, key_flag, key in used:
-        if rm_type is None or custom_path is not None:
+    if _names_tasks(args) and args.custom_rm_path is None:
+        used.append(("rows of", "reasoning_gym", None, "--reward-key", args.reward_key))
+    for where, name, custom_path, key_flag, key in used:
+        if name is None or custom_path is not None:
             continue
-        check_rm_type(rm_type, where)
-        if rm_type.removeprefix(BOXED) == "code" and not args.allow_unsandboxed_code:
+        kind = reward_type(name, where)
+        if kind.sandboxed and not args.allow_unsandboxed_code:
             check_isolation()
-        if rm_type == "remote_rm" and not args.rm_url:
-            raise ConfigError(f"{where} remote_rm needs the address of the service: --rm-url")
-        if rm_type.removeprefix(BOXED) == "dapo" and key is None:
-            raise ConfigError(f"{where} {rm_type} gives score, acc and pred: add {key_flag} score")
+        if kind is REWARD_TYPES["remote_rm"] and not args.rm_url:
+            raise ConfigError(f"{where} {name} needs the address of the service: --rm-url")
+        if kind.keys and key is None:
+            raise ConfigError(
+                f"{where} {name} gives {', '.join(kind.keys)}: add {key_flag} {kind.keys[0]}"
+            )
+
+
+def _names_tasks(args: Args) -> bool:
+    paths = [*(args.prompt_data or []), *(dataset.path for dataset in args.eval_datasets)]
+    return any(DataSpec.parse(path).task is not None for path in paths)

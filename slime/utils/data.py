@@ -19,6 +19,7 @@ import orjson
 from slime.utils.data_spec import DataSpec
 from slime.utils.errors import ConfigError
 from slime.utils.reasoning_tasks import chosen_rows, task_rows
+from slime.utils.reward_types import check_row_type
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ class DataFormat:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_prompt_len: int | None = None
     label_needed_by: str | None = None  # e.g. "--rm-type math": rows without a label are refused
+    row_rm_types: tuple[str, ...] | None = (
+        None  # what metadata["rm_type"] of a row may be; None: any
+    )
     data_flag: str = "--prompt-data"
     input_flag: str = "--input-key"
     label_flag: str = "--label-key"
@@ -86,6 +90,7 @@ def load_prompts(
 ) -> PromptDataset:
     """Read, convert and filter one dataset."""
     spec = DataSpec.parse(text, data_format.data_flag)
+    data_format = _for_rows_of(spec, data_format)
     samples = [
         _to_sample(row, where, data_format, tokenizer)
         for where, row in _rows_of(spec, text, data_format)
@@ -110,7 +115,7 @@ def load_prompts(
 def check_prompts(text: str, data_format: DataFormat, *, takes_messages: bool = True) -> None:
     """Read one dataset without a tokenizer: ConfigError for the first row that could not be used."""
     spec = DataSpec.parse(text, data_format.data_flag)
-    plain = replace(data_format, apply_chat_template=False)
+    plain = replace(_for_rows_of(spec, data_format), apply_chat_template=False)
     for where, row in _rows_of(spec, text, data_format):
         sample = _to_sample(row, where, plain, None)
         if not takes_messages and not isinstance(sample.prompt, str):
@@ -128,6 +133,11 @@ def _rows_of(spec: DataSpec, text: str, data_format: DataFormat) -> list[_Row]:
     if not rows:
         raise ConfigError(f"{data_format.data_flag} {text}: the dataset is empty")
     return rows
+
+
+def _for_rows_of(spec: DataSpec, data_format: DataFormat) -> DataFormat:
+    """Rows that slime makes itself choose their own reward type."""
+    return data_format if spec.task is None else replace(data_format, row_rm_types=None)
 
 
 def _task_rows(task: str, part: slice, data_format: DataFormat) -> list[_Row]:
@@ -223,6 +233,8 @@ def _to_sample(
     if label in (None, "") and data_format.label_needed_by is not None:
         raise ConfigError(f"{where}: {_missing_label(row, data_format)}")
     metadata = _metadata(row, where, data_format)
+    if data_format.row_rm_types is not None:
+        check_row_type(metadata.get("rm_type"), data_format.row_rm_types, where)
     if data_format.apply_chat_template:
         prompt = _render(prompt, metadata.get("tools"), where, data_format, tokenizer)
     return Sample(prompt=prompt, label=label, metadata=metadata)

@@ -1,7 +1,7 @@
 """Tasks of the package reasoning-gym by name: `--prompt-data reasoning-gym:leg_counting@[0:500]`.
 
-A row is a function of the task and its number alone, so a sample carries only these two, and whoever
-grades it makes the row again.
+A row is a function of the task and its number alone, so a sample carries only these two. Answers are
+scored in the sandbox (rollout/rm_hub/reasoning_gym_rm.py), where the row is made again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from slime.utils.errors import ConfigError
 
 DEFAULT_ROWS = 1000
 METADATA_KEY = "reasoning_gym"  # of a sample's metadata: {"task": name, "row": number}
-_SEED = 42
-_MOST_ROWS = 1 << 30
+SEED = 42
+MOST_ROWS = 1 << 30
 
 
 def task_rows(task: str, rows: range, flag: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -26,12 +26,6 @@ def task_rows(task: str, rows: range, flag: str) -> Iterator[tuple[str, str, dic
         entry = dataset[row]
         metadata = {"rm_type": "reasoning_gym", METADATA_KEY: {"task": task, "row": row}}
         yield entry["question"], str(entry["answer"]), metadata
-
-
-def score_answer(task: str, row: int, answer: str) -> float:
-    """The task's own score between 0 and 1."""
-    dataset = _dataset(task, "--prompt-data")
-    return float(dataset.score_answer(answer, dataset[row]))
 
 
 def chosen_rows(part: slice) -> range:
@@ -44,8 +38,16 @@ def chosen_rows(part: slice) -> range:
 
 @cache
 def _dataset(task: str, flag: str) -> Any:
+    check_task(task, flag)
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(task, seed=SEED, size=MOST_ROWS)
+
+
+@cache
+def check_task(task: str, flag: str) -> None:
+    """Raise ConfigError if reasoning-gym is missing or has no such task."""
     try:
-        import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError:
         raise ConfigError(
@@ -55,4 +57,3 @@ def _dataset(task: str, flag: str) -> Any:
         near = difflib.get_close_matches(task, DATASETS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{flag}: reasoning-gym has no task {task!r}{hint}")
-    return reasoning_gym.create_dataset(task, seed=_SEED, size=_MOST_ROWS)

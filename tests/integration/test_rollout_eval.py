@@ -120,7 +120,9 @@ datasets:
   - {{name: noted, path: {tmp_path}/noted.jsonl, metadata_key: note}}
 """
     )
-    args = eval_args(tmp_path, eval_prompt_data=None, eval_config=str(config))
+    args = eval_args(
+        tmp_path, eval_prompt_data=None, eval_config=str(config), allow_row_rm_types=["f1"]
+    )
     check_hooks(args)
     output = evaluate(args)
     assert output.metrics["eval/plain/reward"] == 0.0  # --rm-type math: no box

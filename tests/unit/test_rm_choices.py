@@ -6,10 +6,12 @@ import time
 
 import pytest
 
-from slime.rollout.rm_hub import gpqa, ifbench
-from slime.rollout.rm_hub.instructions import INSTRUCTIONS
+from slime.rollout.rm_hub import async_rm, gpqa
+from slime.rollout.rm_hub.inside.instructions import INSTRUCTIONS, follows
 from slime.utils.errors import UserError
+from slime.utils.http import run
 from slime.utils.types import Sample
+from tests.args import make_args
 from tests.odd_texts import ODD
 
 
@@ -104,9 +106,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "arguments", "good", "bad"), CASES)
 def test_instructions(name, arguments, good, bad):
-    assert ifbench.follows(good, name, arguments)
-    assert not ifbench.follows(bad, name, arguments)
-    assert not ifbench.follows("", name, arguments)
+    assert follows(good, name, arguments)
+    assert not follows(bad, name, arguments)
+    assert not follows("", name, arguments)
 
 
 def test_every_instruction_is_tested_and_there_are_as_many_as_ifeval_has():
@@ -115,9 +117,11 @@ def test_every_instruction_is_tested_and_there_are_as_many_as_ifeval_has():
 
 
 def test_all_must_hold_and_mistakes_in_the_data_are_errors():
+    args = make_args(rm_type="ifbench")
+
     def grade(ids, kwargs):
         metadata = {"instruction_id_list": ids, "kwargs": kwargs}
-        return ifbench.grade(Sample(response="<think>,</think>a b", metadata=metadata))
+        return run(async_rm(args, Sample(response="<think>,</think>a b", metadata=metadata)))
 
     two = ["punctuation:no_comma", "length_constraints:number_words"]
     unused = {"num_words": 2, "relation": "at least", "keyword": None}
@@ -130,7 +134,7 @@ def test_all_must_hold_and_mistakes_in_the_data_are_errors():
     with pytest.raises(UserError, match="arguments of keywords:existence"):
         grade(["keywords:existence"], [{}])
     with pytest.raises(UserError, match="instruction_id_list"):
-        ifbench.grade(Sample(response="x"))
+        run(async_rm(args, Sample(response="x")))
 
 
 @pytest.mark.parametrize("response", ODD, ids=range(len(ODD)))
@@ -138,5 +142,5 @@ def test_odd_text_never_raises_and_takes_no_time(response):
     start = time.thread_time()  # a machine that stalls does not count
     assert gpqa.grade(response, "Q", {}) == 0.0
     for name, arguments, *_ in CASES:
-        ifbench.follows(response[:20_000], name, arguments)
+        follows(response[:20_000], name, arguments)
     assert time.thread_time() - start < 10.0

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import pytest
 
+from slime.rollout.base_types import RewardFunction
 from slime.rollout.rm_hub import async_rm, batched_async_rm, dapo, f1
 from slime.rollout.rm_hub.boxed import last_boxed
 from slime.rollout.rm_hub.math_equal import normal_form
-from slime.rollout.rm_hub.types import RM_TYPES, check_rm_type, needs_label
 from slime.utils.errors import ConfigError
 from slime.utils.http import run
+from slime.utils.load_function import load_function
+from slime.utils.reward_types import REWARD_TYPES, needs_label, reward_type
 from slime.utils.types import Sample
 from tests.odd_texts import ODD
 
@@ -197,17 +199,15 @@ def test_boxed_prefix_applies_to_the_boxed_text_only():
     assert score("boxed_dapo", r"Answer: 3 \boxed{Answer: 4}", "4")["acc"]
 
 
-def test_metadata_overrides_the_type():
-    assert score("math", "Paris", "Paris", metadata={"rm_type": "f1"}) == 1.0
-
-
 def test_type_names():
-    for name in RM_TYPES:
-        check_rm_type(name)
-    check_rm_type("boxed_f1")
+    for name, kind in REWARD_TYPES.items():
+        assert reward_type(name) is kind
+        load_function(kind.grader, flag=name, protocol=RewardFunction, must_be_async=True)
+    assert len({kind.grader for kind in REWARD_TYPES.values()}) == len(REWARD_TYPES)
+    assert reward_type("boxed_f1") is REWARD_TYPES["f1"]
     for wrong in ("maths", "boxed_maths", "boxed_math", "boxed_deepscaler"):
         with pytest.raises(ConfigError, match="--rm-type"):
-            check_rm_type(wrong)
+            reward_type(wrong)
     assert needs_label("boxed_f1") and needs_label("math")
     assert not needs_label("random") and not needs_label(None)
     with pytest.raises(ConfigError, match="--rm-type or --custom-rm-path"):

@@ -1,4 +1,4 @@
-"""Rewards: `--rm-type`, the sample's own `metadata["rm_type"]`, or a custom function."""
+"""Rewards: `--rm-type`, a custom function, or the type a row asks for where the user allows it."""
 
 from __future__ import annotations
 
@@ -6,55 +6,34 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from slime.rollout.base_types import GroupRewardFunction, RewardFunction
-from slime.rollout.rm_hub import (
-    code,
-    dapo,
-    deepscaler,
-    f1,
-    gpqa,
-    ifbench,
-    math_boxed,
-    random_rm,
-    reasoning_gym_rm,
-    remote_rm,
-)
 from slime.rollout.rm_hub.boxed import last_boxed
-from slime.rollout.rm_hub.types import BOXED, check_rm_type
+from slime.rollout.rm_hub.settings import Reward, RewardArgs, chosen_type
 from slime.rollout.turn import current_calls
-from slime.utils.arguments import Args
-from slime.utils.errors import ConfigError
 from slime.utils.http import gather
 from slime.utils.load_function import is_async, load_function
+from slime.utils.reward_types import BOXED, reward_type
 from slime.utils.types import Sample
 from slime.utils.user_code import Turn, contain, elsewhere, in_thread
 
 CUSTOM_TIME_LIMIT_S = 600.0
-Reward = float | dict[str, Any]
-
-
-class RewardArgs(Protocol):
-    """All that scoring reads of the arguments, so that hooks can pass an object of their own."""
-
-    rm_type: str | None
-    custom_rm_path: str | None
-    rm_url: str | None
-    reward_key: str | None
 
 
 async def async_rm(args: RewardArgs, sample: Sample) -> Reward:
-    """The reward of one sample."""
+    """Return the reward of one sample."""
     path, flag = _custom_path(args, sample)
     if path is not None:
         fn = load_function(path, flag=flag, protocol=RewardFunction)
         return check_reward(await _call(fn, args, sample, f"{flag} {path}"), f"{flag} {path}")
-    rm_type = sample.metadata.get("rm_type") or args.rm_type
-    if not rm_type:
-        raise ConfigError("samples need a reward: set --rm-type or --custom-rm-path")
-    check_rm_type(rm_type)
-    return check_reward(await _grade(args, sample, rm_type), f"--rm-type {rm_type}")
+    name = chosen_type(args, sample)
+    grade = load_function(
+        reward_type(name).grader, flag="--rm-type", protocol=RewardFunction, must_be_async=True
+    )
+    if name.startswith(BOXED):
+        sample = replace(sample, response=last_boxed(sample.response) or "")
+    return check_reward(await grade(args, sample), f"--rm-type {name}")
 
 
 async def batched_async_rm(args: RewardArgs, samples: list[Sample]) -> list[Reward]:
@@ -98,44 +77,6 @@ def _custom_path(args: RewardArgs, sample: Sample) -> tuple[str | None, str]:
     if sample.custom_rm_path is not None:
         return sample.custom_rm_path, "sample.custom_rm_path"
     return args.custom_rm_path, "--custom-rm-path"
-
-
-async def _grade(args: RewardArgs, sample: Sample, rm_type: str) -> Reward:
-    """Whatever computes for long does so in a thread or a process: generation waits for nobody."""
-    base = rm_type.removeprefix(BOXED)
-    if base != rm_type:
-        sample = replace(sample, response=last_boxed(sample.response) or "")
-    response, label = sample.response, sample.label
-    if base == "math":
-        return await math_boxed.grade(response, label)
-    if base == "deepscaler":
-        return await deepscaler.grade(response, label)
-    if base == "code":
-        allowed = isinstance(args, Args) and args.allow_unsandboxed_code
-        return await code.grade(sample, isolate=not allowed)
-    if base == "remote_rm":
-        return await remote_rm.grade(sample, args.rm_url)
-    if base == "f1":
-        return await in_thread(f1.grade, response, label)
-    if base == "gpqa":
-        return await in_thread(gpqa.grade, response, label, sample.metadata)
-    if base == "reasoning_gym":
-        return await _within(reasoning_gym_rm.TIME_LIMIT_S, reasoning_gym_rm.grade, sample)
-    if base == "ifbench":
-        return await in_thread(ifbench.grade, sample)
-    return dapo.grade(response, label) if base == "dapo" else random_rm.grade(sample)
-
-
-async def _within(seconds: float, grade: Callable[[Sample], float], sample: Sample) -> float:
-    """A grader that takes longer found no answer it knows; its thread ends when it ends."""
-    turn = Turn("plain rewards")
-    try:
-        call = in_thread(_timed, turn, grade, sample)
-        return await contain(
-            call, what=grade.__module__, limit_s=seconds, turn=turn, calls=current_calls()
-        )
-    except TimeoutError:
-        return 0.0
 
 
 async def _call(fn: Any, args: RewardArgs, samples: Sample | list[Sample], what: str) -> Any:

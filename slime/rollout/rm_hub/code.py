@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from slime.rollout.rm_hub.settings import RewardArgs, isolated
 from slime.rollout.sandbox import run_python
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
@@ -21,6 +22,10 @@ from slime.utils.types import Sample
 TIME_LIMIT_S = 6.0  # per test
 _LONGEST_PROGRAM = 100_000  # characters
 _FENCE = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+async def reward(args: RewardArgs, sample: Sample) -> float:
+    return await grade(sample, isolate=isolated(args))
 
 
 async def grade(sample: Sample, *, isolate: bool) -> float:

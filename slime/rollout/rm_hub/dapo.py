@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from slime.rollout.rm_hub.settings import RewardArgs
+from slime.utils.types import Sample
+
 _TAIL = 300
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 _NO_ANSWER = "[INVALID]"
@@ -16,6 +19,10 @@ _UNITS = (
 _TRAILING_UNITS = re.compile(
     rf"(?<=[\d\s}}$])\s*(?:{_UNITS})(?:\s+(?:{_UNITS}))*\s*$", re.IGNORECASE
 )
+
+
+async def reward(args: RewardArgs, sample: Sample) -> dict[str, Any]:
+    return grade(sample.response, sample.label)
 
 
 def grade(response: str, label: object) -> dict[str, Any]:

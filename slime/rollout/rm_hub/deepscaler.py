@@ -3,10 +3,17 @@ r"""`--rm-type deepscaler`: like math, but only behind the thinking part, withou
 from __future__ import annotations
 
 from slime.rollout.rm_hub import math_boxed
+from slime.rollout.rm_hub.settings import RewardArgs, isolated
+from slime.utils.types import Sample
 
 
-async def grade(response: str, label: object) -> float:
+async def reward(args: RewardArgs, sample: Sample) -> float:
+    return await grade(sample.response, sample.label, isolate=isolated(args))
+
+
+async def grade(response: str, label: object, *, isolate: bool = True) -> float:
     for marker in ("</think>", "###Response"):
         if marker in response:
-            return await math_boxed.grade(response.rsplit(marker, 1)[1], label)
+            answer = response.rsplit(marker, 1)[1]
+            return await math_boxed.grade(answer, label, isolate=isolate)
     return 0.0

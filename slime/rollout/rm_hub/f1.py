@@ -6,9 +6,17 @@ import re
 import string
 from collections import Counter
 
+from slime.rollout.rm_hub.settings import RewardArgs
+from slime.utils.types import Sample
+from slime.utils.user_code import in_thread
+
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _EXACT = ("yes", "no", "noanswer")
+
+
+async def reward(args: RewardArgs, sample: Sample) -> float:
+    return await in_thread(grade, sample.response, sample.label)
 
 
 def grade(response: str, label: object) -> float:

@@ -5,9 +5,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from slime.rollout.rm_hub.settings import RewardArgs
+from slime.utils.types import Sample
+from slime.utils.user_code import in_thread
+
 _SEARCHED = 5000  # characters at the end in which the answer is looked for
 _LETTERS = "ABCDEFGHIJ"
 _BEFORE = r"[\s:=*_`\"'({\[\\$]{0,12}(?:(?:is|are|would be|must be|text|boxed|mathbf|option|choice|answer)[\s:*_`\"'({\[\\$]{0,12}){0,4}"
+
+
+async def reward(args: RewardArgs, sample: Sample) -> float:
+    return await in_thread(grade, sample.response, sample.label, sample.metadata)
 
 
 def grade(response: str, label: object, metadata: dict[str, Any]) -> float:

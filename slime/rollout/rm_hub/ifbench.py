@@ -1,21 +1,21 @@
 """`--rm-type ifbench`: 1 if the response follows every instruction of its prompt, else 0.
 
 `metadata["instruction_id_list"]` names the instructions and `metadata["kwargs"]` holds the arguments of
-each, as the files of IFEval (Zhou et al. 2023, arXiv:2311.07911) have them.
+each, as the files of IFEval (Zhou et al. 2023, arXiv:2311.07911) have them. The checks run in a worker.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from slime.rollout.rm_hub.instructions import INSTRUCTIONS
+from slime.rollout.rm_hub.settings import RewardArgs, isolated
+from slime.rollout.rm_hub.workers import workers
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
 
+TIME_LIMIT_S = 10.0
 _LONGEST = 200_000  # characters
 
 
-def grade(sample: Sample) -> float:
+async def reward(args: RewardArgs, sample: Sample) -> float:
     ids = sample.metadata.get("instruction_id_list")
     if not isinstance(ids, list) or not ids:
         raise UserError(
@@ -26,20 +26,5 @@ def grade(sample: Sample) -> float:
     if len(given) != len(ids):
         raise UserError(f"sample {sample.index}: {len(ids)} instruction ids, {len(given)} kwargs")
     response = sample.response.rsplit("</think>", 1)[-1][:_LONGEST]
-    return float(
-        all(follows(response, name, args or {}) for name, args in zip(ids, given, strict=True))
-    )
-
-
-def follows(response: str, instruction_id: str, arguments: dict[str, Any]) -> bool:
-    """Whether the response follows one instruction; an empty response follows none."""
-    check = INSTRUCTIONS.get(instruction_id)
-    if check is None:
-        raise UserError(
-            f"unknown instruction id {instruction_id!r}: choose among {', '.join(INSTRUCTIONS)}"
-        )
-    given = {name: value for name, value in arguments.items() if value is not None}
-    try:
-        return bool(response.strip()) and check(response, **given)
-    except TypeError as error:
-        raise UserError(f"arguments of {instruction_id}: {error}") from None
+    pool = workers("instructions", time_limit_s=TIME_LIMIT_S, isolate=isolated(args))
+    return float(bool(await pool.ask([response, ids, given])))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from slime.rollout.rm_hub.settings import RewardArgs
 from slime.rollout.sampling import hash32
 from slime.utils.types import Sample
+
+
+async def reward(args: RewardArgs, sample: Sample) -> float:
+    return grade(sample)
 
 
 def grade(sample: Sample) -> float:

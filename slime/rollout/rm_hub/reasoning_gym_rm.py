@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
-import re
+from typing import Any
 
 from slime.rollout.rm_hub.boxed import last_boxed
+from slime.rollout.rm_hub.settings import RewardArgs, isolated
+from slime.rollout.rm_hub.workers import workers
 from slime.utils.errors import UserError
-from slime.utils.reasoning_tasks import METADATA_KEY, score_answer
+from slime.utils.reasoning_tasks import METADATA_KEY, MOST_ROWS, SEED, check_task
 from slime.utils.types import Sample
 
 TIME_LIMIT_S = 10.0
 _LONGEST_ANSWER = 10_000  # characters
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def grade(sample: Sample) -> float:
-    place = sample.metadata.get(METADATA_KEY)
-    if not isinstance(place, dict):
-        raise UserError(
-            "the reward reasoning_gym is for rows of --prompt-data reasoning-gym:<task>; sample "
-            f"{sample.index} is none"
-        )
+async def reward(args: RewardArgs, sample: Sample) -> float:
+    task, row = _place(sample)
     answer = find_answer(sample.response)
     if not answer:
         return 0.0
-    try:
-        return score_answer(place["task"], place["row"], answer)
-    except Exception:  # each task parses the answer in its own way, and few expect odd text
-        return 0.0
+    pool = workers("reasoning_gym_answers", time_limit_s=TIME_LIMIT_S, isolate=isolated(args))
+    score = await pool.ask([task, SEED, MOST_ROWS, row, answer])
+    return float(score) if isinstance(score, (int, float)) else 0.0
 
 
 def find_answer(response: str) -> str:
     text = response.rsplit("</think>", 1)[-1][-_LONGEST_ANSWER:]
-    tagged = _ANSWER.findall(text)
-    if tagged:
-        return tagged[-1].strip()
+    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
+    if start >= 0:
+        return text[start + len("<answer>") : text.find("</answer>", start)].strip()
     boxed = last_boxed(text)
     return (text if boxed is None else boxed).strip()
+
+
+def _place(sample: Sample) -> tuple[str, int]:
+    place: Any = sample.metadata.get(METADATA_KEY)
+    if not isinstance(place, dict) or not isinstance(place.get("row"), int):
+        raise UserError(
+            "the reward reasoning_gym is for rows of --prompt-data reasoning-gym:<task>; sample "
+            f"{sample.index} is none"
+        )
+    task = str(place.get("task"))
+    check_task(task, f"sample {sample.index}")
+    return task, place["row"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from slime.rollout.rm_hub.settings import Reward, RewardArgs
 from slime.utils.errors import ConfigError
 from slime.utils.http import post
 from slime.utils.types import Sample
@@ -11,9 +10,11 @@ from slime.utils.types import Sample
 DEADLINE_S = 300.0
 
 
-async def grade(
-    sample: Sample, url: str | None, deadline_s: float = DEADLINE_S
-) -> float | dict[str, Any]:
+async def reward(args: RewardArgs, sample: Sample) -> Reward:
+    return await grade(sample, args.rm_url)
+
+
+async def grade(sample: Sample, url: str | None, deadline_s: float = DEADLINE_S) -> Reward:
     """The JSON the service answers: a number, or an object for `--reward-key`."""
     if not url:
         raise ConfigError("--rm-type remote_rm needs the address of the service: --rm-url")

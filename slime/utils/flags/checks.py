@@ -11,9 +11,7 @@ from slime.utils.flags.inert import warn_inert
 from slime.utils.flags.registry import all_flags, own_flags
 from slime.utils.flags.sglang_checks import check_external, check_sglang
 from slime.utils.flags.spec import option_of
-from slime.utils.flags.values import nearest
-
-RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "remote_rm", "random", "code")
+from slime.utils.reward_types import reward_type
 
 # flag of the other trainer -> what to use instead
 _INSTEAD = {
@@ -191,10 +189,10 @@ def check_optimizer(draft: Draft) -> None:
 
 def check_reward(draft: Draft) -> None:
     rm_type = draft["rm_type"]
-    if rm_type is not None and rm_type.removeprefix("boxed_") not in RM_TYPES:
-        near = nearest(rm_type.removeprefix("boxed_"), RM_TYPES)
-        hint = f"; did you mean {near}?" if near else ""
-        raise ConfigError(f"--rm-type: {rm_type!r} is not one of {', '.join(RM_TYPES)}{hint}")
+    if rm_type is not None:
+        reward_type(rm_type)
+    for name in draft["allow_row_rm_types"]:
+        reward_type(name, "--allow-row-rm-types")
     if rm_type == "remote_rm" and not draft["rm_url"]:
         raise ConfigError("--rm-type remote_rm needs --rm-url with the address to post to")
 

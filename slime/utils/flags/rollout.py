@@ -143,8 +143,13 @@ class Reward:
 
     rm_type: str | None = flag(
         None,
-        "built-in reward: deepscaler, dapo, math, f1, gpqa, ifbench, remote_rm, random or code; "
-        "boxed_<type> applies it to the boxed text only",
+        "built-in reward: deepscaler, dapo, math, f1, gpqa, ifbench, remote_rm, random, code or "
+        "reasoning_gym; boxed_<type> applies it to the boxed text only",
+    )
+    allow_row_rm_types: list[str] = flag(
+        [],
+        "reward types, beside --rm-type, that a data row may choose in metadata['rm_type']; a row "
+        "that asks for any other is refused",
     )
     reward_key: str | None = flag(None, "key of the number, where the reward is a dictionary")
     eval_reward_key: str | None = flag(None, "the same for evaluations; default: --reward-key")

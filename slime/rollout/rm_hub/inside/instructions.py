@@ -1,4 +1,7 @@
-"""The verifiable instructions of IFEval, one small function each: does the response follow it?"""
+"""Inside the sandbox: the verifiable instructions of IFEval, one small function each.
+
+Every one takes time in proportion to the length of the response.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,37 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from slime.utils.errors import UserError
-
 INSTRUCTIONS: dict[str, Callable[..., bool]] = {}
+_DETECTED = 10_000  # characters, which is what langdetect looks at
+
+
+class UserMistake(Exception):
+    """A mistake in the data, which the user must see."""
+
+
+def load() -> Callable[[Any], bool]:
+    """Return the function that answers [response, instruction ids, arguments of each]."""
+    return lambda question: follows_all(*question)
+
+
+def follows_all(response: str, ids: list[str], arguments: list[dict[str, Any] | None]) -> bool:
+    pairs = zip(ids, arguments, strict=True)
+    followed = [follows(response, name, given or {}) for name, given in pairs]
+    return all(followed)
+
+
+def follows(response: str, instruction_id: str, arguments: dict[str, Any]) -> bool:
+    """Return whether the response follows one instruction; an empty response follows none."""
+    check = INSTRUCTIONS.get(instruction_id)
+    if check is None:
+        raise UserMistake(
+            f"unknown instruction id {instruction_id!r}: choose among {', '.join(INSTRUCTIONS)}"
+        )
+    given = {name: value for name, value in arguments.items() if value is not None}
+    try:
+        return bool(response.strip()) and check(response, **given)
+    except TypeError as error:
+        raise UserMistake(f"arguments of {instruction_id}: {error}") from None
 
 
 def instruction(name: str) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
@@ -121,7 +152,8 @@ def number_placeholders(text: str, num_placeholders: int) -> bool:
 def postscript(text: str, postscript_marker: str) -> bool:
     loose = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
     pattern = loose.get(postscript_marker, re.escape(postscript_marker))
-    return re.search(rf"^\s*{pattern}", text, re.IGNORECASE | re.MULTILINE) is not None
+    starts = (line.lstrip() for line in text.split("\n"))
+    return any(re.match(pattern, start, re.IGNORECASE) for start in starts)
 
 
 # ---- format
@@ -129,7 +161,8 @@ def postscript(text: str, postscript_marker: str) -> bool:
 
 @instruction("detectable_format:number_bullet_lists")
 def number_bullet_lists(text: str, num_bullets: int) -> bool:
-    return len(re.findall(r"^\s*(?:\*[^*\n]|-).*$", text, re.MULTILINE)) == num_bullets
+    starts = [line.lstrip()[:2] for line in text.split("\n")]
+    return sum(s[:1] == "-" or (s[:1] == "*" != s[1:] != "") for s in starts) == num_bullets
 
 
 @instruction("detectable_format:constrained_response")
@@ -153,9 +186,11 @@ def multiple_sections(text: str, section_spliter: str, num_sections: int) -> boo
 
 @instruction("detectable_format:json_format")
 def json_format(text: str) -> bool:
-    bare = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.IGNORECASE)
+    bare = text.strip()
+    if bare.startswith("```"):
+        bare = bare[7:] if bare[3:7].lower() == "json" else bare[3:]
     try:
-        json.loads(bare)
+        json.loads(bare.removesuffix("```").strip())
     except (ValueError, RecursionError):
         return False
     return True
@@ -163,8 +198,12 @@ def json_format(text: str) -> bool:
 
 @instruction("detectable_format:title")
 def title(text: str) -> bool:
-    """`<<so>>`"""
-    return any(part.strip("<> ") for part in re.findall(r"<<[^\n]+?>>", text))
+    """`<<so>>` in one line."""
+    for line in text.split("\n"):
+        start, end = line.find("<<"), line.rfind(">>")
+        if start >= 0 and line[start + 2 : max(end, 0)].strip("<> \t\r"):
+            return True
+    return False
 
 
 # ---- combinations
@@ -220,7 +259,7 @@ def sentences(text: str) -> list[str]:
 
 
 def _count(word: str, text: str) -> int:
-    return len(re.findall(re.escape(word), text, re.IGNORECASE))
+    return text.lower().count(word.lower())
 
 
 def _compare(count: int, wanted: int, relation: str) -> bool:
@@ -228,14 +267,14 @@ def _compare(count: int, wanted: int, relation: str) -> bool:
         return count >= wanted
     if relation == "less than":
         return count < wanted
-    raise UserError(f"relation {relation!r}: expected 'at least' or 'less than'")
+    raise UserMistake(f"relation {relation!r}: expected 'at least' or 'less than'")
 
 
 def _language(text: str) -> str | None:
     """A code such as "en"; None for text without a language, which counts as any."""
     detect, failure = _detector()
     try:
-        return detect(text)
+        return detect(text[:_DETECTED])
     except failure:
         return None
 
@@ -245,7 +284,7 @@ def _detector() -> tuple[Callable[[str], str], Any]:
     try:
         import langdetect
     except ImportError:
-        raise UserError(
+        raise UserMistake(
             "instructions about the language need langdetect: pip install 'slime[ifbench]'"
         ) from None
     langdetect.DetectorFactory.seed = 0

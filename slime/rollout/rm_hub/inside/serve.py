@@ -1,0 +1,59 @@
+"""A process that answers questions: `python serve.py answers.py`, one JSON line in, one JSON line out.
+
+`answers.py` is a file with a function `load()` that returns the function which answers; what it raises as
+`UserMistake` is a mistake in the data, which the user must see. There is no
+time limit here: code that takes too long cannot always be stopped from within; the parent kills it.
+"""
+
+import ctypes
+import importlib.util
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+
+_MEMORY_BYTES = 4 << 30
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    # A parent that was killed cannot end a worker that computes for hours.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    logging.disable(logging.CRITICAL)
+    sys.setrecursionlimit(5000)
+    module = load(sys.argv[1])
+    answer, mistakes = module.load(), getattr(module, "UserMistake", ())
+    # Nothing a library prints may land between the replies, or fill a pipe nobody reads any more.
+    questions, replies = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    send(replies, {"ready": True})
+    for line in questions:
+        try:
+            reply = {"value": answer(json.loads(line))}
+        except mistakes as mistake:
+            reply = {"mistake": str(mistake)}
+        except (Exception, RecursionError, MemoryError):  # odd text: no library expects all of it
+            reply = {"value": None}
+        send(replies, reply)
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location("answers", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def send(replies, reply) -> None:
+    replies.write(json.dumps(reply) + "\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""What scoring reads of the arguments."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from slime.utils.arguments import Args
+from slime.utils.data_spec import DataSpec
+from slime.utils.errors import ConfigError
+from slime.utils.reasoning_tasks import METADATA_KEY
+from slime.utils.reward_types import check_row_type
+from slime.utils.types import Sample
+
+Reward = float | dict[str, Any]
+
+
+class RewardArgs(Protocol):
+    """The least that scoring needs, so that hooks can pass an object of their own."""
+
+    rm_type: str | None
+    custom_rm_path: str | None
+    rm_url: str | None
+    reward_key: str | None
+
+
+def isolated(args: RewardArgs) -> bool:
+    """Whether code and answers of the model stay in the sandbox (no --allow-unsandboxed-code)."""
+    return not (isinstance(args, Args) and args.allow_unsandboxed_code)
+
+
+def chosen_type(args: RewardArgs, sample: Sample) -> str:
+    """Return the reward type of the sample: its own where the run allows it, else `--rm-type`.
+
+    Metadata comes from data rows, so a type that the user did not name is an error and never used.
+    """
+    asked = sample.metadata.get("rm_type")
+    if asked not in (None, ""):
+        check_row_type(asked, _allowed(args, sample), f"sample {sample.index}")
+        return asked
+    if not args.rm_type:
+        raise ConfigError("samples need a reward: set --rm-type or --custom-rm-path")
+    return args.rm_type
+
+
+def _allowed(args: RewardArgs, sample: Sample) -> list[str | None]:
+    if not isinstance(args, Args):
+        return [args.rm_type]
+    of_task = ["reasoning_gym"] if _is_row_of_a_named_task(args, sample) else []
+    return [args.rm_type, *args.allow_row_rm_types, *of_task]
+
+
+def _is_row_of_a_named_task(args: Args, sample: Sample) -> bool:
+    """Whether the run itself names `reasoning-gym:<task>` with the task of this sample."""
+    place = sample.metadata.get(METADATA_KEY)
+    paths = [*(args.prompt_data or []), *(dataset.path for dataset in args.eval_datasets)]
+    tasks = [DataSpec.parse(path).task for path in paths]
+    return isinstance(place, dict) and place.get("task") is not None and place["task"] in tasks
