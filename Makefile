@@ -7,7 +7,7 @@ PINS := pyproject.toml constraints.txt tools/install.sh
 CHECKED := slime tests tools benchmarks examples train.py train_async.py
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-sglang test-cluster check format venv clean
+.PHONY: help quickstart test test-chaos test-sglang test-cluster check format venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -25,6 +25,9 @@ test-sglang: $(VENV)/.installed-dev  ## both engines by one suite, and runs thro
 
 test-cluster: $(VENV)/.installed-dev  ## runs over three hosts, which are network namespaces; needs root
 	SLIME_TEST_CLUSTER=1 $(BIN)/python -m pytest $(or $(ARGS),tests/cluster)
+
+test-chaos: $(VENV)/.installed-dev  ## break runs at random, resume and compare them; SEEDS=0-39 or SEEDS="7 9 100-120"
+	$(BIN)/python -m tests.chaos.run --seeds "$(SEEDS)" $(ARGS)
 
 check: $(VENV)/.installed-dev  ## formatting, lint and types
 	$(BIN)/ruff format --check $(wildcard $(CHECKED))
