@@ -383,11 +383,65 @@ BATCHES = [
     ),
 ]
 
+NOT_HONOURED = [
+    Wrong(
+        what="FP8 layers without the package that has them",
+        flags="--fp8-format e4m3",
+        right="--bf16",
+    ),
+    Wrong(
+        what="FP4 layers without the package that has them",
+        flags="--fp4-format e2m1",
+        right="--bf16",
+    ),
+    Wrong(
+        what="TransformerEngine's layers where it is not installed",
+        flags="--transformer-impl transformer_engine",
+        right="--transformer-impl local",
+    ),
+    Wrong(
+        what="Megatron's own FSDP",
+        flags="--use-megatron-fsdp",
+        right="--train-backend fsdp",
+    ),
+    Wrong(
+        what="kernels that nobody switches on",
+        flags="--batch-invariant-mode",
+        right="--rollout-engine sglang --sglang-enable-deterministic-inference",
+    ),
+    Wrong(
+        what="attention of models that the backend does not have",
+        flags="--experimental-attention-variant dsa",
+        right="",
+    ),
+    Wrong(
+        what="layers that would be neither built nor trained",
+        flags="--mtp-num-layers 1",
+        right="--mtp-num-layers 0",
+    ),
+    Wrong(
+        what="dropout in an attention that has none",
+        flags="--attention-dropout 0.1",
+        right="--attention-dropout 0.0",
+    ),
+    Wrong(
+        what="a router of a model without experts",
+        flags="--moe-router-topk 8",
+        right="",
+    ),
+    Wrong(
+        what="a learning rate of its own for embeddings",
+        flags="--decoupled-lr 1e-5",
+        right="--lr 1e-5",
+    ),
+]
+
 TABLES = {
     "Nodes and GPUs": GPUS,
     "Engines": ENGINES,
     "Parallel layout": PARALLEL,
     "Batches, lengths, files": BATCHES,
+    "Flags that would not be honoured": NOT_HONOURED,
 }
 
 

@@ -19,6 +19,7 @@ from slime.backends.megatron_utils.cpu import install_cpu_adapter
 from slime.backends.megatron_utils.torch_calls import Function, TorchCalls
 from slime.backends.rank_model import RankModel
 from slime.utils.device import use_device
+from slime.utils.flags.megatron_support import NEEDS_TE
 
 install_cpu_adapter()
 
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
 _META = torch.device("meta")
-# Need packages or a GPU, and change neither what is held nor where.
-_WITHOUT = {"moe_enable_deepep": False, "moe_grouped_gemm": False}
+# Need packages or a GPU. FP8 and FP4 are counted as bf16, the others change nothing that is held.
+_WITHOUT = {"moe_enable_deepep": False, "moe_grouped_gemm": False, **dict.fromkeys(NEEDS_TE)}
 
 
 def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) -> RankModel:

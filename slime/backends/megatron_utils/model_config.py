@@ -23,6 +23,7 @@ from slime.backends.megatron_utils.flag_fields import flag_fields
 from slime.backends.megatron_utils.gpt_config import GptConfig, yarn_mscale
 from slime.backends.megatron_utils.layer_pattern import layer_pattern
 from slime.utils.errors import ConfigError
+from slime.utils.flags.megatron_support import FUSIONS
 from slime.utils.flags.registry import all_flags
 
 if TYPE_CHECKING:
@@ -61,24 +62,30 @@ def model_config(hf_config: PretrainedConfig, args: Args) -> TransformerConfig:
     model = architecture(hf_config)
     check_flags(model, args)
     _check_expert_biases(model, args)
+    fields = config_fields(model, args)
+    kind = MLATransformerConfig if model.fields["multi_latent_attention"] else GptConfig
+    try:
+        return kind(**fields)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"megatron-core refuses the model or its layout: {error}") from None
+
+
+def config_fields(model: Architecture, args: Args) -> dict[str, Any]:
+    """The keyword arguments of the configuration class, the later ones deciding."""
+    impl = args.transformer_impl or ("transformer_engine" if has_te() else "local")
     fields = {
         **_DEFAULTS,
         **_flag_fields(args),
         **model.fields,
         **_layout(args, model),
         **_precision(args),
-        "transformer_impl": "transformer_engine" if has_te() else "local",
-        "moe_grouped_gemm": has_te() and bool(args.moe_grouped_gemm),
+        "transformer_impl": impl,
+        "moe_grouped_gemm": impl == "transformer_engine" and bool(args.moe_grouped_gemm),
     }
-    kind: type[TransformerConfig] = MLATransformerConfig
     if not model.fields["multi_latent_attention"]:
-        kind = GptConfig
         scale = yarn_mscale(model.rope.attention_factor)
         fields |= {"post_norms": model.post_norms, "yarn_mscale": scale}
-    try:
-        return kind(**fields)
-    except (AssertionError, ValueError) as error:
-        raise ConfigError(f"megatron-core refuses the model or its layout: {error}") from None
+    return fields
 
 
 def gpt_options(hf_config: PretrainedConfig, args: Args) -> GptOptions:
@@ -128,7 +135,9 @@ def model_flags(model: Architecture) -> dict[str, Any]:
         for target in flag.sets
         if target.split(".")[0] in ("TransformerConfig", "MLATransformerConfig")
     }
-    named = {by_field[field]: v for field, v in model.fields.items() if field in by_field}
+    latent = {f.name for f in all_flags().values() if f.sets[:1] and f.sets[0].startswith("MLA")}
+    named = dict.fromkeys(latent)  # absent, unless the model has latent attention
+    named |= {by_field[field]: v for field, v in model.fields.items() if field in by_field}
     named.pop("group_query_attention", None)
     named.pop("swiglu", None)
     fields = model.fields
@@ -173,6 +182,8 @@ def _flag_fields(args: Args) -> dict[str, Any]:
     """Fields that a flag sets and that neither the layout nor the precision decides."""
     given = flag_fields(args, TransformerConfig)
     fields = {name: value for name, value in given.items() if name not in _NOT_FROM_FLAGS}
+    if not has_te():
+        fields = {name: value for name, value in fields.items() if name not in FUSIONS}
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
         if len(fields.get(name, ())) == 1:
             (fields[name],) = fields[name]

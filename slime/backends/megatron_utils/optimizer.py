@@ -132,7 +132,7 @@ def optimizer_config(args: Args) -> OptimizerConfig:
     return OptimizerConfig(
         **{
             **fields,
-            "optimizer": "adam",
+            "optimizer": args.optimizer,
             "lr": args.lr,
             "min_lr": args.min_lr,
             "weight_decay": args.weight_decay,

@@ -134,4 +134,12 @@ def make_router(args: Args, num_engines: int, host: str) -> Router | None:
         return None
     install = find_sglang()
     python = router_python(install.python) if install else None
-    return Router(args, python=python, host=host) if python else None
+    if python is not None:
+        return Router(args, python=python, host=host)
+    for name in args.to_dict(redact=False):
+        if name in all_flags() and all_flags()[name].family == "router":
+            raise UserError(
+                f"{all_flags()[name].option} needs the package sglang-router: install it, or leave the "
+                "flag out"
+            )
+    return None

@@ -52,12 +52,11 @@ def check_backend(draft: Draft) -> None:
                 f"{flag.option} belongs to --train-backend {owner}, this run uses {backend}: "
                 f"{_INSTEAD.get(name, 'leave it out')}, or choose --train-backend {owner}"
             )
-    if backend == "fsdp" and draft["optimizer"] != "adam":
-        raise ConfigError(f"--optimizer {draft['optimizer']}: --train-backend fsdp has adam only")
-    if backend == "fsdp" and draft["lr_decay_style"] == "WSD":
+    if draft["optimizer"] != "adam":
+        raise ConfigError(f"--optimizer {draft['optimizer']} is not there: use adam")
+    if draft["lr_decay_style"] == "WSD":
         raise ConfigError(
-            "--lr-decay-style WSD belongs to --train-backend megatron: use constant, linear, cosine or "
-            "inverse-square-root"
+            "--lr-decay-style WSD is not honoured: use constant, linear, cosine or inverse-square-root"
         )
     if draft["nccl_ub"] and draft["offload_train"]:
         raise ConfigError(
@@ -78,7 +77,8 @@ def check_engine(draft: Draft) -> None:
             raise ConfigError(
                 f"{flag.option}: the embedded engine is reached without a router: leave it out"
             )
-        if flag.family != "sglang" or draft[name] is False or draft[name] == flag.default:
+        off = draft[name] is False and not flag.default
+        if flag.family != "sglang" or off or draft[name] == flag.default:
             continue
         if embedded_support(name.removeprefix("sglang_")) == "refused":
             raise ConfigError(

@@ -42,31 +42,30 @@ HONOURED = frozenset(
     }
 )
 
-HARMLESS = frozenset(
-    {
-        "attention_backend",
-        "cuda_graph_bs",
-        "cuda_graph_max_bs",
-        "decode_attention_backend",
-        "decode_log_interval",
-        "disable_chunked_prefix_cache",
-        "disable_cuda_graph",
-        "disable_cuda_graph_padding",
-        "disable_overlap_schedule",
-        "enable_memory_saver",
-        "enable_mixed_chunk",
-        "enable_torch_compile",
-        "max_prefill_tokens",
-        "prefill_attention_backend",
-        "sampling_backend",
-        "schedule_conservativeness",
-        "schedule_policy",
-        "skip_server_warmup",
-        "stream_interval",
-        "torch_compile_max_bs",
-        "watchdog_timeout",
-    }
-)
+# option -> why it never changes a result
+HARMLESS: dict[str, str] = {
+    "attention_backend": "there is one attention, in slime's own kernels",
+    "prefill_attention_backend": "there is one attention, in slime's own kernels",
+    "decode_attention_backend": "there is one attention, in slime's own kernels",
+    "sampling_backend": "there is one sampler",
+    "cuda_graph_bs": "batch sizes of CUDA graphs are chosen by the engine",
+    "cuda_graph_max_bs": "batch sizes of CUDA graphs are chosen by the engine",
+    "disable_cuda_graph": "a CUDA graph computes what its kernels do",
+    "disable_cuda_graph_padding": "a CUDA graph computes what its kernels do",
+    "enable_torch_compile": "the kernels are compiled already",
+    "torch_compile_max_bs": "the kernels are compiled already",
+    "disable_chunked_prefix_cache": "prefill chunks read the prefix cache in one way",
+    "disable_overlap_schedule": "the scheduler decides what overlaps",
+    "enable_mixed_chunk": "the scheduler decides what runs together",
+    "max_prefill_tokens": "--sglang-chunked-prefill-size bounds a prefill step",
+    "schedule_conservativeness": "requests that no longer fit are retracted and continued",
+    "schedule_policy": "order of waiting requests; each gets the same tokens",
+    "enable_memory_saver": "memory is released without it (--offload-rollout)",
+    "decode_log_interval": "lines in the engine's log",
+    "stream_interval": "size of the pieces of a streamed response",
+    "skip_server_warmup": "the server answers once it is ready",
+    "watchdog_timeout": "slime watches its engines (--rollout-health-check-timeout)",
+}
 
 EMBEDDED_OPTIONS: dict[str, Support] = {
     **dict.fromkeys(sorted(HONOURED), "honoured"),

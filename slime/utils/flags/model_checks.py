@@ -9,6 +9,8 @@ from slime.utils.errors import ConfigError
 from slime.utils.flags.draft import Draft
 from slime.utils.flags.gpus import is_installed
 from slime.utils.flags.hf_config import read_hf_config
+from slime.utils.flags.megatron_support import asks_for_something, check_megatron_flags
+from slime.utils.flags.registry import all_flags
 from slime.utils.flags.spec import option_of
 from slime.utils.megatron_models import check_model_type, check_rope
 
@@ -33,12 +35,14 @@ _NOT_WITH_MLA = ("num_query_groups", "kv_channels")
 def check_model(draft: Draft) -> None:
     if draft["train_backend"] != "megatron":
         return
+    check_megatron_flags(draft)
     config = _flat(read_hf_config(draft))
     if config.get("model_type") and not draft["custom_model_provider_path"]:
         check_model_type(config["model_type"])
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         check_rope(config["model_type"], rope.get("rope_type") or rope.get("type") or "default")
     check_against_config(draft, config)
+    check_expert_flags(draft, config)
     check_parallel(draft, config)
     check_precision_aware(draft)
     check_recompute(draft)
@@ -65,6 +69,17 @@ def check_against_config(draft: Draft, config: dict[str, Any]) -> None:
             "config.json of --hf-checkpoint says tie_word_embeddings true: leave out "
             "--untie-embeddings-and-output-weights"
         )
+
+
+def check_expert_flags(draft: Draft, config: dict[str, Any]) -> None:
+    if _found(config, "num_layers") is None or _found(config, "num_experts") is not None:
+        return
+    for name in draft.given_names():
+        if name.startswith("moe_") and asks_for_something(name, draft[name]):
+            option = all_flags()[name].option
+            raise ConfigError(
+                f"{option}: the model of --hf-checkpoint has no experts: leave it out"
+            )
 
 
 def check_parallel(draft: Draft, config: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ def check_sglang(draft: Draft) -> None:
         if name in _ROUTER_OWNED:
             raise ConfigError(f"{all_flags()[name].option} is set by slime: {_ROUTER_OWNED[name]}")
     _check_sizes(draft)
+    _warn_unused_router(draft)
     _check_model(draft)
     _check_fp8(draft)
     _say_about_drafts(draft)
@@ -114,6 +115,16 @@ def _check_sizes(draft: Draft) -> None:
             f"--sglang-dp-size {dp_size} would put {dp_size} copies of the model into one engine: add "
             "--sglang-enable-dp-attention, or start more engines with --rollout-num-gpus"
         )
+
+
+def _warn_unused_router(draft: Draft) -> None:
+    if draft["rollout_num_gpus"] // draft["rollout_num_gpus_per_engine"] > 1:
+        return
+    for name in draft.given_names():
+        if all_flags()[name].family == "router":
+            draft.warn(
+                f"{all_flags()[name].option} has no effect with one engine, which needs no router"
+            )
 
 
 def _check_model(draft: Draft) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from slime.utils.arguments import Args
 from slime.utils.errors import ConfigError
 from slime.utils.flags.draft import Draft, Origin
+from slime.utils.flags.megatron_support import check_megatron_flags
 from slime.utils.flags.parser import read_command_line
 from slime.utils.flags.registry import all_flags
 
@@ -39,6 +40,7 @@ def conversion_args(argv: list[str]) -> Args:
     _check_folders(given)
     origins: dict[str, Origin] = dict.fromkeys(given, "command line")
     draft = Draft({"train_backend": "megatron", **given}, origins, gpus=0)
+    check_megatron_flags(draft)
     draft.derive_if_unset("context_parallel_size", 1)
     draft.derive("precision", "fp32")  # until the checkpoint's is known
     return Args(draft.values, draft.origins)
