@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slime.utils.errors import ConfigError, UserError
+from slime.utils.printable import safe_text
 
 _USAGE = """usage: slime COMMAND [OPTIONS]
 
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(f"unknown command {command!r}; one of {', '.join(COMMANDS)}")
         return COMMANDS[command](rest)
     except UserError as error:
-        print(f"slime: {error}", file=sys.stderr)
+        print(safe_text(f"slime: {error}"), file=sys.stderr)
         return error.exit_status
 
 

@@ -82,7 +82,7 @@ def stacked_bars(
             middle = x + min(pitch, 75) / 2
             parts.append(
                 f'<text class="tick" x="{middle:.1f}" y="{height - 7}" text-anchor="middle">'
-                f"{label.split('-')[0]}</text>"
+                f"{escape(label.split('-')[0])}</text>"
             )
     return _svg(width, height, "seconds per phase", "".join(parts), [])
 

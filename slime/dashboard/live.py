@@ -18,6 +18,7 @@ from slime.dashboard.panel import PanelDisplay
 from slime.dashboard.plain import PlainDisplay
 from slime.dashboard.run_state import RunState
 from slime.utils.env import read_env
+from slime.utils.printable import printable, safe_text
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
@@ -38,8 +39,8 @@ class LiveDisplay:
     def __init__(self, args: Args, console: Console | None = None) -> None:
         console = console or RunConsole()
         self._state = RunState(
-            run_name=Path(args.run_dir).name,
-            model=model_name(args.hf_checkpoint),
+            run_name=printable(Path(args.run_dir).name),
+            model=printable(model_name(args.hf_checkpoint)),
             layout=layout(
                 trainers=args.actor_num_nodes * args.actor_num_gpus_per_node,
                 rollout=args.rollout_num_gpus,
@@ -70,7 +71,9 @@ class LiveDisplay:
     def message(self, text: str) -> None:
         """A line for the person watching; it stays above the live region."""
         drawing = self._drawing
-        self._contained(lambda: drawing.message(text) if drawing else print(text, flush=True))
+        self._contained(
+            lambda: drawing.message(text) if drawing else print(safe_text(text), flush=True)
+        )
 
     def close(self) -> None:
         drawing, self._drawing = self._drawing, None

@@ -15,6 +15,7 @@ from rich.text import Text
 from slime.dashboard import names
 from slime.dashboard.format import duration, number, score, sparkline
 from slime.dashboard.run_state import RunState
+from slime.utils.printable import printable, safe_text
 
 _LABEL_WIDTH = 17
 # label, metric; a row appears once its metric has come in
@@ -51,7 +52,7 @@ class PanelDisplay:
         """The panel draws itself from the state."""
 
     def message(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False)
+        self._live.console.print(Text(safe_text(text)))
 
     def stop(self) -> None:
         self._live.stop()
@@ -121,7 +122,9 @@ def _metrics(state: RunState, width: int) -> Table:
             change = f"{write(values[0])} → {write(values[-1])}" if len(values) > 1 else ""
             bars = sparkline(values, _bar_width(width)).ljust(_bar_width(width))
             style = "green" if (label, metric) in rewards else "cyan"
-            table.add_row(label, write(values[-1]), Text(bars, style=style), change)
+            table.add_row(
+                Text(printable(label)), write(values[-1]), Text(bars, style=style), change
+            )
     return table
 
 
@@ -134,7 +137,7 @@ def _phases(state: RunState, width: int) -> Table:
     for name, seconds in state.phase_seconds.items():
         color = _PHASE_STYLES.get(name, "white")
         table.add_row(
-            name.replace("_", " "),
+            Text(printable(name.replace("_", " "))),
             duration(seconds / len(state.rollout_seconds)),
             Bar(total, 0, seconds, width=_bar_width(width), color=color),
             Text(f"{100 * seconds / total:.0f}%", style="dim"),

@@ -7,6 +7,7 @@ from rich.console import Console
 from slime.dashboard import names
 from slime.dashboard.format import duration, number, score
 from slime.dashboard.run_state import RunState, phase_times
+from slime.utils.printable import safe_text
 
 _SHORT_PHASES = {"generate": "gen", "update_weights": "sync"}
 # label, metric, width of the value; "eval" stands for the mean over the evaluation datasets
@@ -36,7 +37,7 @@ class PlainDisplay:
         self.message(rollout_line(self._state))
 
     def message(self, text: str) -> None:
-        self._console.file.write(f"{text}\n")
+        self._console.file.write(f"{safe_text(text)}\n")
         self._console.file.flush()
 
     def stop(self) -> None:

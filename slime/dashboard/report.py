@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from markupsafe import Markup
+
 from slime.dashboard import sections
 from slime.dashboard.format import duration, number, score, signed
 from slime.dashboard.run_data import RunData, read_run
-from slime.utils.html_page import page_templates
+from slime.utils.html_page import content_policy, page_templates
 from slime.utils.jsonl import replace_file
 
 REPORT_FILE = "report.html"
@@ -24,7 +26,10 @@ def write_report(run_dir: str | Path) -> Path:
 def render_report(run: RunData) -> str:
     environment = page_templates("slime.dashboard")
     environment.filters.update(number=number, score=score, signed=signed, duration=duration)
+    script = environment.get_template("report.js.jinja").render()
     return environment.get_template("report.html.jinja").render(
+        policy=Markup(content_policy(script)),
+        script=Markup(script),
         name=run.run_dir.resolve().name,
         header=sections.header(run),
         reward=sections.reward_chart(run),

@@ -61,7 +61,7 @@ def read_run(run_dir: str | Path) -> RunData:
         raise UserError(
             f"{run_dir} is not a folder. Name the folder of a run, such as runs/quickstart."
         )
-    records = list(read_lines(run_dir / METRICS_FILE))
+    records = [record for record in read_lines(run_dir / METRICS_FILE) if _is_metrics(record)]
     rollouts = [record for record in records if record["kind"] == "perf"]
     resolved = _read_yaml(run_dir / RESOLVED_FILE)
     environment = run_dir / ENVIRONMENT_FILE
@@ -77,10 +77,20 @@ def read_run(run_dir: str | Path) -> RunData:
         config={name: entry["value"] for name, entry in resolved.items()},
         origins={name: entry["origin"] for name, entry in resolved.items()},
         starts=json.loads(environment.read_text())["starts"] if environment.exists() else [],
-        resumed_at=[r["start_rollout_id"] for r in read_lines(run_dir / RESUMES_FILE)],
+        resumed_at=[
+            start
+            for record in read_lines(run_dir / RESUMES_FILE)
+            if isinstance(start := record.get("start_rollout_id"), int)
+        ],
         first_time=min(times, default=None),
         last_time=max(times, default=None),
     )
+
+
+def _is_metrics(record: dict[str, Any]) -> bool:
+    """The folder may be somebody else's: a line with other types than a run writes is left out."""
+    rollout_id, kind, when = (record.get(key) for key in _RECORD_KEYS)
+    return isinstance(rollout_id, int) and isinstance(kind, str) and isinstance(when, int | float)
 
 
 def _series(records: list[dict[str, Any]]) -> dict[str, list[Point]]:

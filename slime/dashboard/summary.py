@@ -9,6 +9,7 @@ from slime.dashboard import names
 from slime.dashboard.format import count, duration, score
 from slime.dashboard.report import REPORT_FILE
 from slime.dashboard.run_data import RunData, read_run
+from slime.utils.printable import safe_text
 from slime.utils.run_folder import CONFIG_FILE
 
 
@@ -18,7 +19,8 @@ def closing_lines(run_dir: str | Path) -> list[str]:
     report = run.run_dir / REPORT_FILE
     if report.exists():
         lines.append(f"Report: {_path(report)}")
-    return [*lines, "Next, try:", *(f"  {command}" for command in _next_commands(run))]
+    lines += ["Next, try:", *(f"  {command}" for command in _next_commands(run))]
+    return [safe_text(line) for line in lines]
 
 
 def _learned(run: RunData) -> list[str]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
+
+from slime.utils.printable import safe_text
 
 # Libraries that report every request or file lock; their warnings still come through.
 _NOISY = (
@@ -43,8 +46,8 @@ def setup_logging(
     if run_dir is not None:
         folder = Path(run_dir) / "logs"
         folder.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(folder / f"{role}.log", encoding="utf-8"))
-        handlers[-1].setFormatter(logging.Formatter(_FILE_FORMAT))
+        handlers.append(_LogFile(folder / f"{role}.log", encoding="utf-8"))
+        handlers[-1].setFormatter(_FileFormatter(_FILE_FORMAT))
     if console:
         handlers.append(_ConsoleHandler())
         handlers[-1].setFormatter(_ConsoleFormatter(role))
@@ -58,6 +61,23 @@ def setup_logging(
 
 
 _FILE_FORMAT = "%(asctime)s %(levelname)-7s %(process)d %(name)s:%(lineno)d  %(message)s"
+
+
+class _FileFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return safe_text(super().format(record))
+
+
+class _LogFile(logging.FileHandler):
+    """A disk that is full loses lines of the log; the run itself says what it could not write."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 class _ConsoleHandler(logging.StreamHandler):
@@ -83,6 +103,8 @@ class _ConsoleFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         if record.levelno >= logging.ERROR:
-            return f"{self._prefix}{record.levelname.lower()}: {super().format(record)}"
-        level = "warning: " if record.levelno >= logging.WARNING else ""
-        return f"{self._prefix}{level}{record.getMessage()}"
+            text = f"{record.levelname.lower()}: {super().format(record)}"
+        else:
+            level = "warning: " if record.levelno >= logging.WARNING else ""
+            text = level + record.getMessage()
+        return self._prefix + safe_text(text)

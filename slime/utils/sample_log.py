@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from slime.utils.jsonl import append_lines, read_lines
 
@@ -47,12 +48,26 @@ def append_samples(
 
 
 def read_samples(run_dir: str | Path) -> list[tuple[int, SampleRow]]:
-    """(rollout_id, row) for every line of samples.jsonl."""
-    names = {f.name for f in fields(SampleRow)}
-    return [
-        (record["rollout_id"], SampleRow(**{k: v for k, v in record.items() if k in names}))
-        for record in read_lines(Path(run_dir) / SAMPLES_FILE)
-    ]
+    """(rollout_id, row) for every line of samples.jsonl; one that no run can have written is left out."""
+    read = (_read(record) for record in read_lines(Path(run_dir) / SAMPLES_FILE))
+    return [row for row in read if row is not None]
+
+
+def _read(record: dict[str, Any]) -> tuple[int, SampleRow] | None:
+    types = get_type_hints(SampleRow)
+    rollout_id = record.get("rollout_id")
+    values = {name: value for name, value in record.items() if name in types}
+    needed = {f.name for f in fields(SampleRow) if f.default is MISSING}
+    if not isinstance(rollout_id, int) or not needed <= values.keys():
+        return None
+    if not all(_has_type(value, types[name]) for name, value in values.items()):
+        return None
+    return rollout_id, SampleRow(**values)
+
+
+def _has_type(value: object, wanted: Any) -> bool:
+    kinds = get_args(wanted) or (wanted,)
+    return isinstance(value, kinds) or (float in kinds and isinstance(value, int))
 
 
 def choose_rows(rows: Sequence[SampleRow], limit: int) -> list[int]:

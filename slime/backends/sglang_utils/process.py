@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import signal
 import subprocess
 from pathlib import Path
 
 from slime.utils.env import child_env
+from slime.utils.printable import safe_text
 
 _STOP_TIMEOUT_S = 10
 _LAST_LINES = 15
 _TAIL_BYTES = 65536
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ServerProcess:
@@ -50,7 +49,7 @@ class ServerProcess:
             log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, log.tell() - _TAIL_BYTES))
             text = log.read().decode(errors="replace")
-        lines = [line for line in _COLOURS.sub("", text).splitlines() if line.strip()]
+        lines = [line for line in safe_text(text).split("\n") if line.strip()]
         return "\n".join(lines[-count:])
 
     def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:

@@ -7,22 +7,25 @@ from typing import Any
 
 from slime.utils.env import looks_secret
 from slime.utils.flags.registry import all_flags, own_flags
+from slime.utils.printable import HIDDEN as REDACTED
+from slime.utils.printable import hide_in_address, hide_secrets
 
-REDACTED = "***"
-_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_ADDRESS_FLAG = re.compile(r"(url|host|addr|endpoint)s?$")
 
 
 def redact(name: str, value: Any) -> Any:
-    """The value as it may be shown: secret flags, secrets inside dictionaries, users in addresses."""
+    """The value as it may be shown, without secret flags and secrets inside dictionaries and addresses."""
     flag = own_flags().get(name) or all_flags().get(name)
     if flag is not None and flag.secret and value is not None:
         return REDACTED
+    if _ADDRESS_FLAG.search(name) and isinstance(value, str) and "://" not in value:
+        return hide_in_address(value)
     return _redact_inside(value)
 
 
 def _redact_inside(value: Any) -> Any:
     if isinstance(value, str):
-        return _USER_IN_URL.sub(REDACTED, value)
+        return hide_secrets(value)
     if isinstance(value, list):
         return [_redact_inside(item) for item in value]
     if isinstance(value, dict):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.utils.flags.gpus import count_gpus
 from slime.utils.flags.registry import all_flags
+from slime.utils.printable import safe_text
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
@@ -52,7 +53,7 @@ def print_resolved(args: Args) -> None:
     sections = [resolved_lines(args), ["Placement", *("  " + li for li in placement_lines(args))]]
     if args.warnings:
         sections.append(["Warnings", *("  " + warning for warning in args.warnings)])
-    print("\n\n".join("\n".join(lines) for lines in sections))
+    print(safe_text("\n\n".join("\n".join(lines) for lines in sections)))
 
 
 def _grouped(args: Args) -> dict[str, list[tuple[str, Any, str]]]:
