@@ -9,11 +9,13 @@
 The same file runs on a laptop, on one GPU and on a cluster; `python train.py --help` lists the flags.
 """
 
+import runpy
 import sys
+from pathlib import Path
 
 from slime.planner.dry_run import dry_run, is_dry_run
 from slime.utils.arguments import Args, parse_args
-from slime.utils.errors import UserError
+from slime.utils.exit_status import run_command
 
 
 def train(args: Args, *, closing_words: bool = True) -> int:
@@ -21,6 +23,8 @@ def train(args: Args, *, closing_words: bool = True) -> int:
     from slime.ray.run import Run
 
     with Run(args, closing_words=closing_words) as run:
+        if run.complete:
+            return 0
         rollout, actor = run.rollout, run.actor
         # Engines start from --hf-checkpoint; a resumed trainer does not.
         actor.update_weights(rollout)
@@ -28,8 +32,9 @@ def train(args: Args, *, closing_words: bool = True) -> int:
         for rollout_id in range(run.start_rollout_id, args.num_rollout):
             batch = rollout.generate(rollout_id)  # frees engine memory itself when colocated
             actor.train(rollout_id, batch)  # wakes up itself when colocated
-            run.save_if_due(rollout_id)
-            if run.stopping:
+            stopping = run.stopping  # read once: a signal from here on is for the next rollout
+            run.save_if_due(rollout_id, stopping=stopping)
+            if stopping:
                 run.log(rollout_id)
                 break
             actor.update_weights(rollout, rollout_id)  # pushes, verifies; sleeps when colocated
@@ -40,17 +45,17 @@ def train(args: Args, *, closing_words: bool = True) -> int:
 
 
 def main(argv: list[str] | None = None, *, closing_words: bool = True) -> int:
-    try:
-        if is_dry_run(argv):
-            return dry_run(argv)
-        return train(parse_args(argv), closing_words=closing_words)
-    except UserError as error:
-        # One raised in an actor arrives inside Ray's wrapper, whose text is a traceback.
-        print(f"slime: {getattr(error, 'cause', error)}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        print("slime: interrupted", file=sys.stderr)
-        return 130
+    return run_command(lambda: _main(argv, closing_words))
+
+
+def _main(argv: list[str] | None, closing_words: bool) -> int:
+    if is_dry_run(argv):
+        return dry_run(argv)
+    args = parse_args(argv)
+    loop = train
+    if args.train_async:
+        loop = runpy.run_path(str(Path(__file__).with_name("train_async.py")))["train"]
+    return loop(args, closing_words=closing_words)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
                              │                   │                   │
     trainer                  └─ train 0 ─ update ┴─ train 1 ─ update ┴─
 
-The same verbs and flags as train.py, on processors of their own (no --colocate). A rollout is made by
+`slime train --train-async` is the same. The verbs and flags of train.py, on processors of their own (no --colocate). A rollout is made by
 one version of the weights and trained on by the next. With a rollout function that never stops
 (slime.rollout.fully_async_rollout.generate_rollout) weights change while it generates.
 """
@@ -13,14 +13,22 @@ import sys
 
 from slime.planner.dry_run import dry_run, is_dry_run
 from slime.utils.arguments import Args, parse_args
-from slime.utils.errors import ConfigError, UserError
+from slime.utils.errors import ConfigError
+from slime.utils.exit_status import run_command
 
 
-def train(args: Args) -> int:
+def train(args: Args, *, closing_words: bool = True) -> int:
     """Run to the end, or to a signal; the process's exit status."""
     from slime.ray.run import Run
 
-    with Run(args) as run:
+    if args.colocate or args.offload_rollout:
+        raise ConfigError(
+            "train_async.py generates and trains at the same time, on processors of their own: "
+            "leave --colocate and --offload out and give --rollout-num-gpus, or use train.py"
+        )
+    with Run(args, closing_words=closing_words) as run:
+        if run.complete:
+            return 0
         rollout, actor = run.rollout, run.actor
         actor.update_weights(rollout)
         run.first_eval()
@@ -30,8 +38,9 @@ def train(args: Args) -> int:
             if rollout_id + 1 < args.num_rollout:
                 rollout.begin(rollout_id + 1)
             actor.train(rollout_id, batch)
-            run.save_if_due(rollout_id)
-            if run.stopping:
+            stopping = run.stopping  # read once: a signal from here on is for the next rollout
+            run.save_if_due(rollout_id, stopping=stopping)
+            if stopping:
                 run.log(rollout_id)
                 break
             if not rollout.never_stops and run.update_due(rollout_id):
@@ -44,22 +53,12 @@ def train(args: Args) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        if is_dry_run(argv):
-            return dry_run(argv)
-        args = parse_args(argv)
-        if args.colocate or args.offload_rollout:
-            raise ConfigError(
-                "train_async.py generates and trains at the same time, on processors of their own: "
-                "leave --colocate and --offload out and give --rollout-num-gpus, or use train.py"
-            )
-        return train(args)
-    except UserError as error:
-        print(f"slime: {getattr(error, 'cause', error)}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        print("slime: interrupted", file=sys.stderr)
-        return 130
+    words = sys.argv[1:] if argv is None else argv
+    return run_command(lambda: _main([*words, "--train-async"]))
+
+
+def _main(argv: list[str]) -> int:
+    return dry_run(argv) if is_dry_run(argv) else train(parse_args(argv))
 
 
 if __name__ == "__main__":

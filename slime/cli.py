@@ -7,20 +7,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from slime import __version__
 from slime.utils.errors import ConfigError, UserError
 from slime.utils.printable import safe_text
 
 _USAGE = """usage: slime COMMAND [OPTIONS]
 
   quickstart    make a tiny model and train it, from nothing to a rising reward
-  train         the training loop; the same as python train.py
+  train         the training loop; the same as python train.py (--train-async: as train_async.py)
   plan          memory and layout of a run, before anything is started
   engine        serve a model with the embedded inference engine
   convert       weights between Hugging Face and torch_dist
   report        write report.html of a run folder
   doctor        what this machine has, what is missing, how to get it
 
-`slime COMMAND --help` lists the options of a command."""
+`slime COMMAND --help` lists the options of a command, `slime --version` says which slime this is."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,6 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_USAGE)
         return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"slime {__version__}")
+        return 0
     command, rest = argv[0], argv[1:]
     try:
         if command not in COMMANDS:

@@ -80,7 +80,9 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def layout(*, trainers: int, rollout: int, colocate: bool, backend: str, engine: str) -> str:
-    """`2 trainer + 1 rollout (fsdp, slime engine)`, or `1 colocated (...)`."""
+    """`2 trainer + 1 rollout (fsdp, slime engine)`, `1 colocated (...)`, or `1 rollout (slime engine)`."""
+    if trainers == 0:
+        return f"{rollout} rollout ({engine} engine)"
     where = f"{trainers} colocated" if colocate else f"{trainers} trainer + {rollout} rollout"
     return f"{where} ({backend}, {engine} engine)"
 

@@ -42,7 +42,9 @@ class LiveDisplay:
             run_name=printable(Path(args.run_dir).name),
             model=printable(model_name(args.hf_checkpoint)),
             layout=layout(
-                trainers=args.actor_num_nodes * args.actor_num_gpus_per_node,
+                trainers=0
+                if args.debug_rollout_only
+                else args.actor_num_nodes * args.actor_num_gpus_per_node,
                 rollout=args.rollout_num_gpus,
                 colocate=args.colocate,
                 backend=args.train_backend,

@@ -12,6 +12,14 @@ from slime.dashboard.run_data import RunData, read_run
 from slime.utils.printable import safe_text
 from slime.utils.run_folder import CONFIG_FILE
 
+_NEW_PLACES = {
+    "save": "checkpoints",
+    "critic_save": "critic",
+    "save_hf": "hf",
+    "save_debug_rollout_data": "rollout_{rollout_id}.pt",
+    "save_debug_train_data": "train_{rollout_id}_{rank}.pt",
+}
+
 
 def closing_lines(run_dir: str | Path) -> list[str]:
     run = read_run(run_dir)
@@ -70,6 +78,8 @@ def _continue(run: RunData) -> str:
         f"slime train --config {_path(run.run_dir / CONFIG_FILE)} --run-dir {_path(run.run_dir)}"
     )
     command += f" --load {_path(run.config['save'])}"
+    if _last_rollout(run) + 1 < (run.config.get("num_rollout") or 0):
+        return command
     if run.config.get("num_epoch"):
         return f"{command} --num-epoch {run.config['num_epoch'] + 1}"
     return f"{command} --num-rollout {_last_rollout(run) + 1 + max(10, run.rollouts() // 2)}"
@@ -78,10 +88,12 @@ def _continue(run: RunData) -> str:
 def _repeat(run: RunData) -> str:
     """The same run with another learning rate, in folders of its own."""
     other = Path(f"{run.run_dir}-lr")
-    folders = {"run-dir": other}
-    folders |= {k: other / "checkpoints" for k in ("save", "load") if run.config.get(k)}
-    folders |= {"save-hf": other / "hf"} if run.config.get("save_hf") else {}
-    options = " ".join(f"--{name} {_path(folder)}" for name, folder in folders.items())
+    folders = {"run_dir": other}
+    for name, folder in _NEW_PLACES.items():  # those inside the run folder move with it
+        value = run.config.get(name)
+        if value and not Path(value).absolute().is_relative_to(run.run_dir.absolute()):
+            folders[name] = other / folder
+    options = " ".join(f"--{n.replace('_', '-')} {_path(f)}" for n, f in folders.items())
     lr = f"{run.config['lr'] / 2:g}"
     return f"slime train --config {_path(run.run_dir / CONFIG_FILE)} {options} --lr {lr}"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slime.rollout.stored_groups import plain_record
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, UserError
 from slime.utils.types import Sample
 
 
@@ -17,8 +18,18 @@ def save_debug_samples(template: str | None, rollout_id: int, samples: list[Samp
     if template is None:
         return
     path = Path(template.format(rollout_id=rollout_id))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"rollout_id": rollout_id, "samples": [_to_record(s) for s in samples]}, path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    record = {"rollout_id": rollout_id, "samples": [_to_record(s) for s in samples]}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(record, temporary)
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # on a full disk torch raises "unexpected pos"
+        free = shutil.disk_usage(path.parent).free / 2**20 if path.parent.is_dir() else 0
+        temporary.unlink(missing_ok=True)
+        raise UserError(
+            f"--save-debug-rollout-data: {path} cannot be written ({free:.0f} MiB are free there): {error}"
+        ) from None
 
 
 def load_debug_samples(template: str, rollout_id: int) -> list[list[Sample]]:

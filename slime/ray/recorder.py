@@ -26,6 +26,7 @@ class Recorder:
         self._display = LiveDisplay(args)
         self.watch = Watch(args, self.message)
         self._metrics: dict[str, float] = {}
+        self.failed_phase: str | None = None  # the outermost one that an error left
         cards = gpus()
         train_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
         self._gpus = {
@@ -36,8 +37,13 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        with self._timer.phase(name), self._display.phase(name), self.watch.phase(name):
-            yield
+        self.failed_phase = None
+        try:
+            with self._timer.phase(name), self._display.phase(name), self.watch.phase(name):
+                yield
+        except BaseException:
+            self.failed_phase = name
+            raise
 
     def add(self, metrics: dict[str, float]) -> None:
         """Keep metrics for the next log()."""

@@ -110,6 +110,8 @@ class RolloutManager:
             metrics = {}
         save_debug_samples(self.args.save_debug_rollout_data, rollout_id, samples)
         if self.args.debug_rollout_only:
+            rows = [sample_row(s, self.args.reward_key, kind="train") for s in samples]
+            append_samples(self.args.run_dir, rollout_id, rows)
             return RolloutResult(metrics=metrics)
         batch = samples_to_batch(self.args, samples)
         metrics["perf/train_flops"] = train_flops(self.shape, batch.total_lens)

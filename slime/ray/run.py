@@ -27,10 +27,10 @@ from slime.ray.stop_signal import StopSignal, Terminated
 from slime.ray.train_group import TrainGroup
 from slime.ray.watch import BrokenRunError
 from slime.rollout.base_types import RolloutFunction
-from slime.rollout.engine_pool import EngineUnreachableError
 from slime.utils.arguments import Args
 from slime.utils.env import read_env, set_env
 from slime.utils.errors import UserError
+from slime.utils.exit_status import add_advice
 from slime.utils.load_function import load_function
 from slime.utils.logging import setup_logging
 from slime.utils.run_folder import hold_run_folder, open_run_folder
@@ -58,13 +58,14 @@ class Run:
         self.recorder = Recorder(args)
         for warning in (*args.warnings, *self._checkpoints.warnings):
             self.recorder.message(f"warning: {warning}")
-        self.stop_signal = StopSignal(self.recorder.message)
+        self.stop_signal = StopSignal(self.recorder.message, _after_a_signal(args))
         self._owns_ray = False
 
     def __enter__(self) -> Run:
         try:
-            with self.recorder.phase("start"):
-                self._start()
+            if not self.complete:
+                with self.recorder.phase("start"):
+                    self._start()
         except BaseException as error:
             self._add_advice(error)
             self._stop()
@@ -79,20 +80,21 @@ class Run:
         trace: TracebackType | None,
     ) -> bool:
         stopped = isinstance(error, Terminated)
-        self._add_advice(error)
         try:
-            if stopped or isinstance(error, EngineUnreachableError):
+            if stopped:
                 self._save_interrupted()
-            if isinstance(error, EngineUnreachableError):
-                self.recorder.message(self._checkpoints.how_to_continue())
-            if error is None or stopped:
+            elif isinstance(error, Exception) and self._can_save_after(error):
+                self._try_to_save()
+            if (error is None or stopped) and not self.complete:
                 self._checkpoints.finish(self.actor)
+            self._add_advice(error)
         finally:
             self._stop()
             self._write_report()
             os.close(self._hold)
         if (error is None or stopped) and self._closing_words:
-            print("\n".join(closing_lines(self.args.run_dir)))
+            with suppress(OSError):  # of a terminal that was closed
+                print("\n".join(closing_lines(self.args.run_dir)), flush=True)
         return stopped
 
     def due(self, interval: int | None, rollout_id: int) -> bool:
@@ -120,12 +122,12 @@ class Run:
             return not args.skip_eval_before_train
         return self.due(args.eval_interval, rollout_id)
 
-    def save_if_due(self, rollout_id: int) -> None:
+    def save_if_due(self, rollout_id: int, *, stopping: bool = False) -> None:
         """A checkpoint every `--save-interval` rollouts and after the last one.
 
         The HF export comes with the last, and with each where it has a folder of its own.
         """
-        last = rollout_id + 1 == self.args.num_rollout or self.stopping
+        last = rollout_id + 1 == self.args.num_rollout or stopping
         due = last or self.due(self.args.save_interval, rollout_id)
         if due:
             with self.recorder.phase("save"):
@@ -135,6 +137,12 @@ class Run:
 
     def log(self, rollout_id: int) -> None:
         self.recorder.log(rollout_id)
+
+    @property
+    def complete(self) -> bool:
+        """Nothing is left to train, to evaluate or to export: no process has to start."""
+        done = self.start_rollout_id >= self.args.num_rollout
+        return done and not self.args.save_hf and not self._lacks_eval(self.start_rollout_id - 1)
 
     @property
     def stopping(self) -> bool:
@@ -219,6 +227,23 @@ class Run:
                 self._checkpoints.save(last, self.actor, self.rollout)
             self._export_hf()
 
+    def _can_save_after(self, error: Exception) -> bool:
+        """Whether the trainer still holds exactly the state after the last training step, and answers."""
+        if isinstance(error, BrokenRunError) or self.actor.last_trained is None:
+            return False
+        phase = self.recorder.failed_phase
+        rank_failed = isinstance(error, ray.exceptions.RayTaskError)
+        return phase in ("generate", "eval") or (phase == "update_weights" and not rank_failed)
+
+    def _try_to_save(self) -> None:
+        """After an error that is told in any case."""
+        try:
+            self._save_interrupted()
+            self._checkpoints.finish(self.actor)
+        except Exception as failure:
+            reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+            self.recorder.message(f"warning: the last rollout could not be saved: {reason}")
+
     def _export_hf(self) -> None:
         if self.args.save_hf:
             path = Path(self.args.save_hf.format(rollout_id=self.actor.last_trained))
@@ -240,6 +265,14 @@ class Run:
     def _add_advice(self, error: BaseException | None) -> None:
         if isinstance(error, BrokenRunError):
             error.args = (f"{error}\n{self._checkpoints.how_to_continue()}",)
+        elif isinstance(error, Exception) and self._needs_advice(error):
+            add_advice(error, self._checkpoints.how_to_continue())
+
+    def _needs_advice(self, error: Exception) -> bool:
+        """A start that is refused has left nothing to continue, and a failed save says what to do."""
+        if isinstance(error, UserError):
+            return self.recorder.failed_phase not in ("start", "save")
+        return not isinstance(error, Terminated)
 
     def _write_report(self) -> None:
         try:
@@ -248,6 +281,13 @@ class Run:
             logger.warning("no report.html: %s", error)
 
     def _stop(self) -> None:
+        try:
+            self._stop_parts()
+        finally:  # a second Ctrl-C may come inside: the run still ends in its own words
+            if "_witness" in self.__dict__:
+                self._witness.dismiss()
+
+    def _stop_parts(self) -> None:
         for part in ("rollout", "actor", "_placement"):  # what had come up before an error
             if part in self.__dict__:
                 self.__dict__[part].stop()
@@ -258,11 +298,15 @@ class Run:
             local_ray.stop()
         self.stop_signal.restore()
         self.recorder.close()
-        if "_witness" in self.__dict__:
-            self._witness.dismiss()
 
     def _collect_logs(self) -> None:
         if "_placement" in self.__dict__ and self._placement.several_nodes:
             folder = Path(self.args.run_dir) / "logs"
             with suppress(ray.exceptions.RayError):  # the cluster itself may be what broke
                 collect_logs(folder, folder)
+
+
+def _after_a_signal(args: Args) -> str:
+    if args.debug_rollout_only or not (args.save or args.save_hf):
+        return "stopping; nothing is saved" + ("" if args.debug_rollout_only else " without --save")
+    return "saving, then stopping" if args.save else "writing --save-hf, then stopping"

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a run with a checkpoint instead of losing work."""
+"""SIGTERM, SIGHUP and Ctrl-C end a run with a checkpoint instead of losing work."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ class StopSignal:
 
     Generation and evaluation are dropped at once, for the checkpoint holds the state before them. A
     training step is finished first: the loop reads `received` after it. A second Ctrl-C does not wait.
+    `then` is what the user is told that happens next.
     """
 
-    def __init__(self, notify: Callable[[str], None]):
+    def __init__(self, notify: Callable[[str], None], then: str = "saving, then stopping"):
         self.received: int | None = None
-        self._notify = notify
+        self._notify, self._then = notify, then
         self._interruptible = False
         self._old: dict[int, Any] = {}
 
     def install(self) -> None:
         """After connecting to Ray, which installs a handler of its own that ends the process."""
-        self._old = {n: signal.signal(n, self._on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+            numbers.append(signal.SIGHUP)
+        self._old = {n: signal.signal(n, self._on_signal) for n in numbers}
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -52,7 +56,7 @@ class StopSignal:
         if self.received:
             return
         self.received = number
-        self._notify(f"{signal.Signals(number).name}: saving, then stopping")
+        self._notify(f"{signal.Signals(number).name}: {self._then}")
         if self._interruptible:
             # Inside its calls Ray looks for this exception alone: any other ends them in a SystemError.
             raise KeyboardInterrupt

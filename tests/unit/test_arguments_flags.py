@@ -25,7 +25,7 @@ def words(text: str) -> list[str]:
 # Names without defaults are switches that are off, or values that are unset or derived.
 OWN = words("""
 train-backend=megatron debug-rollout-only debug-train-only load-debug-rollout-data
-rollout-engine=auto config dry-run run-dir actor-num-nodes=1 actor-num-gpus-per-node=8
+rollout-engine=auto config dry-run train-async run-dir actor-num-nodes=1 actor-num-gpus-per-node=8
 rollout-num-gpus rollout-num-gpus-per-engine=1 num-gpus-per-node=8 colocate offload offload-train
 offload-rollout distributed-backend=nccl distributed-timeout-minutes=10 train-env-vars={}
 update-weight-buffer-size=536870912 update-weights-interval=1 update-weight-transport

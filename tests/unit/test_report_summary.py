@@ -60,6 +60,20 @@ def test_the_suggested_train_commands_parse(tmp_path: Path, with_export: bool):
     assert repeated.save != str(checkpoints)  # or it would write over the first run's checkpoints
 
 
+def test_an_interrupted_run_is_continued_to_its_own_end(tmp_path: Path):
+    """Stopped after 4 of 20 rollouts, with outputs outside the run folder and after a resume."""
+    run_dir = write_run(tmp_path / "run", rollouts=4, planned=20)
+    save = str(tmp_path / "checkpoints")
+    flags = {"run_dir": str(run_dir), "save": save, "load": save, "save_hf": str(tmp_path / "hf")}
+    write_config(make_args(lr=1e-3, num_rollout=20, **flags), run_dir)
+    _, carry_on, repeat = commands(closing_lines(run_dir))
+    continued, repeated = parse_args(carry_on[2:]), parse_args(repeat[2:])
+    assert (continued.num_rollout, continued.load, continued.save) == (20, save, save)
+    assert "--load" not in repeat and repeated.load is None
+    new = f"{run_dir}-lr"
+    assert (repeated.save, repeated.save_hf) == (f"{new}/checkpoints", f"{new}/hf")
+
+
 def test_supervised_runs_tell_their_loss(tmp_path: Path):
     lines = [
         {"rollout_id": n, "kind": kind, "time": float(n), name: value}

@@ -38,6 +38,26 @@ def test_a_second_interrupt_does_not_wait(stop_signal):
         os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_a_closed_terminal_stops_like_sigterm_unless_it_is_ignored():
+    old = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        said: list[str] = []
+        stop = StopSignal(said.append, "stopping; nothing is saved without --save")
+        stop.install()
+        with pytest.raises(Terminated), stop.interruptible():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert said == ["SIGHUP: stopping; nothing is saved without --save"]
+        stop.restore()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        stop = StopSignal(said.append)
+        stop.install()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.received is None
+        stop.restore()
+    finally:
+        signal.signal(signal.SIGHUP, old)
+
+
 def test_handlers_are_given_back():
     before = signal.getsignal(signal.SIGTERM)
     stop = StopSignal(print)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 from slime.utils.errors import ConfigError
@@ -36,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 @cache
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="train.py",
+        prog=_program(),
         usage="%(prog)s [--config FILE] [--flag value ...]",
         description="Train a language model by reinforcement learning.",
         epilog="Flags of Megatron, SGLang and its router keep the defaults of those packages.",
@@ -50,6 +52,11 @@ def _parser() -> argparse.ArgumentParser:
             groups[flag.group] = parser.add_argument_group(flag.group)
         _add(groups[flag.group], flag)
     return parser
+
+
+def _program() -> str:
+    script = Path(sys.argv[0]).name
+    return script if script in ("train.py", "train_async.py") else "slime train"
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:

@@ -35,6 +35,11 @@ class Mode:
         "folder for the resolved config, metrics, logs and the report; default: "
         "runs/<model>-<date>-<time>",
     )
+    train_async: bool = flag(
+        False,
+        "generate the next rollout while this one is trained on, on processors of its own; the same as "
+        "python train_async.py",
+    )
     debug_rollout_only: bool = flag(False, "generate and score, but start no trainer")
     debug_train_only: bool = flag(
         False, "train on rollouts that --load-debug-rollout-data gives, but start no engine"
