@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slime.rollout import base_types as rollout
-from slime.rollout.sandbox import check_isolation
+from slime.rollout.sandbox import check_sandbox
 from slime.utils import hook_types as trainer
 from slime.utils.data_spec import DataSpec
 from slime.utils.errors import ConfigError
@@ -92,7 +92,7 @@ def _check_rewards(args: Args) -> None:
             continue
         kind = reward_type(name, where)
         if kind.sandboxed and not args.allow_unsandboxed_code:
-            check_isolation()
+            check_sandbox()
         if kind is REWARD_TYPES["remote_rm"] and not args.rm_url:
             raise ConfigError(f"{where} {name} needs the address of the service: --rm-url")
         if kind.keys and key is None:

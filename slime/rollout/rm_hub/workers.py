@@ -19,12 +19,15 @@ from typing import Any
 import orjson
 import psutil
 
+from slime.rollout.sandbox import Limits, SandboxProcess, start
 from slime.utils.errors import UserError
 
 _INSIDE = Path(__file__).with_name("inside")
 _START_LIMIT_S = 60.0
 _BUSY = 0.25  # share of its time that a worker computes unless something holds it up
 _NO_REPLY = object()
+_MOST_REASON = 1 << 16
+_LIMITS = Limits(memory_bytes=4 << 30)
 
 
 class Workers:
@@ -35,7 +38,7 @@ class Workers:
     ) -> None:
         self.time_limit_s = time_limit_s
         self._kind, self._isolate = kind, isolate
-        self._idle: asyncio.Queue[asyncio.subprocess.Process | None] = asyncio.Queue()
+        self._idle: asyncio.Queue[SandboxProcess | None] = asyncio.Queue()
         for _ in range(count or max(1, min(4, (os.cpu_count() or 2) // 2))):
             self._idle.put_nowait(None)
 
@@ -86,14 +89,11 @@ def _answer(reply: dict[str, Any] | None) -> Any:
     return reply.get("value")
 
 
-async def _start(kind: str, isolate: bool) -> asyncio.subprocess.Process:
-    worker = await asyncio.create_subprocess_exec(
-        sys.executable, "-I", str(_INSIDE / "serve.py"), str(_INSIDE / f"{kind}.py"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
-    )  # fmt: skip
+async def _start(kind: str, isolate: bool) -> SandboxProcess:
+    scripts = [str(_INSIDE / "serve.py"), str(_INSIDE / f"{kind}.py")]
+    worker = await start(
+        [sys.executable, "-I", *scripts], limits=_LIMITS, read_only=scripts, isolate=isolate
+    )
     try:
         ready = await asyncio.wait_for(_read(worker), _START_LIMIT_S)
     except BaseException as error:
@@ -103,23 +103,22 @@ async def _start(kind: str, isolate: bool) -> asyncio.subprocess.Process:
         raise
     if ready is None:  # without this, every answer would be graded wrong and nobody would know
         _end(worker)
-        assert worker.stderr is not None
-        reason = (await worker.stderr.read()).decode(errors="replace").strip().splitlines()
+        reason = (
+            (await worker.stderr.read(_MOST_REASON)).decode(errors="replace").strip().splitlines()
+        )
         raise UserError(f"the grader {kind} does not work: {reason[-1] if reason else 'it ended'}")
     return worker
 
 
-async def _exchange(worker: asyncio.subprocess.Process, question: Any) -> dict[str, Any] | None:
-    assert worker.stdin is not None
+async def _exchange(worker: SandboxProcess, question: Any) -> dict[str, Any] | None:
     with contextlib.suppress(ConnectionError):
         worker.stdin.write(json.dumps(question).encode() + b"\n")
         await worker.stdin.drain()
     return await _read(worker)
 
 
-async def _read(worker: asyncio.subprocess.Process) -> dict[str, Any] | None:
+async def _read(worker: SandboxProcess) -> dict[str, Any] | None:
     """Return the worker's next line; None if it died (out of memory, a crash) or wrote no JSON."""
-    assert worker.stdout is not None
     try:
         reply = orjson.loads(await worker.stdout.readline())
     except ValueError:
@@ -127,7 +126,7 @@ async def _read(worker: asyncio.subprocess.Process) -> dict[str, Any] | None:
     return reply if isinstance(reply, dict) else None
 
 
-def _processor_s(worker: asyncio.subprocess.Process) -> float:
+def _processor_s(worker: SandboxProcess) -> float:
     """Return the CPU time that the worker and what it started have used so far."""
     total = 0.0
     with contextlib.suppress(psutil.Error):
@@ -139,12 +138,14 @@ def _processor_s(worker: asyncio.subprocess.Process) -> float:
     return total
 
 
-def _end(worker: asyncio.subprocess.Process | None) -> None:
+def _end(worker: SandboxProcess | None) -> None:
     if worker is not None:
-        with contextlib.suppress(ProcessLookupError):
-            worker.kill()
+        closing = asyncio.get_running_loop().create_task(worker.close())
+        _closing.add(closing)
+        closing.add_done_callback(_closing.discard)
 
 
+_closing: set[asyncio.Task[None]] = set()  # the loop itself holds no reference to its tasks
 _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, bool], Workers]] = (
     weakref.WeakKeyDictionary()
 )

@@ -1,0 +1,115 @@
+"""Graders that evaluate what a model wrote: they run it nowhere, and in a sandbox without secrets."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slime.rollout.rm_hub import async_rm
+from slime.rollout.rm_hub.workers import Workers
+from slime.utils.http import run
+from slime.utils.reasoning_tasks import MOST_ROWS, SEED
+from slime.utils.types import Sample
+from tests.args import make_args
+
+# Tasks of reasoning-gym 0.1.25 that pass the answer to eval or to sympy.parse_expr.
+EVALUATING = [
+    "string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "countdown", "puzzle24",
+    "polynomial_multiplication", "simple_integration", "intermediate_integration",
+]  # fmt: skip
+LOOK = """
+import os, socket
+
+def load():
+    def look(question):
+        found = {"environment": sorted(os.environ), "uid": os.getuid()}
+        try:
+            socket.create_connection(("127.0.0.1", question["port"]), timeout=2)
+            found["network"] = True
+        except OSError:
+            found["network"] = False
+        found["files"] = [path for path in question["paths"] if os.path.exists(path)]
+        return found
+    return look
+"""
+
+
+@pytest.mark.parametrize("allowed", [False, True], ids=["sandboxed", "allow-unsandboxed-code"])
+def test_answers_are_not_executed(tmp_path, allowed):
+    """The attack: an answer that is a Python expression with a side effect, to every such task."""
+    pytest.importorskip("reasoning_gym")
+    target = tmp_path / "executed"
+    args = make_args(rm_type="reasoning_gym", allow_unsandboxed_code=allowed or None)
+    write = f"open({str(target)!r},'w').write('x')"
+    answers = [
+        f"[{write}]", f"__import__('os').system('touch {target}')", f"({write})+24",
+        f"sympify(\"{write}\")", f"Symbol('x').__class__.__init__.__globals__['os'].mknod('{target}')",
+    ]  # fmt: skip
+    for task in EVALUATING:
+        for answer in answers:
+            metadata = {"reasoning_gym": {"task": task, "row": 0}}
+            sample = Sample(response=f"<answer>{answer}</answer>", metadata=metadata)
+            assert run(async_rm(args, sample)) < 1.0
+            assert not target.exists(), task
+
+
+def test_scores_equal_those_of_reasoning_gym_itself():
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    args = make_args(rm_type="reasoning_gym")
+    tasks = [*EVALUATING, "bitwise_arithmetic", "number_sorting", "basic_arithmetic", "chain_sum",
+             "leg_counting", "prime_factorization", "letter_counting", "graph_color"]  # fmt: skip
+    for task in tasks:
+        data = reasoning_gym.create_dataset(task, seed=SEED, size=MOST_ROWS)
+        right = str(data[2]["answer"])
+        for answer in (
+            right,
+            right.upper(),
+            "[1, 2]",
+            "3*x**2 + sin(x)*exp(x) + C",
+            "2*(3+4)",
+            "no",
+        ):
+            metadata = {"reasoning_gym": {"task": task, "row": 2}}
+            ours = run(
+                async_rm(args, Sample(response=f"<answer>{answer}</answer>", metadata=metadata))
+            )
+            try:
+                expected = data.score_answer(answer, data[2])
+            except Exception:  # the task does not expect such text; its answer is then wrong
+                expected = 0.0
+            assert ours == expected, (task, answer)
+
+
+def test_a_worker_sees_no_environment_network_or_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIME_TEST_SECRET", "x")
+    script, secret = tmp_path / "look.py", tmp_path / "answers.jsonl"
+    script.write_text(LOOK)
+    secret.write_text("42")
+
+    async def scenario():
+        import asyncio
+
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        pool = Workers(str(script.with_suffix("")), time_limit_s=60.0, count=1)
+        return await pool.ask({"port": port, "paths": [str(secret), "/etc/passwd", "/root/.ssh"]})
+
+    found = run(scenario())
+    assert "SLIME_TEST_SECRET" not in json.dumps(found["environment"])
+    assert found["network"] is False and found["files"] == [] and found["uid"] != 0
+
+
+def test_one_answer_leaves_nothing_for_the_next(tmp_path):
+    """Long answers that hang cost their time limit and nothing else: the next one is scored."""
+    pytest.importorskip("reasoning_gym")
+    args = make_args(rm_type="reasoning_gym")
+    metadata = {"reasoning_gym": {"task": "puzzle24", "row": 0}}
+    hang = Sample(response="<answer>9**9**9**9</answer>", metadata=metadata)
+    assert run(async_rm(args, hang)) < 1.0
+    place = {"reasoning_gym": {"task": "chain_sum", "row": 0}}
+    data = pytest.importorskip("reasoning_gym").create_dataset(
+        "chain_sum", seed=SEED, size=MOST_ROWS
+    )
+    right = Sample(response=f"<answer>{data[0]['answer']}</answer>", metadata=place)
+    assert run(async_rm(args, right)) == 1.0
