@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import time
+from collections.abc import Callable
 
 import pytest
 
 from slime.engine.openai_stream import TextStream
-from slime.utils.openai.render import render_after_answer
+from slime.utils.openai.render import check_template_kwargs, render_after_answer
 from slime.utils.openai.replies import Answer
 from slime.utils.openai.requests import ApiError, parse_chat
 from slime.utils.openai.tool_calls import parse_tool_calls, same_calls
@@ -88,3 +90,76 @@ def test_messages_are_made_plain():
     for body in ([], {"messages": "x"}, {"messages": [{"content": "x"}]}, {"messages": [1]}):
         with pytest.raises(ApiError):
             parse_chat(body)
+
+
+DEGENERATE = {
+    "newlines after an open call": lambda n: "<tool_call>" + "\n" * n,
+    "open calls": lambda n: "<tool_call>" * (n // 11),
+    "closed calls": lambda n: "</tool_call>" * (n // 12),
+    "empty calls": lambda n: "<tool_call></tool_call>" * (n // 23),
+    "calls with spaces": lambda n: ("<tool_call>" + " " * 100 + "</tool_call>") * (n // 123),
+    "beginnings of calls": lambda n: "<tool_call" * (n // 10),
+    "newlines": lambda n: "\n" * n,
+    "open brackets in a call": lambda n: "<tool_call>" + "[" * n + "</tool_call>",
+    "digits in a call": lambda n: "<tool_call>" + "1" * n + "</tool_call>",
+    "quotes in a call": lambda n: "<tool_call>" + '"\\' * (n // 2) + "</tool_call>",
+    "one stop string over and over": lambda n: "STOP" * (n // 4),
+    "beginnings of a stop string": lambda n: "STO" * (n // 3),
+    "half characters": lambda n: "\ufffd" * n,
+}
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """The least of a few runs."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@pytest.mark.parametrize("kind", DEGENERATE)
+def test_time_is_linear_in_the_models_text(kind):
+    """Eight times the text may take eight times the time, and as much again for noise."""
+    make = DEGENERATE[kind]
+    stops = ("STOP", "</end>")
+
+    def stream(text: str) -> Callable[[], str]:
+        return lambda: TextStream(stops, hold_tool_calls=True).push(text, None)
+
+    small, large = make(25_000), make(200_000)
+    for of in (lambda text: lambda: parse_tool_calls(text, "x"), stream):
+        assert seconds(of(large)) < 16 * seconds(of(small)) + 0.01
+
+
+def test_a_call_that_is_not_json_stays_and_the_next_is_found():
+    text = f"a\n<tool_call>{{bad</tool_call>\n{CALL}\nb<tool_call>{{open"
+    rest, calls = parse_tool_calls(text, "x")
+    assert rest == "a\n<tool_call>{bad</tool_call>\nb<tool_call>{open"
+    assert [call.name for call in calls] == ["add"]
+
+
+def test_template_variables_are_read_from_the_template():
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% set ns = namespace(x=1) %}{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% continue %}{% endif %}"
+        "{% if enable_thinking is defined %}{{ custom }}{% endif %}{% endfor %}"
+        "{{ bos_token }}{{ strftime_now('%d') }}{% if tools %}{{ tools }}{% endif %}{{ documents }}"
+    )
+    check_template_kwargs(tokenizer, {"enable_thinking": False, "custom": "x"})
+    for name in (
+        "chat_template",
+        "tools",
+        "documents",
+        "bos_token",
+        "ns",
+        "m",
+        "other",
+        "conversation",
+    ):
+        with pytest.raises(ApiError, match=f"must not have the key '{name}'"):
+            check_template_kwargs(tokenizer, {name: 1})
+    with pytest.raises(ApiError, match="`chat_template_kwargs` must be an object"):
+        parse_chat({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": ["a"]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ _SAMPLING = {
     "skip_special_tokens": "skip_special_tokens",
     "logit_bias": "logit_bias",
 }
+_ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # Asking for one of these, to anything but nothing, is refused rather than ignored.
 _REFUSED = (
     "functions", "function_call", "audio", "modalities", "prediction", "web_search_options",
@@ -83,11 +85,19 @@ def parse_chat(body: Any) -> ChatRequest:
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ApiError(f"messages[{number}] must be an object with a role")
+        if not _ROLE.fullmatch(message["role"]):  # templates write it between control tokens
+            raise ApiError(f"messages[{number}]: a role is a word of letters, digits, `_` and `-`")
     choice = body.get("tool_choice", "auto")
     if choice not in ("auto", "none", None):
         raise ApiError(f"`tool_choice` {choice!r} is not supported: use auto or none")
     tools = body.get("tools") if choice != "none" else None
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    ):
+        raise ApiError("`tools` must be a list of objects")
     kwargs = body.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise ApiError("`chat_template_kwargs` must be an object")
     wanted = body.get("response_format")
     if wanted not in (None, {"type": "text"}):
         raise ApiError("`response_format` is not supported: use text")
@@ -121,13 +131,22 @@ def parse_completion(body: Any) -> CompletionRequest:
 def plain_message(message: Message) -> Message:
     """The message with its text parts joined and without empty fields."""
     content = message.get("content")
+    if content is not None and not isinstance(content, str | list):
+        raise ApiError("the content of a message must be a text or a list of text parts")
     if isinstance(content, list):
         texts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if not all(isinstance(text, str) for text in texts):
             raise ApiError("only text content is supported")
         content = "".join(text or "" for text in texts)
     kept = {name: message[name] for name in _KEPT if message.get(name)}
+    calls = kept.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+        raise ApiError("`tool_calls` must be a list of objects with a `function`")
     return {"role": message["role"], "content": content or "", **kept}
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("function"), dict)
 
 
 _KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")
