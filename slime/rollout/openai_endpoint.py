@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +28,22 @@ from slime.rollout.engine_pool import EngineRefusedError
 from slime.rollout.recording import Session, Turn
 from slime.rollout.sampling import SamplingParams
 from slime.rollout.turn import current_run, generate
-from slime.utils.data import encode_prompt
 from slime.utils.errors import UserError
+from slime.utils.http_guard import (
+    BodyReader,
+    GuardedServer,
+    Handler,
+    HttpLimits,
+    Refused,
+    check_browser,
+    check_media_type,
+)
 from slime.utils.load_function import is_async
 from slime.utils.openai import replies
-from slime.utils.openai.render import render_after_answer, render_chat
+from slime.utils.openai.encode import Tools, encode_messages, refuse_control_tokens
+from slime.utils.openai.render import check_template_kwargs, render_after_answer, render_chat
 from slime.utils.openai.replies import Answer, TokenLogProb
-from slime.utils.openai.requests import ApiError, ChatRequest, parse_chat
+from slime.utils.openai.requests import ApiError, ChatRequest, Message, parse_chat
 from slime.utils.openai.tool_calls import parse_tool_calls
 from slime.utils.tokenizer import load_tokenizer
 from slime.utils.types import Sample, Status
@@ -45,6 +55,9 @@ if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
 _AGENTS = 512  # that run at a time, if they block
+_HOST = "127.0.0.1"
+_LIMITS = HttpLimits()
+_INLINE_TEXT = 1 << 16  # characters that are tokenized on the event loop
 
 Agent = Callable[[str, Sample], Any] | Callable[[str, Sample], Coroutine[Any, Any, Any]]
 
@@ -93,22 +106,33 @@ class RecordingEndpoint:
         self.args = args
         self.sessions: dict[str, Session] = {}
         self.url = ""
+        self._bodies = BodyReader(_LIMITS)
+        self._server: GuardedServer | None = None
 
     async def start(self) -> None:
-        app = web.Application(client_max_size=1 << 28)
+        app = web.Application(middlewares=[self._guard])
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        listener = socket.create_server((_HOST, 0), backlog=4096)
+        self._server = GuardedServer(app, _LIMITS, cancel_with_client=False)
+        await self._server.start(listener)
+        self.url = f"http://{_HOST}:{listener.getsockname()[1]}"
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            check_browser(request, _HOST)
+            check_media_type(request)
+            return await handler(request)
+        except Refused as refusal:
+            return _json(ApiError(str(refusal), refusal.status).body(), refusal.status)
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         session = self.sessions.get(http.match_info["session"])
         if session is None:
             return _json(ApiError("this session has ended", 404).body(), 404)
         try:
-            asked = parse_chat(_parse_json(await http.read()))
+            asked = parse_chat(_parse_json(await self._bodies.read(http)))
             if asked.sampling.get("n", 1) != 1:
                 raise ApiError("`n` above 1 is not supported: ask several times")
             answer, num_prompt = await self._answer(session, asked)
@@ -133,11 +157,10 @@ class RecordingEndpoint:
         tokenizer = load_tokenizer(self.args.hf_checkpoint)
         kwargs = {**self.args.apply_chat_template_kwargs, **asked.template_kwargs}
         place = session.place(asked.messages, asked.tools)
-        if place is None:
-            text = render_chat(tokenizer, asked.messages, asked.tools, kwargs)
-            ids = encode_prompt(tokenizer, text, rendered=True)
-        else:
-            ids = _continued(tokenizer, place[0].turns[place[1] - 1], asked, kwargs)
+        check_template_kwargs(tokenizer, asked.template_kwargs)
+        refuse_control_tokens(self.args.hf_checkpoint, asked.template_kwargs)
+        past = None if place is None else place[0].turns[place[1] - 1]
+        ids = await self._encode(past, asked, kwargs)
         used = 0 if place is None else len(ids) - len(place[0].turns[0].prompt_ids)
         made = await self._generate(session, asked, ids, used)
         answer = _to_answer(tokenizer, made, asked)
@@ -157,6 +180,16 @@ class RecordingEndpoint:
         )
         session.record(place, turn)
         return answer, len(ids)
+
+    async def _encode(
+        self, past: Turn | None, asked: ChatRequest, kwargs: dict[str, Any]
+    ) -> list[int]:
+        """Long texts are tokenized on a thread: other samples are generated meanwhile."""
+        path = self.args.hf_checkpoint
+        size = sum(len(message["content"]) for message in asked.messages)
+        if size <= _INLINE_TEXT:
+            return _encode_turn(path, past, asked, kwargs)
+        return await asyncio.to_thread(_encode_turn, path, past, asked, kwargs)
 
     async def _generate(
         self, session: Session, asked: ChatRequest, ids: list[int], used: int
@@ -185,16 +218,25 @@ class RecordingEndpoint:
         return one
 
 
-def _continued(
-    tokenizer: PreTrainedTokenizerBase, past: Turn, asked: ChatRequest, kwargs: dict[str, Any]
+def _encode_turn(
+    path: str, past: Turn | None, asked: ChatRequest, kwargs: dict[str, Any]
 ) -> list[int]:
-    """The exact tokens of the past, then the end of the answer's turn and the new messages."""
+    """The whole conversation, or the exact tokens of the past, the end of the answer's turn and the new
+    messages. No text of a message becomes a control token."""
+    tokenizer = load_tokenizer(path)
+
+    def render(messages: list[Message], tools: Tools) -> str:
+        if past is None:
+            return render_chat(tokenizer, messages, tools, kwargs)
+        text = render_after_answer(tokenizer, past.messages, messages, kwargs)
+        end = str(tokenizer.decode([past.output_ids[-1]]))
+        written = past.status == Status.COMPLETED and text.startswith(end)  # by the model itself
+        return text[len(end) :] if written else text
+
+    if past is None:
+        return encode_messages(path, asked.messages, asked.tools, render)
     new = asked.messages[len(past.messages) :]
-    text = render_after_answer(tokenizer, past.messages, new, kwargs)
-    end = tokenizer.decode([past.output_ids[-1]])
-    if past.status == Status.COMPLETED and text.startswith(str(end)):
-        text = text[len(str(end)) :]  # the model has written it itself
-    return [*past.tokens, *encode_prompt(tokenizer, text, rendered=True)]
+    return [*past.tokens, *encode_messages(path, new, [], render)]
 
 
 def _to_answer(tokenizer: PreTrainedTokenizerBase, made: Sample, asked: ChatRequest) -> Answer:

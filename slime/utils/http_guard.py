@@ -1,0 +1,280 @@
+"""What our HTTP servers demand of a client before a handler works for it.
+
+listener ─▶ GuardedServer: connections bounded; those without a whole request for too long are closed
+         ─▶ checks of the head: Host, Origin, key, media type
+         ─▶ BodyReader: bytes and seconds bounded, for one request and for all together
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import resource
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+MIB = 2**20
+_SPARE_FILES = 256  # file descriptors for everything that is not a connection
+_WRITE_S = 600.0  # for a client to read a reply that does not fit into the socket's buffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpLimits:
+    """A client's `keepalive_timeout` should be below `idle_s`: slime's own is 60 s."""
+
+    head_s: float = 30.0  # from the connection to the end of its first request's head
+    idle_s: float = 75.0  # from a reply to the end of the next request's head
+    body_s: float = 60.0  # for a body, and a second more for every MiB
+    max_body: int = 64 * MIB
+    max_bodies: int = 1024 * MIB  # of all requests that are being read
+    max_connections: int = 8192
+
+
+class Refused(Exception):
+    """A request that gets this status and message, and no more work."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def check_browser(request: web.Request, bound_host: str) -> None:
+    """Refuse what a web page can make a browser send to a server of its user.
+
+    Browsers name the page in `Origin`. A name that was made to resolve to this machine (DNS rebinding)
+    stands in `Host`, where a server on a loopback address is only ever called by a loopback name.
+    """
+    if "Origin" in request.headers:
+        raise Refused(403, "requests of web pages are not answered: send no Origin header")
+    hosts = request.headers.getall("Host", [])
+    if _is_loopback(bound_host) and not all(_is_own_name(host, bound_host) for host in hosts):
+        raise Refused(
+            403, "this server answers to localhost only: the Host header has another name"
+        )
+
+
+def has_key(request: web.Request, key: str) -> bool:
+    """Whether the request has `Authorization: Bearer <key>`."""
+    given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+    return hmac.compare_digest(given, f"Bearer {key}".encode())
+
+
+def check_media_type(request: web.Request) -> None:
+    """Refuse a body that is compressed or not JSON."""
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise Refused(415, "compressed bodies are not taken: send no Content-Encoding")
+    kind = request.content_type
+    if request.body_exists and kind != "application/json" and not kind.endswith("+json"):
+        raise Refused(415, "the body must be JSON: send Content-Type: application/json")
+
+
+class BodyReader:
+    """Reads bodies of bounded size in bounded time, and of a bounded size in all."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self._limits = limits
+        self._reserved = 0
+
+    async def read(self, request: web.Request, max_body: int | None = None) -> bytes:
+        if not request.body_exists:
+            return b""
+        limit = max_body or self._limits.max_body
+        declared = request.content_length
+        size = limit if declared is None else declared
+        if size > limit:
+            raise Refused(413, f"the body has {size} bytes; at most {limit} are taken")
+        if request.content.is_eof():  # came together with the head
+            return await self._collect(request, limit)
+        if self._reserved + size > max(self._limits.max_bodies, limit):
+            raise Refused(503, "too many large requests are being read: try again")
+        self._reserved += size
+        try:
+            seconds = self._limits.body_s + size / MIB
+            return await asyncio.wait_for(self._collect(request, limit), seconds)
+        except asyncio.TimeoutError:
+            raise Refused(408, f"the body did not come within {seconds:.0f} s") from None
+        finally:
+            self._reserved -= size
+
+    async def _collect(self, request: web.Request, limit: int) -> bytes:
+        chunks: list[bytes] = []
+        size = 0
+        async for chunk in request.content.iter_any():
+            size += len(chunk)
+            if size > limit:
+                raise Refused(413, f"the body has more than {limit} bytes")
+            chunks.append(chunk)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+class GuardedServer:
+    """An aiohttp application behind a listening socket, with a bound on what clients may hold open.
+
+    A connection is busy while a handler works on its request. Those that are not are closed when their
+    time is over, and when there are too many, the one that has waited longest makes room.
+    """
+
+    def __init__(
+        self, app: web.Application, limits: HttpLimits, *, cancel_with_client: bool = True
+    ) -> None:
+        """`cancel_with_client`: a handler is cancelled when its client goes away."""
+        app.middlewares.insert(0, self._note_busy)
+        self._limits = limits
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=cancel_with_client,
+            access_log=None,
+            auto_decompress=False,
+            keepalive_timeout=limits.idle_s,
+            lingering_time=2.0,
+            shutdown_timeout=5.0,  # for handlers that wait for somebody else
+            logger=_quiet_logger(),
+        )
+        self._most = limits.max_connections
+        self._idle: dict[Any, float] = {}  # connection -> when it must have a request; oldest first
+        self._busy: set[Any] = set()
+        self._accepting: asyncio.AbstractServer | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self, listener: socket.socket) -> None:
+        await self._runner.setup()
+        self._most = min(self._most, _allow_files(self._most + _SPARE_FILES) - _SPARE_FILES)
+        loop = asyncio.get_running_loop()
+        self._accepting = await loop.create_server(self._accept, sock=listener, backlog=1024)
+        self._sweeper = loop.create_task(self._sweep())
+
+    async def close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if self._accepting is not None:
+            self._accepting.close()
+        await self._runner.cleanup()
+
+    def _accept(self) -> asyncio.Protocol:
+        assert self._runner.server is not None
+        if len(self._idle) + len(self._busy) >= self._most:
+            self._forget_closed()
+        if len(self._idle) + len(self._busy) >= self._most:
+            if not self._idle:
+                return _ClosedAtOnce()
+            self._close(next(iter(self._idle)))
+        connection = self._runner.server()
+        self._idle[connection] = time.monotonic() + self._limits.head_s
+        return connection
+
+    @web.middleware
+    async def _note_busy(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        connection = request.protocol
+        self._idle.pop(connection, None)
+        self._busy.add(connection)
+        try:
+            return await handler(request)
+        finally:
+            self._busy.discard(connection)
+            if connection.transport is not None:
+                self._idle[connection] = time.monotonic() + self._limits.idle_s
+
+    async def _sweep(self) -> None:
+        pause_s = min(5.0, self._limits.head_s / 4, self._limits.idle_s / 4)
+        while True:
+            await asyncio.sleep(pause_s)
+            self._forget_closed()
+            now = time.monotonic()
+            for connection in [c for c, until in self._idle.items() if until <= now]:
+                self._close_late(connection, now)
+
+    def _close_late(self, connection: Any, now: float) -> None:
+        writing = connection.transport is not None and connection.transport.get_write_buffer_size()
+        if not writing or self._idle[connection] + _WRITE_S <= now:
+            self._close(connection)
+
+    def _close(self, connection: Any) -> None:
+        del self._idle[connection]
+        if connection.transport is None:  # accepted in this very moment: not made yet
+            asyncio.get_running_loop().call_later(1.0, connection.force_close)
+        else:
+            connection.force_close()
+
+    def _forget_closed(self) -> None:
+        """A connection has no transport once it is lost, and before it is made: for a moment only."""
+        accepted_lately = time.monotonic() + self._limits.head_s - 1.0
+        for connection in [
+            c for c, until in self._idle.items() if c.transport is None and until < accepted_lately
+        ]:
+            del self._idle[connection]
+
+
+class _ClosedAtOnce(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
+class _QuietFilter(logging.Filter):
+    """One line now and then for what clients do wrong, and a traceback now and then for what we do."""
+
+    def __init__(self, every_s: float = 10.0) -> None:
+        super().__init__()
+        self._every_s = every_s
+        self._last: dict[str, tuple[float, int]] = {}  # kind -> when it was logged, left out since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        kind = type(error).__name__
+        logged, left_out = self._last.get(kind, (-self._every_s, 0))
+        now = time.monotonic()
+        if now - logged < self._every_s:
+            self._last[kind] = logged, left_out + 1
+            return False
+        self._last[kind] = now, 0
+        if isinstance(error, HttpProcessingError | ConnectionError | web.RequestPayloadError):
+            reason = repr(str(error).partition("\n")[0][:200])
+            record.msg, record.args = f"malformed request ({kind}): {reason}", ()
+            record.exc_info, record.levelno, record.levelname = None, logging.WARNING, "WARNING"
+        if left_out:
+            record.msg = f"{record.msg} [{left_out} more like it were not logged]"
+        return True
+
+
+def _quiet_logger() -> logging.Logger:
+    logger = logging.getLogger("slime.http_server")
+    if not logger.filters:
+        logger.addFilter(_QuietFilter())
+    return logger
+
+
+def _allow_files(wanted: int) -> int:
+    """Raise the limit of open files as far as it goes; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if most > soft:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            return most
+    return max(soft, 2 * _SPARE_FILES)
+
+
+def _is_own_name(host: str, bound_host: str) -> bool:
+    name = host.rpartition("]")[0][1:] if host.startswith("[") else host.partition(":")[0]
+    return name.lower() in ("localhost", bound_host.lower()) or _is_loopback(name)
+
+
+def _is_loopback(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
