@@ -73,20 +73,19 @@ def _write(gguf: Path, target: Path, dtype: str) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    where: dict = {"gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False}
+    config = AutoConfig.from_pretrained(gguf.parent, **where)
     if hasattr(config, "quantization_config"):  # what is written is not quantised
         del config.quantization_config
     # from_pretrained(gguf_file=...) wants accelerate, which nothing else here needs.
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     tensors = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)["tensors"]
     missing, unknown = model.load_state_dict(tensors, strict=False)
     tied = set(model.all_tied_weights_keys)
     if unknown or set(missing) - tied:
         raise ConfigError(f"{gguf.name} does not fit its configuration: {unknown or missing}")
     model.to(getattr(torch, dtype)).save_pretrained(target)
-    tokenizer = AutoTokenizer.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, local_files_only=True
-    )
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
     tokenizer.save_pretrained(target)
     return sum(weight.numel() for weight in model.parameters())
 

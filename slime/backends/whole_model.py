@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
 from slime.backends.rank_model import WholeModel
+from slime.utils.tokenizer import load_hf_config
 
 # The first pattern that is found in a parameter's name says which part it belongs to.
 _PARTS = (
@@ -56,7 +56,9 @@ def _skeleton(folder: str) -> Any:
     config = _read(folder)
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, trust_remote_code=False
+        )
 
 
 def _read(folder: str) -> PretrainedConfig:
@@ -64,5 +66,5 @@ def _read(folder: str) -> PretrainedConfig:
     if raw.get("model_type") == "mimo":  # Qwen2 with one more layer that is not trained
         fields = {k: v for k, v in raw.items() if k not in ("model_type", "architectures")}
         return Qwen2Config(**fields)
-    config = AutoConfig.from_pretrained(Path(folder))
+    config = load_hf_config(folder)
     return getattr(config, "text_config", config)

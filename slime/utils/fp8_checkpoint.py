@@ -28,6 +28,7 @@ from slime.utils.fp8 import (
     is_quantized,
     quantize_all,
 )
+from slime.utils.tokenizer import load_hf_config
 
 _INDEX = "model.safetensors.index.json"
 _SETTINGS = "fp8_conversion.json"
@@ -66,12 +67,14 @@ def convert_to_fp8(
 
 def load_causal_lm(path: str, config: Any = None, *, dtype: Any = "auto", **options: Any) -> Any:
     """AutoModelForCausalLM.from_pretrained, which unpacks FP8 weights to the dtype of the rest."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = config or AutoConfig.from_pretrained(path)
+    config = config or load_hf_config(path)
     fp8 = format_of(config.to_dict())
     if fp8 is None:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, **{"trust_remote_code": False, **options}
+        )
     config = copy.deepcopy(config)
     del config.quantization_config
     dtype = (config.dtype or torch.bfloat16) if dtype == "auto" else dtype

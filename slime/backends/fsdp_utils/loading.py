@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from slime.backends.fsdp_utils.cpu_layers import fuse_layers
@@ -41,6 +41,7 @@ from slime.backends.fsdp_utils.model import (
 from slime.utils.device import current_device, device_type
 from slime.utils.errors import UserError
 from slime.utils.fp8_checkpoint import load_causal_lm
+from slime.utils.tokenizer import load_hf_config
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
@@ -162,13 +163,13 @@ def shard_of(param: DTensor, local: torch.Tensor) -> DTensor:
 
 def _skeleton(args: Args, dtype: torch.dtype) -> nn.Module:
     """The Hugging Face model with its parameters on the meta device and real buffers."""
-    config = AutoConfig.from_pretrained(args.hf_checkpoint)
+    config = load_hf_config(args.hf_checkpoint)
     vars(config).pop("quantization_config", None)  # of FP8 weights, which are trained unpacked
     attention = choose_attention(args.attn_implementation, padded=args.qkv_format == "bshd")
     with _parameters_on_meta():
         try:
             return AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, dtype=dtype
+                config, attn_implementation=attention, dtype=dtype, trust_remote_code=False
             )
         except (ImportError, ValueError) as error:  # not installed, or not for this model
             raise UserError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from transformers import AutoConfig, PretrainedConfig, Qwen2Config
+from transformers import PretrainedConfig, Qwen2Config
 
 from slime.backends.megatron_utils.architecture import Architecture, architecture
 from slime.backends.megatron_utils.flag_fields import flag_fields
@@ -25,6 +25,7 @@ from slime.backends.megatron_utils.layer_pattern import layer_pattern
 from slime.utils.errors import ConfigError
 from slime.utils.flags.megatron_support import FUSIONS
 from slime.utils.flags.registry import all_flags
+from slime.utils.tokenizer import load_hf_config
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
@@ -54,7 +55,7 @@ def read_config(folder: str | Path) -> PretrainedConfig:
     raw = json.loads((Path(folder) / "config.json").read_text())
     if raw.get("model_type") == "mimo":
         return MimoConfig.from_dict({"attention_bias": True, **raw})
-    return AutoConfig.from_pretrained(folder)
+    return load_hf_config(folder)
 
 
 def model_config(hf_config: PretrainedConfig, args: Args) -> TransformerConfig:
