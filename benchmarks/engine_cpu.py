@@ -36,6 +36,7 @@ from tests.tiny import make_tiny_checkpoint  # noqa: E402
 
 NUM_REQUESTS = 128
 TOKEN = "benchmark"
+HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
 # glibc otherwise maps and unmaps Hugging Face's growing KV cache at every token.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
@@ -170,7 +171,9 @@ class EngineSide:
     async def _request(self, session: aiohttp.ClientSession, row: Row) -> None:
         params = {"max_new_tokens": row["max_new_tokens"], "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": row["prompt_ids"], "sampling_params": params, "return_logprob": True}
-        async with session.post(f"{self._url}/generate", data=orjson.dumps(body)) as response:
+        async with session.post(
+            f"{self._url}/generate", data=orjson.dumps(body), headers=HEADERS
+        ) as response:
             reply = orjson.loads(await response.read())
         assert len(reply["output_ids"]) == row["max_new_tokens"]
         assert len(reply["meta_info"]["output_token_logprobs"]) == row["max_new_tokens"]

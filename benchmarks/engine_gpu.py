@@ -33,7 +33,7 @@ sys.path.insert(0, str(REPO))
 from slime.utils.sync_http import HttpError, post_json  # noqa: E402
 
 TOKEN = "benchmark"
-JSON = {"Content-Type": "application/json"}  # SGLang refuses a body without it
+JSON = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
 NUM_REQUESTS = 256
 RECORDED_SGLANG = 19246  # tok/s, 0.6b shape
 MEMORY_RATE, MATMUL_RATE = 4.3e12, 790e12
@@ -258,7 +258,7 @@ class Server:
     def _answers(self) -> bool:
         body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
         try:
-            post_json(f"{self._url}/generate", body, timeout=60)
+            post_json(f"{self._url}/generate", body, token=TOKEN, timeout=60)
         except (HttpError, OSError):
             return False
         return True

@@ -152,10 +152,10 @@ def used_memory() -> int:
 
 
 def server_tokens(server: Any) -> int:
-    import urllib.request
+    from benchmarks.engine_gpu import TOKEN
+    from slime.utils.sync_http import get_json
 
-    with urllib.request.urlopen(f"{server._url}/get_server_info", timeout=10) as reply:
-        return json.load(reply)["max_total_num_tokens"]
+    return get_json(f"{server._url}/get_server_info", token=TOKEN)["max_total_num_tokens"]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from slime.engine.arguments import EngineArgs
 from slime.engine.engine import Engine
 from slime.engine.request import Request
 from slime.engine.sampling_params import parse_sampling_params
+from slime.utils.engine_keys import forget_keys, remember_key
 from slime.utils.env import child_env
 from slime.utils.sync_http import get_json, post_json
 from tests.waiting import wait_for
@@ -94,11 +95,12 @@ def local_engine(model_path: str | Path, **options: Any) -> Iterator[LocalEngine
 
 @dataclass(frozen=True, kw_only=True)
 class EngineServer:
-    """A running server process."""
+    """A running server process; while it runs, slime's own HTTP clients send it the key."""
 
     url: str
     pid: int
     token: str = TOKEN
+    log_path: Path | None = None
 
     def post(self, route: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> Any:
         return post_json(f"{self.url}{route}", body or {}, token=self.token, timeout=timeout)
@@ -144,8 +146,10 @@ def engine_server(
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"the engine did not start:\n{log_file.read_text()}")
                 time.sleep(0.05)
-            port = json.loads(port_file.read_text())["port"]
-            yield EngineServer(url=f"http://127.0.0.1:{port}", pid=process.pid)
+            url = f"http://127.0.0.1:{json.loads(port_file.read_text())['port']}"
+            remember_key([url], token)
+            yield EngineServer(url=url, pid=process.pid, log_path=log_file)
+            forget_keys([url])
         finally:
             process.terminate()
             try:

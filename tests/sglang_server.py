@@ -46,7 +46,12 @@ def sglang_server(
         url = f"http://{HOST}:{ports.server}"
         try:
             wait_until_ready(
-                url, label=label, log_path=processes[0].log_path, ended=processes[0].status
+                url,
+                label=label,
+                log_path=processes[0].log_path,
+                ended=processes[0].status,
+                owns_port=processes[0].listens_at,
+                key=TOKEN,
             )
             yield EngineServer(url=url, pid=processes[0].pid)
         except Exception:
@@ -57,7 +62,7 @@ def sglang_server(
 def _start(args: Args, folder: Path, ports: Ports, node: Node, label: str) -> ServerProcess:
     install, config = find_sglang(), folder / "key.yaml"
     assert install is not None
-    config.write_text(f"admin-api-key: {TOKEN}\n")
+    config.write_text(f"api-key: {TOKEN}\nadmin-api-key: {TOKEN}\n")
     command = server_command(
         args,
         index=0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slime.utils.errors import ConfigError
 from slime.utils.flags.embedded import HARMLESS
@@ -28,6 +28,7 @@ class EngineArgs:
     host: str = "127.0.0.1"
     port: int = 30000
     port_file: str | None = None
+    api_key: str | None = field(default=None, repr=False)  # of every route
     max_running_requests: int | None = None
     max_total_tokens: int | None = None
     mem_fraction_static: float | None = None
@@ -125,6 +126,10 @@ _OPTIONS: dict[str, dict[str, dict]] = {
         "host": {"help": "address to listen at; default 127.0.0.1"},
         "port": {"type": int, "help": "0: any free port"},
         "port_file": {"help": 'file to write {"port": ..., "pid": ...} to once it listens'},
+        "api_key": {
+            "help": "key that every route but /health needs; the variable SLIME_ENGINE_TOKEN does the "
+            "same and, unlike a command line, cannot be read by other users"
+        },
         "log_level": {"choices": ["debug", "info", "warning", "error"]},
     },
     "scheduling and memory": {

@@ -15,6 +15,7 @@ from slime.engine.engine import Engine
 from slime.engine.memory import TAGS
 from slime.engine.sampling_params import RequestError
 from slime.engine.weights import TensorMeta, metadata_in_order, parse_metadata
+from slime.engine.workers import DaemonCall
 from slime.utils.checksum import format_checksum
 
 T = TypeVar("T")
@@ -101,9 +102,10 @@ async def init_weights_update_group(engine: Engine, body: Body) -> Body:
         "name": _get(body, "group_name", str, "weight_update_group"),
         "backend": _get(body, "backend", str, "nccl"),
     }
-    # In a thread of its own: it waits for the other members, and the loop has requests to serve.
-    join = asyncio.to_thread(engine.weights.init_group, **options)
-    return await _reported(join)
+    # On a daemon thread: it waits for the other members, who may never come, while the loop has requests
+    # to serve and the process may be told to end.
+    join = DaemonCall(lambda: engine.weights.init_group(**options), "init-weights-group")
+    return await _reported(join.future)
 
 
 async def destroy_weights_update_group(engine: Engine, body: Body) -> Body:

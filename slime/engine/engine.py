@@ -177,14 +177,17 @@ class Engine:
 
     def abort(self, matches: Callable[[Request], bool]) -> int:
         """End matching requests with what they have; returns how many."""
-        live = [*self.scheduler.running, *self.scheduler.waiting, *self._held]
-        victims = [request for request in live if matches(request)]
+        running = [request for request in self.scheduler.running if matches(request)]
+        queued = {request: None for request in self.scheduler.waiting if matches(request)}
+        queued |= {request: None for request in self._held if matches(request)}
+        victims = [*running, *queued]
         for request in victims:
             request.finish = FinishReason(kind="abort", message="Aborted")
-            if request in self._held:
-                self._held.remove(request)
-            else:
-                self._finish(request)
+        for request in running:
+            self._finish(request)
+        if queued:  # all at once: taking one out of a queue is linear in its length
+            self.scheduler.drop_waiting(queued.keys())
+            self._held = deque(request for request in self._held if request not in queued)
         if victims:
             self._on_update(victims)
         return len(victims)

@@ -44,8 +44,10 @@ def server_info(engine: Engine) -> dict[str, Any]:
         "released": sorted(engine.released),
         "weight_version": engine.weight_version,
     }
+    options = dataclasses.asdict(engine.args)
+    del options["api_key"]
     return {
-        **dataclasses.asdict(engine.args),
+        **options,
         "engine": "slime",
         "version": slime.__version__,
         "dtype": str(engine.runner.dtype).removeprefix("torch."),

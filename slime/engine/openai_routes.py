@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
@@ -17,9 +17,11 @@ from slime.engine.hub import ReplyHub
 from slime.engine.openai_stream import TextStream
 from slime.engine.protocol import Generation, Limits, parse_generate
 from slime.engine.request import Request
-from slime.engine.sampling_params import RequestError
+from slime.engine.sampling_params import MOST_REQUESTS, RequestError
+from slime.engine.workers import Workers
+from slime.utils.http_guard import BodyReader, Refused
 from slime.utils.openai import replies
-from slime.utils.openai.render import render_chat
+from slime.utils.openai.render import check_template_kwargs, render_chat
 from slime.utils.openai.replies import Answer, TokenLogProb
 from slime.utils.openai.requests import (
     ApiError,
@@ -31,12 +33,19 @@ from slime.utils.openai.requests import (
 )
 from slime.utils.openai.tool_calls import parse_tool_calls
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Chunk = dict[str, Any]
+_INLINE_BODY = 1 << 20  # what is parsed on the event loop; larger ones on a thread
 
 
 class OpenAIRoutes:
-    def __init__(self, engine: Engine, hub: ReplyHub, limits: Limits) -> None:
+    def __init__(
+        self, engine: Engine, hub: ReplyHub, limits: Limits, bodies: BodyReader, workers: Workers
+    ) -> None:
         self._engine, self._hub, self._limits = engine, hub, limits
+        self._bodies, self._workers = bodies, workers
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/chat/completions", self._chat)
@@ -44,26 +53,49 @@ class OpenAIRoutes:
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         try:
-            asked = parse_chat(_parse_json(await http.read()))
-            made = self._engine.codec.encode_made(
-                lambda tokenizer: render_chat(
-                    tokenizer, asked.messages, asked.tools, asked.template_kwargs
-                )
-            )
-            return await self._answer(http, asked, [made])
-        except (ApiError, RequestError) as error:
+            asked = parse_chat(await self._read(http))
+            return await self._answer(http, asked, [await self._encode_chat(asked)])
+        except (ApiError, RequestError, Refused) as error:
             return _error(error)
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         try:
-            asked = parse_completion(_parse_json(await http.read()))
-            prompts = [
-                self._engine.codec.encode(prompt) if isinstance(prompt, str) else prompt
-                for prompt in asked.prompts
-            ]
+            asked = parse_completion(await self._read(http))
+            if len(asked.prompts) > MOST_REQUESTS:
+                raise ApiError(f"{len(asked.prompts)} prompts; at most {MOST_REQUESTS}")
+            prompts = [await self._encode_prompt(prompt) for prompt in asked.prompts]
             return await self._answer(http, asked, prompts)
-        except (ApiError, RequestError) as error:
+        except (ApiError, RequestError, Refused) as error:
             return _error(error)
+
+    async def _read(self, http: web.Request) -> Any:
+        data = await self._bodies.read(http)
+        if len(data) > _INLINE_BODY:
+            return await self._workers.run(lambda: _parse_json(data))
+        return _parse_json(data)
+
+    async def _encode_chat(self, asked: ChatRequest) -> list[int]:
+        """Render and tokenize beside the event loop; a rendering that takes too long is ended."""
+        codec, context_len = self._engine.codec, self._limits.context_len
+        if len(asked.messages) > context_len:
+            raise ApiError(
+                f"{len(asked.messages)} messages are more than the model's context length of "
+                f"{context_len} tokens",
+                code="context_length_exceeded",
+            )
+
+        def render(tokenizer: PreTrainedTokenizerBase) -> str:
+            check_template_kwargs(tokenizer, asked.template_kwargs)
+            return render_chat(tokenizer, asked.messages, asked.tools, asked.template_kwargs)
+
+        text = await self._workers.run(lambda: codec.render(render), interruptible=True)
+        return await self._workers.run(lambda: codec.encode_rendered(text, context_len))
+
+    async def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        codec, context_len = self._engine.codec, self._limits.context_len
+        return await self._workers.run(lambda: codec.encode(prompt, context_len))
 
     async def _answer(
         self, http: web.Request, asked: ApiRequest, prompts: list[list[int]]
@@ -161,6 +193,7 @@ class OpenAIRoutes:
         make = _chat_chunk if chat else replies.completion_chunk
         stops = requests[0].params.stop
         tools = isinstance(asked, ChatRequest) and bool(asked.tools)
+        places = {request: index for index, request in enumerate(requests)}
         streams = [TextStream(stops, hold_tool_calls=tools) for _ in requests]
         sent = [0] * len(requests)  # tokens whose log-probs went out
         answers: list[Answer] = []
@@ -168,7 +201,7 @@ class OpenAIRoutes:
             for index in range(len(requests)):
                 yield replies.chat_chunk(name, model, index, {"role": "assistant", "content": ""})
         async for request in self._hub.stream(requests):
-            index, answer = requests.index(request), None
+            index, answer = places[request], None
             if request.finish is not None:
                 if request.finish.status_code is not None:
                     yield ApiError(request.finish.message, request.finish.status_code).body()
@@ -206,7 +239,9 @@ def _parse_json(data: bytes) -> Any:
         raise ApiError(f"the body is not JSON: {error}") from error
 
 
-def _error(error: ApiError | RequestError) -> web.Response:
+def _error(error: ApiError | RequestError | Refused) -> web.Response:
+    if isinstance(error, Refused):
+        error = ApiError(str(error), error.status)
     if isinstance(error, RequestError):
         too_long = "context length" in str(error)
         error = ApiError(str(error), code="context_length_exceeded" if too_long else None)

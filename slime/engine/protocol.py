@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from slime.engine.request import FinishReason, Request
-from slime.engine.sampling_params import RequestError, SamplingParams, parse_sampling_params
+from slime.engine.sampling_params import (
+    MOST_REQUESTS,
+    RequestError,
+    SamplingParams,
+    parse_sampling_params,
+)
 from slime.engine.speculation import Guesses
 from slime.engine.text import TextCodec
 
@@ -39,6 +44,7 @@ _UNSUPPORTED = (
 )
 
 
+_MOST_TOKENS = 1 << 25  # of one call: every copy of a prompt has a list of its own
 _RID_PREFIX = f"{secrets.token_hex(8)}-"
 _rid_numbers = itertools.count()
 
@@ -71,7 +77,7 @@ def parse_generate(
     eos_ids: frozenset[int],
     new_seed: Callable[[], int],
 ) -> Generation:
-    """RequestError says what is wrong with the body."""
+    """RequestError says what is wrong with the body, whose prompts are token ids by now."""
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     _refuse_unsupported(body)
@@ -81,17 +87,19 @@ def parse_generate(
         )
     if body.get("return_text_in_logprobs"):
         codec.require("`return_text_in_logprobs`")
-    prompts, is_batch = _prompts(body, codec)
+    prompts, is_batch = _prompts(body)
     count = len(prompts)
     rids = _rids(body.get("rid"), count, is_batch)
     all_params = _spread(body.get("sampling_params") or {}, count, "sampling_params", dict)
     log_prob_flags = _spread(body.get("return_logprob") or False, count, "return_logprob", bool)
     start_lens = _spread(_or(body.get("logprob_start_len"), -1), count, "logprob_start_len", int)
     stream = bool(body.get("stream"))
+    parsed = _parse_params(all_params, limits)
+    _check_total(prompts, parsed)
     requests: list[Request] = []
     for i, ids in enumerate(prompts):
-        params = _fit(parse_sampling_params(all_params[i]), all_params[i], len(ids), limits)
-        _check_ids(ids, params, limits)
+        params = _fit(parsed[i], all_params[i], len(ids), limits)
+        _check_ids(ids, limits)
         start_len = _check_start_len(start_lens[i], len(ids)) if log_prob_flags[i] else -1
         for copy in range(params.n):
             request = Request(
@@ -215,21 +223,63 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
             raise RequestError(f"`{key}` is not supported by this engine")
 
 
-def _prompts(body: dict[str, Any], codec: TextCodec) -> tuple[list[list[int]], bool]:
+def encode_text(body: Any, codec: TextCodec, limits: Limits, deadline: float) -> Any:
+    """The body with token ids in the place of `text`; others as they are."""
+    text = body.get("text") if isinstance(body, dict) else None
+    if text is None or body.get("input_ids") is not None:
+        return body
+    texts = text if isinstance(text, list) else [text]
+    if not texts or not all(isinstance(t, str) for t in texts):
+        raise RequestError("`text` must be a string or a non-empty list of strings")
+    _check_count(len(texts))
+    ids: list[list[int]] = []
+    for one in texts:
+        if time.monotonic() > deadline:
+            raise RequestError(
+                "tokenizing these texts takes too long: send fewer of them at a time"
+            )
+        ids.append(codec.encode(one, limits.context_len))
+    if not all(ids):
+        raise RequestError("the prompt has no tokens")
+    return {**body, "text": None, "input_ids": ids if isinstance(text, list) else ids[0]}
+
+
+def _prompts(body: dict[str, Any]) -> tuple[list[list[int]], bool]:
     text, ids = body.get("text"), body.get("input_ids")
     if (text is None) == (ids is None):
         raise RequestError("exactly one of `text` and `input_ids` must be given")
-    if text is not None:
-        if isinstance(text, str):
-            return [codec.encode(text)], False
-        if isinstance(text, list) and text and all(isinstance(t, str) for t in text):
-            return [codec.encode(t) for t in text], True
-        raise RequestError("`text` must be a string or a non-empty list of strings")
+    if isinstance(ids, list):
+        _check_count(len(ids) if ids and isinstance(ids[0], list) else 1)
     if _is_id_list(ids):
         return [ids], False
     if isinstance(ids, list) and ids and all(_is_id_list(row) for row in ids):
         return ids, True
     raise RequestError("`input_ids` must be a non-empty list of token ids, or a list of such lists")
+
+
+def _check_count(count: int) -> None:
+    if count > MOST_REQUESTS:
+        raise RequestError(f"{count} requests in one call; at most {MOST_REQUESTS}, `n` counted")
+
+
+def _check_total(prompts: list[list[int]], params: list[SamplingParams]) -> None:
+    """Refuse more requests than a call may have before the first of them is made."""
+    _check_count(sum(p.n for p in params))
+    tokens = sum(len(ids) * p.n for ids, p in zip(prompts, params, strict=True))
+    if tokens > _MOST_TOKENS:
+        raise RequestError(
+            f"{tokens} prompt tokens in one call, `n` counted; at most {_MOST_TOKENS}: send fewer prompts"
+        )
+
+
+def _parse_params(given: list[dict[str, Any]], limits: Limits) -> list[SamplingParams]:
+    """Parameters of each prompt; those that all of them share are parsed and checked once."""
+    known: dict[int, SamplingParams] = {}
+    for one in given:
+        if id(one) not in known:
+            known[id(one)] = parse_sampling_params(one)
+            _check_param_ids(known[id(one)], limits)
+    return [known[id(one)] for one in given]
 
 
 def _is_id_list(value: object) -> TypeGuard[list[int]]:
@@ -294,14 +344,15 @@ def _fit(
     return params
 
 
-def _check_ids(ids: list[int], params: SamplingParams, limits: Limits) -> None:
-    if not ids:
-        raise RequestError("the prompt has no tokens")
+def _check_ids(ids: list[int], limits: Limits) -> None:
     low, high = min(ids), max(ids)
     if low < 0 or high >= limits.vocab_size:
         raise RequestError(
             f"The input_ids contain {low if low < 0 else high}, outside of the vocabulary of {limits.vocab_size}."
         )
+
+
+def _check_param_ids(params: SamplingParams, limits: Limits) -> None:
     for name, tokens in (
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", params.logit_bias),

@@ -19,7 +19,9 @@ _UNSUPPORTED = {
 _HARMLESS = {"stream_interval"}
 _SMALLEST_TEMPERATURE = 1e-6  # below it, as with SGLang, decoding is greedy
 _LARGEST = 1e30  # what 32 bits can still be divided by the smallest temperature
-_MOST_COPIES = 16384
+MOST_REQUESTS = 16384  # of one call: prompts times `n`
+_MOST_STOPS = 64
+_LONGEST_STOP = 1024  # bytes; as many tokens are decoded at every step to look for it
 
 
 class RequestError(ValueError):
@@ -136,7 +138,12 @@ def _check(p: SamplingParams) -> None:
         f"min_new_tokens must be in [0, max_new_tokens({p.max_new_tokens})], got {p.min_new_tokens}.",
     )
     _require(p.n >= 1, f"n must be at least 1, got {p.n}.")
-    _require(p.n <= _MOST_COPIES, f"n must be at most {_MOST_COPIES}, got {p.n}.")
+    _require(p.n <= MOST_REQUESTS, f"n must be at most {MOST_REQUESTS}, got {p.n}.")
+    _require(len(p.stop) <= _MOST_STOPS, f"stop has {len(p.stop)} strings, at most {_MOST_STOPS}.")
+    _require(
+        all(len(stop.encode("utf-8", "surrogatepass")) <= _LONGEST_STOP for stop in p.stop),
+        f"a string of stop has more than {_LONGEST_STOP} bytes.",
+    )
     biases = p.logit_bias.values()
     _require(
         all(abs(bias) <= _LARGEST for bias in biases),

@@ -15,6 +15,7 @@ nobody comes or goes costs a few operations on arrays, however many requests run
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -191,6 +192,10 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+
+    def drop_waiting(self, requests: Collection[Request]) -> None:
+        """Take requests out that have not begun, or were retracted."""
+        self.waiting = deque(request for request in self.waiting if request not in requests)
 
     def retract_all(self) -> None:
         while self.running:

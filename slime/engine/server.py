@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -21,7 +20,6 @@ from slime.utils.env import read_env, set_default_env
 set_default_env(GOMP_SPINCOUNT="30000")
 
 with collector_off():
-    from aiohttp import web
     from transformers.utils import logging as transformers_logging
 
     from slime.engine.app import EngineApp
@@ -29,6 +27,7 @@ with collector_off():
     from slime.engine.engine import Engine
     from slime.engine.hub import ReplyHub
     from slime.utils.errors import UserError
+    from slime.utils.http_guard import GuardedServer, HttpLimits
 
 logger = logging.getLogger(__name__)
 _SWITCH_SECONDS = 0.0005  # the engine's thread waits at most this long for the one that serves HTTP
@@ -62,17 +61,15 @@ async def serve(args: EngineArgs) -> int:
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.collect()
     gc.freeze()  # or every full collection walks all the objects of torch and transformers
-    runner = web.AppRunner(
-        EngineApp(engine, hub, _token()).make(), handler_cancellation=True, access_log=None
-    )
-    await runner.setup()
-    await web.SockSite(runner, listener).start()
+    limits = HttpLimits()
+    server = GuardedServer(EngineApp(engine, hub, _key(args), limits).make(), limits)
+    await server.start(listener)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     _announce(args, listener)
     await stopped.wait()
     engine.call(lambda: engine.abort(lambda request: True))
-    await runner.cleanup()
+    await server.close()
     engine.stop()
     return 0 if engine.failure is None else 1
 
@@ -87,18 +84,15 @@ def _listen(args: EngineArgs) -> socket.socket:
         ) from error
 
 
-def _token() -> str:
-    """SLIME_ENGINE_TOKEN, or one made up: control routes are never open."""
-    token = read_env().engine_token
-    if token:
-        return token
-    token = secrets.token_urlsafe(24)
-    print(
-        "SLIME_ENGINE_TOKEN is not set. Control routes need this header:\n"
-        f"  Authorization: Bearer {token}",
-        file=sys.stderr,
-    )
-    return token
+def _key(args: EngineArgs) -> str | None:
+    """SLIME_ENGINE_TOKEN, as runs set it, or --api-key, which other users of the machine can read."""
+    key = read_env().engine_token or args.api_key
+    if not key:
+        logger.warning(
+            "neither SLIME_ENGINE_TOKEN nor --api-key is set: everybody who reaches the port may "
+            "generate, and control routes are closed"
+        )
+    return key or None
 
 
 def _announce(args: EngineArgs, listener: socket.socket) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -15,12 +17,17 @@ from slime.utils.errors import UserError
 
 
 class TextCodec:
-    """The tokenizer behind a lock (HTTP and engine thread share it), or none: then ids only."""
+    """The tokenizer behind a lock (HTTP and engine thread share it), or none: then ids only.
+
+    Encoding has a copy of its own behind a lock of its own: a client's long text must not keep the engine
+    from decoding.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
+        self._encoder = copy.deepcopy(tokenizer)
         self._special = frozenset(tokenizer.all_special_ids if tokenizer is not None else ())
-        self._lock = threading.Lock()
+        self._lock, self._encoder_lock = threading.Lock(), threading.Lock()
 
     @property
     def available(self) -> bool:
@@ -30,15 +37,33 @@ class TextCodec:
     def eos_token_id(self) -> int | None:
         return getattr(self._tokenizer, "eos_token_id", None)
 
-    def encode(self, text: str) -> list[int]:
-        with self._lock:
-            return self.require("`text`").encode(text)
+    @cached_property
+    def longest_token(self) -> int:
+        """The most characters that one token can stand for."""
+        return max(map(len, self.require("`text`").get_vocab()))
 
-    def encode_made(self, make_text: Callable[[PreTrainedTokenizerBase], str]) -> list[int]:
-        """Ids of a text that the tokenizer's chat template makes, special tokens included."""
-        with self._lock:
-            tokenizer = self.require("a chat template")
-            return tokenizer.encode(make_text(tokenizer), add_special_tokens=False)
+    def encode(self, text: str, context_len: int) -> list[int]:
+        """Ids of a prompt; a text that cannot fit into the context is refused before it is tokenized."""
+        return self._encode(text, context_len, add_special_tokens=True)
+
+    def encode_rendered(self, text: str, context_len: int) -> list[int]:
+        """Ids of what a chat template has made, special tokens included."""
+        return self._encode(text, context_len, add_special_tokens=False)
+
+    def _encode(self, text: str, context_len: int, *, add_special_tokens: bool) -> list[int]:
+        self.require("`text`")
+        if len(text) > context_len * self.longest_token:
+            raise RequestError(
+                f"The input ({len(text)} characters) is longer than the model's context length "
+                f"({context_len} tokens)."
+            )
+        with self._encoder_lock:
+            assert self._encoder is not None
+            return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+
+    def render(self, make_text: Callable[[PreTrainedTokenizerBase], str]) -> str:
+        """The text that the tokenizer's chat template makes."""
+        return make_text(self.require("a chat template"))
 
     def decode(self, request: Request) -> str:
         """The output as text, cut at the stop string that ended it."""

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from slime.engine.sampling_params import RequestError
@@ -87,6 +87,12 @@ class WeightStore:
 
     def update_from_disk(self, model_path: str) -> None:
         """Every parameter from a checkpoint folder; nothing is touched unless all of them fit."""
+        try:
+            self._read_folder(model_path)
+        except (OSError, SafetensorError) as error:
+            raise RequestError(f"the weights in {model_path} cannot be read: {error}") from error
+
+    def _read_folder(self, model_path: str) -> None:
         kept = self._views()
         views, places = kept.by_name, _find_tensors(Path(model_path))
         missing = [name for name in kept.names if name not in places]
@@ -212,7 +218,17 @@ def parse_metadata(entries: Any) -> Sequence[TensorMeta]:
     """The `metadata` of a slime_shm update."""
     if not isinstance(entries, list):
         raise RequestError("metadata must be a list of {name, dtype, shape, offset}")
-    return _parse_entries(orjson.dumps(entries))
+    try:
+        text = orjson.dumps(entries)
+    except orjson.JSONEncodeError as error:  # nested too deeply
+        raise RequestError(f"metadata must be a list of flat objects: {error}") from None
+    return _parse_entries(text)
+
+
+def _parse_shape(shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise RequestError(f"a shape must be a list of sizes, got {str(shape)[:100]!r}")
+    return tuple(shape)
 
 
 @lru_cache(maxsize=256)  # a run sends the same buckets in every update
@@ -223,12 +239,12 @@ def _parse_entries(text: bytes) -> tuple[TensorMeta, ...]:
             TensorMeta(
                 name=str(entry["name"]),
                 dtype=parse_dtype(entry["dtype"]),
-                shape=tuple(map(int, entry["shape"])),
+                shape=_parse_shape(entry["shape"]),
                 offset=int(entry["offset"]),
             )
             for entry in entries
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise RequestError(
             f"metadata must be a list of {{name, dtype, shape, offset}}: {error!r}"
         ) from error
@@ -244,7 +260,9 @@ def metadata_in_order(
     offset = 0
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         metas.append(
-            TensorMeta(name=name, dtype=parse_dtype(dtype), shape=tuple(shape), offset=offset)
+            TensorMeta(
+                name=str(name), dtype=parse_dtype(dtype), shape=_parse_shape(shape), offset=offset
+            )
         )
         offset += metas[-1].num_bytes
     return metas
@@ -291,10 +309,11 @@ def _find_tensors(folder: Path) -> dict[str, Path]:
     """Which file of a checkpoint holds which tensor."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return {
-            name: folder / file
-            for name, file in json.loads(index.read_text())["weight_map"].items()
-        }
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+            return {str(name): folder / file for name, file in weight_map.items()}
+        except (OSError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise RequestError(f"{index} is not an index of tensors: {error!r}") from error
     single = folder / "model.safetensors"
     with contextlib.suppress(FileNotFoundError), safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single)

@@ -121,7 +121,14 @@ class EngineActor:
     def _wait(self, url: str, label: str) -> None:
         assert self.process is not None
         try:
-            wait_until_ready(url, label=label, log_path=self.log_path, ended=self.process.status)
+            wait_until_ready(
+                url,
+                label=label,
+                log_path=self.log_path,
+                ended=self.process.status,
+                owns_port=self.process.listens_at,
+                key=read_env().engine_token,
+            )
         except StartError as error:
             self.stop()
             self._fail(str(error))
@@ -157,7 +164,8 @@ class EngineActor:
         self.remove_config()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with os.fdopen(os.open(self._config, flags, 0o600), "w") as file:
-            file.write(f"admin-api-key: {read_env().engine_token}\n")
+            key = read_env().engine_token
+            file.write(f"api-key: {key}\nadmin-api-key: {key}\n")
             file.write(f"weight-version: {json.dumps(label)}\n")
         return str(self._config)
 

@@ -18,6 +18,7 @@ from slime.ray.health import failed_engines, health_route
 from slime.ray.stacks import Member
 from slime.ray.watch import LostError
 from slime.utils.arguments import Args
+from slime.utils.engine_keys import remember_key
 from slime.utils.errors import UserError
 from slime.utils.sync_http import HttpError, post_json
 from slime.utils.types import EngineInfo
@@ -41,7 +42,9 @@ class EngineCallError(HttpError):
 def make_engine_group(
     args: Args, options: list[list[dict[str, Any]]], *, token: str
 ) -> EngineGroup | ExternalGroup:
-    return ExternalGroup(args) if args.rollout_external else EngineGroup(args, options, token=token)
+    if args.rollout_external:
+        return ExternalGroup(args, token=token)
+    return EngineGroup(args, options, token=token)
 
 
 class EngineGroup:
@@ -79,6 +82,7 @@ class EngineGroup:
                     line = self._handles[index].last_lines(1)
                     say(f"engine {index} is starting ({time.monotonic() - begun:.0f} s): {line}")
         self.all = [_started(index, future) for index, future in enumerate(self._starting)]
+        remember_key([info.url for info in self.all], self.token)
 
     def last_words(self) -> str:
         """Of the servers that are not up yet."""
@@ -121,6 +125,7 @@ class EngineGroup:
         self._handles[index].make()
         try:
             self.all[index] = self._handles[index].start()
+            remember_key([self.all[index].url], self.token)
         except (UserError, ray.exceptions.RayError) as error:
             self._down.add(index)
             waits = "" if self.infos else "; no engine is left, so generation waits"
@@ -139,7 +144,7 @@ class EngineGroup:
     def route(self, urls: list[str]) -> str | None:
         """Have the router, where there is one, use these engines; its address."""
         if self._router is None:
-            self._router = make_router(self.args, len(self._handles), own_host())
+            self._router = make_router(self.args, len(self._handles), own_host(), self.token)
         if self._router is None:
             return None
         if not self._router.alive():

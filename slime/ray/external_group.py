@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from slime.backends.sglang_utils.external import find_external, version_warning
+from slime.backends.sglang_utils.external import find_external, normalise, version_warning
 from slime.ray.health import answers, health_route
 from slime.ray.stacks import Member
 from slime.utils.arguments import Args
+from slime.utils.engine_keys import remember_key
 from slime.utils.types import EngineInfo
 
 
 class ExternalGroup:
     """The same to its user as EngineGroup."""
 
-    def __init__(self, args: Args):
-        self.args = args
+    def __init__(self, args: Args, *, token: str):
+        self.args, self.token = args, token
         self.unsynced: list[EngineInfo] = []
         self.all: list[EngineInfo] = []
         self._silent: set[int] = set()
@@ -25,6 +26,7 @@ class ExternalGroup:
         """They run already."""
 
     def wait(self, say: Callable[[str], None] = lambda text: None) -> None:
+        remember_key(map(normalise, self.args.rollout_external_engine_addrs or ()), self.token)
         self.all = find_external(self.args)
         for info in self.all:
             say(f"{info.kind} engine at {info.url} (version {info.version})")

@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 
+from slime.utils.engine_keys import remember_key
 from slime.utils.errors import UserError
 from slime.utils.http import HttpStatusError, is_temporary, post_once
 
@@ -50,7 +51,8 @@ class EnginePool:
         self.concurrency = concurrency
         self.deadline_s = deadline_s
         self.request_timeout_s = request_timeout_s
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._token = token
+        remember_key(urls, token)
         self._engines = list(urls)
         self._urls = list(urls)  # where requests go: the engines, or a router in front of them
         self._in_flight: dict[str, int] = dict.fromkeys(urls, 0)
@@ -78,6 +80,7 @@ class EnginePool:
         A router makes them again itself, once it loses the connection.
         """
         urls = [router] if router is not None and engines else engines
+        remember_key({*urls, *engines}, self._token)
         self._engines = list(engines)
         removed = set(self._urls) - set(urls)
         for url in urls:
@@ -128,9 +131,7 @@ class EnginePool:
         engines = list(self._engines)
         results = await asyncio.gather(
             *(
-                post_once(
-                    f"{url}/abort_request", {"abort_all": True}, timeout_s=10, headers=self._headers
-                )
+                post_once(f"{url}/abort_request", {"abort_all": True}, timeout_s=10)
                 for url in engines
             ),
             return_exceptions=True,

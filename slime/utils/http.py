@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import aiohttp
 import orjson
 
+from slime.utils.engine_keys import key_headers
+
 T = TypeVar("T")
 
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
@@ -92,11 +94,14 @@ async def post_once(
     timeout_s: float | None = None,
     headers: dict[str, str] | None = None,
 ) -> Any:
-    """POST JSON, get JSON (None for an empty body); HttpStatusError unless the answer is 200."""
+    """POST JSON, get JSON (None for an empty body); HttpStatusError unless the answer is 200.
+
+    An engine of the run gets the run's key.
+    """
     async with session().post(
         url,
         data=orjson.dumps(payload),
-        headers={"Content-Type": "application/json", **(headers or {})},
+        headers={"Content-Type": "application/json", **key_headers(url), **(headers or {})},
         timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10),
     ) as response:
         body = await response.read()

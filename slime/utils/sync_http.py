@@ -1,4 +1,4 @@
-"""A small blocking JSON client for engines: token, deadline, retries while nobody listens yet.
+"""A small blocking JSON client for engines: key, deadline, retries while nobody listens yet.
 
 `post_json` and its like make one call each. `JsonServer` is for many calls to one server: it keeps a
 connection open between them, and the answer to a call may be read later than the call is sent.
@@ -19,6 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
+
+from slime.utils.engine_keys import key_headers
 
 _CORK: int | None = getattr(socket, "TCP_CORK", None)  # Linux has it
 _RETRY_PAUSE = 0.2
@@ -120,9 +122,11 @@ class Call:
 
     def send(self, payload: dict[str, Any] | None, token: str | None) -> None:
         body = None if payload is None else orjson.dumps(payload)
-        headers = {} if body is None else {"Content-Type": "application/json"}
+        headers = key_headers(self.url)
         if token:
             headers["Authorization"] = f"Bearer {token}"
+        if body is not None:
+            headers["Content-Type"] = "application/json"
         self._guarded(lambda: self._request(body, headers))
 
     def result(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slime.utils.engine_keys import key_headers
 from slime.utils.sync_http import HttpError, post_json
 from tests.conformance.conftest import Subject
 from tests.waiting import wait_for
@@ -92,8 +93,9 @@ class Running:
     def _last_chunk(self, body: dict[str, Any]) -> Any:
         """Chunks hold all there is so far, so the last one is the whole reply."""
         data = json.dumps({**body, "stream": True}).encode()
-        headers = {"Content-Type": "application/json"}
-        call = urllib.request.Request(f"{self.subject.server.url}/generate", data, headers)
+        url = f"{self.subject.server.url}/generate"
+        headers = {"Content-Type": "application/json", **key_headers(url)}
+        call = urllib.request.Request(url, data, headers)
         last = None
         with urllib.request.urlopen(call, timeout=240) as response:
             for line in response:

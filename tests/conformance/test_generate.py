@@ -8,6 +8,7 @@ import urllib.request
 
 import pytest
 
+from slime.utils.engine_keys import key_headers
 from tests.conformance.calls import GREEDY, flush, generate, refusal
 from tests.conformance.conftest import LABEL
 from tests.conformance.reference import greedy, log_probs
@@ -124,8 +125,9 @@ def test_the_end_of_text(subject):
 
 def test_a_stream_is_cumulative_and_ends_with_done(subject):
     body = json.dumps({"input_ids": IDS, "sampling_params": GREEDY, "stream": True}).encode()
-    headers = {"Content-Type": "application/json"}
-    call = urllib.request.Request(f"{subject.server.url}/generate", body, headers)
+    url = f"{subject.server.url}/generate"
+    headers = {"Content-Type": "application/json", **key_headers(url)}
+    call = urllib.request.Request(url, body, headers)
     with urllib.request.urlopen(call) as response:
         lines = response.read().decode().split("\n")
     events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]

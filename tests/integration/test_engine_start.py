@@ -162,6 +162,8 @@ def test_a_server_that_says_nothing_does_not_hang_the_run(tmp_path):
                 label="x",
                 log_path=log,
                 ended=process.status,
+                owns_port=process.listens_at,
+                key=None,
                 silent_timeout_s=1,
             )
         with pytest.raises(StartError, match="was not up after 1 s"):
@@ -170,6 +172,8 @@ def test_a_server_that_says_nothing_does_not_hang_the_run(tmp_path):
                 label="x",
                 log_path=log,
                 ended=process.status,
+                owns_port=process.listens_at,
+                key=None,
                 start_timeout_s=1,
             )
     finally:

@@ -42,7 +42,7 @@ def test_the_router_parses_what_slime_writes():
         rollout_engine="sglang", router_policy="manual", router_disable_retries=True
     )  # fmt: skip
     argv = router_argv(args, python="python", host="127.0.0.1", port=1, metrics_port=2)
-    assert argv[:3] == ["python", "-m", "sglang_router.launch_router"]
+    assert argv[:2] == ["python", "-c"]  # which adds the key: it stands on no command line
     installed_options(install, "sglang_router", argv[3:])
 
 

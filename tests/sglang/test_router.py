@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,7 @@ def router(request, engines, tmp_path):
         run_dir=str(tmp_path),
         router_policy=request.param,
     )
-    router = make_router(args, 2, "127.0.0.1")
+    router = make_router(args, 2, "127.0.0.1", TOKEN)
     assert isinstance(router, Router)
     router.start()
     router.set_workers([engine.url for engine in engines])
@@ -52,7 +54,7 @@ def flush(engines) -> None:
 def test_a_session_stays_on_one_engine_and_all_engines_are_used(router, engines):
     """Eight sessions of four turns each; every turn continues the one before."""
     flush(engines)
-    pool = EnginePool([])
+    pool = EnginePool([], token=TOKEN)
     pool.set_urls([engine.url for engine in engines], router.url)
 
     async def session(number: int) -> list[int]:
@@ -88,6 +90,18 @@ def test_an_engine_that_is_taken_out_gets_nothing(router, engines):
     http.run(pool.abort_all())  # reaches the engine itself, with the key
 
 
+def test_the_router_wants_the_key_and_hides_it(router):
+    for method, route in (("POST", "/generate"), ("GET", "/workers"), ("POST", "/workers")):
+        body = b'{"input_ids": [1], "url": "http://127.0.0.1:1"}' if method == "POST" else None
+        call = urllib.request.Request(
+            router.url + route, body, {"Content-Type": "application/json"}, method=method
+        )
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(call)
+    assert TOKEN not in Path(f"/proc/{router.pid}/cmdline").read_text()
+    assert TOKEN not in router.log_path.read_text()
+
+
 def test_one_engine_needs_no_router(tmp_path: Path):
     args = make_args(rollout_engine="sglang", run_dir=str(tmp_path))
-    assert make_router(args, 1, "127.0.0.1") is None
+    assert make_router(args, 1, "127.0.0.1", TOKEN) is None

@@ -44,6 +44,10 @@ def _find(args: Args, url: str) -> EngineInfo:
     except HttpError as error:
         if error.status is None:
             raise UserError(f"{_OPTION} {url}: no engine answers there ({error})") from error
+        if error.status in (401, 403):
+            raise UserError(
+                f"{_OPTION} {url}: the engine wants its key: set SLIME_ENGINE_TOKEN to it"
+            ) from error
         raise UserError(_OF_ANOTHER_KIND.format(url=url)) from error
     if not isinstance(model, dict) or "weight_version" not in model:
         raise UserError(_OF_ANOTHER_KIND.format(url=url))

@@ -8,6 +8,9 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from slime.utils.env import child_env
 from slime.utils.printable import safe_text
@@ -44,6 +47,16 @@ class ServerProcess:
         """None while it runs."""
         return self._process.poll()
 
+    def listens_at(self, port: int) -> bool:
+        """Whether this process, or one that it started, is the one that listens at the port."""
+        with contextlib.suppress(psutil.Error):
+            own = psutil.Process(self.pid)
+            for process in (own, *own.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    if any(_is_listener(place, port) for place in _connections(process)):
+                        return True
+        return False
+
     def last_lines(self, count: int = _LAST_LINES) -> str:
         with self.log_path.open("rb") as log:
             log.seek(0, os.SEEK_END)
@@ -61,6 +74,16 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def _connections(process: psutil.Process) -> list[Any]:
+    """Psutil 6 has renamed the method."""
+    find = getattr(process, "net_connections", None) or process.connections
+    return find("tcp")
+
+
+def _is_listener(place: Any, port: int) -> bool:
+    return place.status == psutil.CONN_LISTEN and place.laddr.port == port
 
 
 def _die_with_parent() -> None:

@@ -1,6 +1,7 @@
 """sglang-router in front of several engines: cache-aware choice of the engine for each request.
 
-It sees only /generate; abort, pause and weights go to every engine directly.
+It sees only /generate; abort, pause and weights go to every engine directly. It asks its clients for the
+run's key and sends it to the engines.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from slime.backends.sglang_utils.ports import find_port, says_port_taken
 from slime.backends.sglang_utils.process import ServerProcess
 from slime.utils.arguments import Args
+from slime.utils.engine_keys import remember_key
 from slime.utils.errors import UserError
 from slime.utils.flags.registry import all_flags
 from slime.utils.sglang_install import find_sglang
@@ -23,6 +25,12 @@ _START_TIMEOUT_S = 60.0
 _WORKER_TIMEOUT_S = 120.0
 _PORT_TRIES = 3
 _POLL_S = 0.2
+# The router takes its key as an option only, and the command line of a process is public: the option is
+# added inside of the process, from a variable of its environment.
+_LAUNCH = (
+    "import os, sys; from sglang_router.launch_router import main; "
+    "sys.argv += ['--api-key', os.environ['SLIME_ENGINE_TOKEN']]; main()"
+)
 
 
 @cache
@@ -46,7 +54,7 @@ def router_argv(args: Args, *, python: str, host: str, port: int, metrics_port: 
         "host": host,
         "port": port,
     }
-    argv = [python, "-m", "sglang_router.launch_router"]
+    argv = [python, "-c", _LAUNCH]
     return argv + [part for name, value in values.items() for part in _spell(name, value)]
 
 
@@ -60,10 +68,10 @@ def _spell(name: str, value: object) -> list[str]:
 
 
 class Router:
-    def __init__(self, args: Args, *, python: str, host: str):
-        self.args, self._python, self._host = args, python, host
+    def __init__(self, args: Args, *, python: str, host: str, token: str):
+        self.args, self._python, self._host, self._token = args, python, host, token
         self._process: ServerProcess | None = None
-        self._log_path = Path(args.run_dir) / "logs" / "router.log"
+        self.log_path = Path(args.run_dir) / "logs" / "router.log"
         self.url = ""
 
     def start(self) -> None:
@@ -76,15 +84,20 @@ class Router:
                 port=port,
                 metrics_port=metrics_port,
             )
-            self._process = ServerProcess(argv, self._log_path)
+            self._process = ServerProcess(argv, self.log_path, {"SLIME_ENGINE_TOKEN": self._token})
             self.url = f"http://{self._host}:{port}"
+            remember_key([self.url], self._token)
             if self._comes_up():
                 return
             lines = self._process.last_lines()
             self._process.stop()
             if not says_port_taken(lines):
                 break
-        raise UserError(f"sglang-router did not start; {self._log_path} ends with\n{lines}")
+        raise UserError(f"sglang-router did not start; {self.log_path} ends with\n{lines}")
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
 
     def alive(self) -> bool:
         return self._process is not None and self._process.status() is None
@@ -95,13 +108,14 @@ class Router:
         for url in known.keys() - set(urls):
             delete_json(f"{self.url}/workers/{known[url]['id']}", timeout=_START_TIMEOUT_S)
         for url in set(urls) - known.keys():
-            post_json(f"{self.url}/workers", {"url": url}, timeout=_START_TIMEOUT_S)
+            body = {"url": url, "api_key": self._token}
+            post_json(f"{self.url}/workers", body, timeout=_START_TIMEOUT_S)
         deadline = time.monotonic() + _WORKER_TIMEOUT_S
         while not self._routes_to(urls):
             if time.monotonic() > deadline:
                 raise UserError(
                     f"sglang-router does not accept the engines {', '.join(urls)}; its log is "
-                    f"{self._log_path}"
+                    f"{self.log_path}"
                 )
             time.sleep(_POLL_S)
 
@@ -128,14 +142,14 @@ class Router:
         return False
 
 
-def make_router(args: Args, num_engines: int, host: str) -> Router | None:
+def make_router(args: Args, num_engines: int, host: str, token: str) -> Router | None:
     """For several SGLang engines, where sglang-router is installed; else requests are spread here."""
     if args.rollout_engine != "sglang" or num_engines < 2:
         return None
     install = find_sglang()
     python = router_python(install.python) if install else None
     if python is not None:
-        return Router(args, python=python, host=host)
+        return Router(args, python=python, host=host, token=token)
     for name in args.to_dict(redact=False):
         if name in all_flags() and all_flags()[name].family == "router":
             raise UserError(

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from slime.backends.weight_sync.liveness import Patience, allowed_s, require_alive
+from slime.utils.engine_keys import remember_key
 from slime.utils.sync_http import Call, HttpError, JsonServer
 from slime.utils.types import EngineInfo
 
@@ -50,6 +51,7 @@ class EngineClient:
     ) -> None:
         self.info = info
         self.nbytes = 0  # of the weights it was sent in all
+        remember_key([info.url], token)
         self._server = JsonServer(info.url, token)
         self._patience = patience or Patience()
         self._begin: Call | None = None  # not answered yet

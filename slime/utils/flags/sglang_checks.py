@@ -13,6 +13,7 @@ from slime.utils.flags.sglang_options import check_owned, known_version, sglang_
 from slime.utils.sglang_install import find_sglang
 
 _ROUTER_OWNED = {
+    "router_api_key": "leave it out: every run makes a key of its own",
     "router_worker_urls": "leave it out: slime tells the router its engines",
     "router_host": "set SLIME_HOST_IP to the address other nodes reach this one at",
     "router_port": "leave it out: slime finds a free port",
