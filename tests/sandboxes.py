@@ -6,18 +6,22 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slime.rollout.sandbox import RunResult
 
 _ROOT = Path(__file__).parents[1]
-_CALL = """
-import asyncio, dataclasses, json, sys
-from slime.rollout.sandbox import run_python
+_MAIN = """
+import asyncio, dataclasses, json, os, signal, sys, time
+from slime.rollout.sandbox import Allow, Limits, Sandbox, SandboxEnded, run_python, start
 given = json.load(sys.stdin)
-print(json.dumps(dataclasses.asdict(asyncio.run(run_python(**given)))))
+async def main():
+{body}
+print(json.dumps(asyncio.run(main()), default=dataclasses.asdict))
 """
 # env comes between, because setpriv itself still has root's capabilities when it starts a program
 _NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--no-new-privs", "env"]
@@ -38,8 +42,8 @@ def run_as(user: str, code: str, given: object = None, *, timeout: float = 120.0
     done = subprocess.run(
         [*change, *interpreter, "-c", code],
         input=json.dumps(given), capture_output=True, text=True, timeout=timeout, check=False,
-        cwd="/tmp",
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(_ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd="/tmp", start_new_session=True,
+        env={"HOME": "/nonexistent", "PATH": os.environ["PATH"], "PYTHONPATH": str(_ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -54,7 +58,13 @@ def python_of_nobody() -> str:
     pytest.fail("no Python >= 3.10 that an unprivileged user may run: apt-get install python3")
 
 
-def attack(user: str, program: str, *, time_limit_s: float = 30.0, **options) -> RunResult:
+def call_as(user: str, body: str, given: object = None, *, timeout: float = 120.0) -> Any:
+    """Run the body of an async function as this user, and return what it returns."""
+    code = _MAIN.format(body=textwrap.indent(textwrap.dedent(body), "    "))
+    return json.loads(run_as(user, code, given, timeout=timeout).splitlines()[-1])
+
+
+def attack(user: str, program: str, *, time_limit_s: float = 30.0, **options: Any) -> RunResult:
     """Run a program as `--rm-type code` would, and return how it ended."""
-    given = {"program": program, "time_limit_s": time_limit_s, **options}
-    return RunResult(**json.loads(run_as(user, _CALL, given)))
+    given = {"program": textwrap.dedent(program), "time_limit_s": time_limit_s, **options}
+    return RunResult(**call_as(user, "return await run_python(**given)", given))

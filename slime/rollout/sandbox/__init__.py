@@ -1,6 +1,7 @@
 """Programs that a model wrote, run where they can do no harm.
 
     result = await run_python("print(1 + 1)")                  # result.stdout == "2\\n"
+    async with Sandbox() as box: ...                           # several commands, one working folder
     worker = await start([sys.executable, "worker.py"], limits=Limits(memory_bytes=2 << 30))
 
 Each sandbox is a bubblewrap container: an empty read-only root with the interpreter, an unprivileged id
@@ -12,15 +13,20 @@ unless the user asks for it (`--allow-unsandboxed-code`).
 from __future__ import annotations
 
 from slime.rollout.sandbox.checks import check_sandbox
+from slime.rollout.sandbox.episode import Sandbox, SandboxEnded
 from slime.rollout.sandbox.limits import Limits, RunResult
 from slime.rollout.sandbox.process import SandboxProcess, start
 from slime.rollout.sandbox.program import run_python
+from slime.rollout.sandbox.proxy import Allow
 
 check_isolation = check_sandbox
 
 __all__ = [
+    "Allow",
     "Limits",
     "RunResult",
+    "Sandbox",
+    "SandboxEnded",
     "SandboxProcess",
     "check_isolation",
     "check_sandbox",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from slime.rollout.sandbox.limits import Limits
 from slime.rollout.sandbox.process import start
+from slime.rollout.sandbox.view import find_bwrap
 from slime.utils.errors import UserError
 
 _PROBE = "import threading as t\nt.Thread(target=lambda: print('ok')).start()"
@@ -55,12 +56,14 @@ async def _probe() -> tuple[str, str]:
 
 def _advice(errors: str) -> str:
     """Return what to type, from what bubblewrap and the supervisor wrote."""
-    if "Unknown option" in errors or "nknown option" in errors:
+    if "nknown option" in errors:
         return "install bubblewrap 0.8 or newer"
-    if "/usr/bin/setpriv" in errors or "/usr/bin/prlimit" in errors:
-        return "install util-linux 2.33 or newer (apt-get install util-linux)"
+    if "/usr/bin/prlimit" in errors:
+        return "apt-get install util-linux"
     if "start new thread" in errors:
         return "use Linux 5.14 or newer, which counts processes per user namespace"
+    if "Permission denied" in errors and os.geteuid() == 0:  # programs run as nobody
+        return f"type chmod -R go+rX {find_bwrap()} {sys.base_prefix} {sys.prefix}"
     for name, (forbidding, allowing) in _SETTINGS.items():
         path = Path("/proc/sys") / name
         if path.exists() and path.read_text().strip() == forbidding:

@@ -14,9 +14,13 @@ from pathlib import Path
 
 from slime.rollout.sandbox.limits import Limits
 from slime.rollout.sandbox.seccomp import build_filter
-from slime.rollout.sandbox.view import WORK, bwrap_arguments, find_bwrap
+from slime.rollout.sandbox.view import WORK, bwrap_arguments, find_bwrap, shown_paths
 
-_SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
+# By path, without slime and site-packages on the way: a supervisor starts in milliseconds.
+_SUPERVISOR = f"""import sys
+sys.path.append({str(Path(__file__).parent)!r})
+import supervisor
+supervisor.main()"""
 _REAP_S = 10.0
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1",
@@ -75,7 +79,7 @@ async def start(
     read_only: Iterable[str] = (),
     env: Mapping[str, str] | None = None,
     files: Mapping[str, bytes] | None = None,
-    sockets: Mapping[str, str] | None = None,
+    inherit: Iterable[int] = (),
     network: bool = False,
     isolate: bool = True,
     cwd: str | None = None,
@@ -83,10 +87,11 @@ async def start(
     """Start a program in a new sandbox.
 
     It sees the interpreter that runs slime with its packages, the paths in `read_only`, and an empty
-    working folder; of the environment only `env`. `files` are put to these paths inside. Without
-    `isolate` it runs with the limits of each process alone, in the folder `cwd`.
+    working folder; of the environment only `env`. `files` are put to these paths inside, and the
+    descriptors in `inherit` stay open. `network` allows sockets, in a network namespace that has a
+    loopback interface and no other. Without `isolate` it runs with the limits of each process alone, in the folder `cwd`.
     """
-    limits = limits or Limits()
+    limits, inherit, read_only = limits or Limits(), tuple(inherit), tuple(read_only)
     control, theirs = socket.socketpair()
     given = [theirs.fileno(), _memory_file(build_filter(forks=limits.forks, network=network))]
     contents = {path: _memory_file(data) for path, data in (files or {}).items()}
@@ -96,22 +101,22 @@ async def start(
         command = [f"/dev/fd/{contents[word]}" if word in contents else word for word in command]
     else:
         command = bwrap_arguments(
-            command, limits=limits, read_only=read_only, files=contents, sockets=sockets,
-            network=network,
+            command, limits=limits, read_only=read_only, files=contents, network=network
         )  # fmt: skip
     settings = {
         **asdict(limits), "isolate": isolate, "executable": executable or command[0],
-        "control_fd": given[0], "seccomp_fd": given[1], "close_fds": given[1:],
+        "shown": shown_paths(read_only) if isolate else [],
+        "control_fd": given[0], "seccomp_fd": given[1], "close_fds": [*given[1:], *inherit],
     }  # fmt: skip
     try:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", _SUPERVISOR, json.dumps(settings), *command,
+            sys.executable, "-I", "-S", "-c", _SUPERVISOR, json.dumps(settings), *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={**_ENVIRONMENT, **({} if isolate else _at(cwd)), **(env or {})},
             cwd="/" if isolate else cwd,
-            pass_fds=given,
+            pass_fds=(*given, *inherit),
             start_new_session=True,
             limit=limits.output_bytes,
         )  # fmt: skip

@@ -18,10 +18,12 @@ from slime.rollout.sandbox.limits import Limits
 from slime.utils.errors import UserError
 
 WORK = "/tmp/work"  # inside; the home of programs too
-NOBODY = "65534"
+_NOBODY = "65534"
+_STAGE = "/sys"  # where the supervisor binds paths for bubblewrap if it was started by root
 _LINKED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # into /usr on most systems
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _ETC = ("ld.so.cache", "alternatives", "localtime")
+_SYSTEM_FOLDERS = {"bin", "sbin", "lib", "lib32", "lib64", "libexec", "share", "include"}
 _CERTIFICATES = ("/etc/ssl/certs", "/etc/pki/tls/certs", "/etc/pki/ca-trust/extracted")
 
 
@@ -31,54 +33,41 @@ def bwrap_arguments(
     limits: Limits,
     read_only: Iterable[str] = (),
     files: Mapping[str, int] | None = None,
-    sockets: Mapping[str, str] | None = None,
     network: bool = False,
 ) -> list[str]:
     """Return the command line of bubblewrap, without the descriptors that the supervisor adds.
 
     read_only: paths that are visible at the same place. files: contents to copy, a path inside and a
-    descriptor each. sockets: UNIX sockets to show, a path inside and a path outside each.
+    descriptor each.
     """
     layout = _Layout()
     layout.mount("/tmp", "--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", "/tmp")
     layout.add("--perms", "0777", "--dir", WORK, "--perms", "1777", "--dir", "/tmp/.shm")
     _add_system(layout, _CERTIFICATES if network else ())
-    paths = sorted({*interpreter_paths(), *map(os.path.abspath, read_only)}, key=len)
-    for path in paths:
-        layout.bind(path)
+    paths = shown_paths(read_only)
+    for number, path in enumerate(paths):
+        layout.bind(path, f"{_STAGE}/{number}" if os.geteuid() == 0 else path)
     for path in _private_folders(paths):
         layout.hide(path)
     for inside, descriptor in (files or {}).items():
         layout.parents(inside)
         layout.add("--perms", "0444", "--file", str(descriptor), inside)
-    for inside, outside in (sockets or {}).items():
-        layout.parents(inside)
-        layout.add("--bind", outside, inside)
     layout.lock()
     layout.add("--chdir", WORK)
     inner = ["/usr/bin/prlimit", f"--nproc={limits.processes}:{limits.processes}", "--"]
-    return ["bwrap", *_namespaces(), *layout.arguments, "--", *_privileges(), *inner, *argv]
+    return ["bwrap", *_namespaces(), *layout.arguments, "--", *inner, *argv]
+
+
+def shown_paths(read_only: Iterable[str]) -> list[str]:
+    """Return the paths beyond the system's own that a sandbox shows."""
+    return sorted({*interpreter_paths(), *map(os.path.abspath, read_only)}, key=len)
 
 
 def _namespaces() -> list[str]:
-    """As root the supervisor has made the user namespace, with an unprivileged id to change to."""
-    arguments = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    arguments += ["--unshare-cgroup-try", "--hostname", "sandbox"]
-    arguments += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
-    if os.geteuid() == 0:
-        for name in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):  # for setpriv, which drops them
-            arguments += ["--cap-add", name]
-        return arguments
-    user = ["--unshare-user", "--disable-userns", "--uid", NOBODY, "--gid", NOBODY]
-    return [*user, *arguments]
-
-
-def _privileges() -> list[str]:
-    if os.geteuid() != 0:
-        return []
     return [
-        "/usr/bin/setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups",
-        "--inh-caps=-all", "--bounding-set=-all", "--pdeathsig", "KILL",
+        "--unshare-user", "--disable-userns", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL",
+        "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
+        "--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1",
     ]  # fmt: skip
 
 
@@ -133,13 +122,14 @@ def _covered(path: Path, folders: Iterable[str]) -> bool:
 
 
 def _private_folders(shown: list[str]) -> list[str]:
-    """Return home and working directory where they lie in a folder that is shown."""
+    """Return home and working directory where they lie in a folder that is shown, but are no part of it."""
     private = {os.path.realpath(os.path.expanduser("~")), os.path.realpath(os.getcwd())}
     return [
         path
         for path in sorted(private)
         if _covered(Path(path), ["/usr", *shown])
-        and not any(_covered(Path(folder), [path]) for folder in shown)
+        and not _SYSTEM_FOLDERS.intersection(Path(path).parts)
+        and not any(_covered(Path(folder), [path]) for folder in ("/usr", *shown))
     ]
 
 
@@ -160,9 +150,9 @@ class _Layout:
         self.add(*arguments)
         self._made.add(path)
 
-    def bind(self, path: str) -> None:
+    def bind(self, path: str, source: str | None = None) -> None:
         if os.path.exists(path) and not self._visible(Path(path)):
-            self.mount(path, "--ro-bind", path, path)
+            self.mount(path, "--ro-bind", source or path, path)
             self._mounted.append(path)
 
     def hide(self, path: str) -> None:

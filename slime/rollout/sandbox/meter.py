@@ -1,0 +1,129 @@
+"""What the processes of a sandbox use together; imported by the supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+
+class Meter:
+    """Adds up what the processes of a sandbox use, and ends them all at once.
+
+    It reads the sandbox's own /proc and statistics of its tmpfs, both reached through its first process.
+    """
+
+    def __init__(self, first: int, settings: dict) -> None:
+        self._first = first
+        self._pidfd = os.pidfd_open(first)
+        self._settings = settings
+        self._proc = self._files = -1
+        self._cpu_seen: dict = {}  # (pid, start time): CPU seconds of the process itself
+        self._tick = os.sysconf("SC_CLK_TCK")
+        self._page = os.sysconf("SC_PAGE_SIZE")
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def passed_limit(self) -> str:
+        """Return the name of a limit that is passed now, or nothing."""
+        if not self._open():
+            return ""
+        disk = os.fstatvfs(self._files)
+        inodes = (disk.f_files - disk.f_ffree) * 1024  # about what the kernel keeps for each
+        if inodes > self._settings["disk_bytes"]:
+            return "disk"
+        pids = [name for name in os.listdir(self._proc) if name.isdigit()]
+        used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize + inodes + self._sockets()
+        if self._memory_passes(pids, self._settings["memory_bytes"] - used):
+            return "memory"
+        most = self._settings["cpu_s"]
+        return "cpu" if most is not None and self._cpu_s(pids) > most else ""
+
+    def _open(self) -> bool:
+        """Open the sandbox's /proc and /tmp. Until bubblewrap has mounted them, they are the host's."""
+        if self._files >= 0:
+            return True
+        try:
+            root = f"/proc/{self._first}/root"
+            for path in ("/proc", "/tmp"):
+                if os.stat(root + path).st_dev == os.stat(path).st_dev:
+                    return False
+            self._proc = os.open(root + "/proc", os.O_RDONLY | os.O_DIRECTORY)
+            self._files = os.open(root + "/tmp", os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            return False
+        return True
+
+    def _memory_passes(self, pids: list, most: int) -> bool:
+        """Compare cheap upper bounds first; the exact figure takes a walk over the page tables."""
+        if sum(self._virtual(pid) for pid in pids) <= most:
+            return False
+        shared = sum(self._shared(pids).values())
+        if shared + sum(self._status(pid, b"RssAnon:", b"VmPTE:") for pid in pids) <= most:
+            return False
+        return shared + sum(self._exact(pid) for pid in pids) > most
+
+    def _virtual(self, pid: str) -> int:
+        fields = self._read(f"{pid}/statm").split()
+        return int(fields[0]) * self._page if fields else 0
+
+    def _exact(self, pid: str) -> int:
+        tables = self._status(pid, b"VmPTE:")
+        return tables + _kilobytes(self._read(f"{pid}/smaps_rollup"), (b"Pss_Anon:",))
+
+    def _status(self, pid: str, *names: bytes) -> int:
+        return _kilobytes(self._read(f"{pid}/status"), names)
+
+    def _shared(self, pids: list) -> dict:
+        """Return the sizes of shared anonymous mappings by inode.
+
+        Their whole size counts, since pages stay allocated when they are no longer in a page table.
+        """
+        sizes: dict = {}
+        for pid in pids:
+            for line in self._read(f"{pid}/maps").splitlines():
+                if line.endswith(b"/dev/zero (deleted)"):
+                    span, _, offset, _, inode = line.split()[:5]
+                    start, end = (int(text, 16) for text in span.split(b"-"))
+                    size = int(offset, 16) + end - start
+                    sizes[inode] = max(size, sizes.get(inode, 0))
+        return sizes
+
+    def _sockets(self) -> int:
+        """Return the most that the buffers of the sandbox's sockets can hold."""
+        first = self._read("1/net/sockstat").split(b"\n", 1)[0].split()
+        return int(first[-1]) * (208 << 10) if first else 0
+
+    def _cpu_s(self, pids: list) -> float:
+        """Return the larger of two lower bounds, each of which misses some short-lived processes."""
+        with_children = 0.0
+        for pid in pids:
+            fields = self._read(f"{pid}/stat").rsplit(b")", 1)[-1].split()
+            if len(fields) > 19:
+                own = int(fields[11]) + int(fields[12])
+                self._cpu_seen[pid, fields[19]] = own
+                with_children += own + int(fields[13]) + int(fields[14])
+        return max(with_children, sum(self._cpu_seen.values())) / self._tick
+
+    def _read(self, path: str) -> bytes:
+        """Return the text of a file in the sandbox's /proc; nothing if its process has ended."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY, dir_fd=self._proc)
+        except OSError:
+            return b""
+        try:
+            parts = []
+            while part := os.read(descriptor, 1 << 16):
+                parts.append(part)
+            return b"".join(parts)
+        except OSError:
+            return b""
+        finally:
+            os.close(descriptor)
+
+
+def _kilobytes(text: bytes, names: tuple) -> int:
+    lines = (line.split() for line in text.splitlines() if line.startswith(names))
+    return sum(int(fields[1]) << 10 for fields in lines)
