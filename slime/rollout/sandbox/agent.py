@@ -69,7 +69,7 @@ class Agent:
     def run(self, stdin: bytes, *, argv: list, time_limit_s: float, env: dict, keep: bool):
         process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, **env}, start_new_session=True,
+            env=env, start_new_session=True,
         )  # fmt: skip
         command = Command(process, stdin, self._output_bytes)
         try:

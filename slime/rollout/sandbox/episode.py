@@ -13,7 +13,7 @@ from typing import Any
 
 from slime.rollout.sandbox.checks import check_sandbox
 from slime.rollout.sandbox.limits import Limits, RunResult
-from slime.rollout.sandbox.process import SandboxProcess, start
+from slime.rollout.sandbox.process import ENVIRONMENT, SandboxProcess, start
 from slime.rollout.sandbox.proxy import PORT, Allow, Proxy
 
 _AGENT = Path(__file__).with_name("agent.py")
@@ -48,8 +48,11 @@ class Sandbox:
         network: Allow | None = None,
     ) -> None:
         self._limits, self._read_only = limits, tuple(read_only)
-        self._env = {"PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", **(env or {})}
         self._proxy = Proxy(network) if network else None
+        self._env = {
+            **ENVIRONMENT, "PATH": f"{sys.prefix}/bin:{ENVIRONMENT['PATH']}",
+            **(_proxy_variables() if network else {}), **(env or {}),
+        }  # fmt: skip
         self._process: SandboxProcess | None = None
         self._turn = asyncio.Lock()
         self._ended = "not started"
@@ -65,7 +68,6 @@ class Sandbox:
             [sys.executable, "-I", "-S", "/agent.py", json.dumps(settings)],
             limits=self._limits,
             read_only=self._read_only,
-            env={**self._env, **(_proxy_variables() if self._proxy else {})},
             files={"/agent.py": _AGENT.read_bytes(), "/etc/passwd": _USERS},
             inherit=(theirs.fileno(),) if theirs else (),
             network=self._proxy is not None,
@@ -104,7 +106,7 @@ class Sandbox:
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         stdin = stdin.encode(errors="replace") if isinstance(stdin, str) else stdin
         header = {
-            "op": "run", "argv": argv, "time_limit_s": time_limit_s, "env": dict(env or {}),
+            "op": "run", "argv": argv, "time_limit_s": time_limit_s, "env": {**self._env, **(env or {})},
             "keep": keep_processes,
         }  # fmt: skip
         try:

@@ -22,7 +22,7 @@ sys.path.append({str(Path(__file__).parent)!r})
 import supervisor
 supervisor.main()"""
 _REAP_S = 10.0
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1",
     "HOME": WORK, "TMPDIR": "/tmp",
 }  # fmt: skip
@@ -114,7 +114,7 @@ async def start(
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**_ENVIRONMENT, **({} if isolate else _at(cwd)), **(env or {})},
+            env={**ENVIRONMENT, **({} if isolate else _at(cwd)), **(env or {})},
             cwd="/" if isolate else cwd,
             pass_fds=(*given, *inherit),
             start_new_session=True,
