@@ -7,8 +7,8 @@ Random weights of Qwen3's shapes, bf16 with fp32 master weights and moments, pac
 `--tokens` tokens; a step is forward, backward, clipping and AdamW over `--micro-batches` of them. FLOPs
 are counted from the shape, nothing that is computed twice counts. MFU is against the rate of a large
 bf16 matrix product measured in the same run; the share of the data sheet's figure stands beside it.
-30B-A3B-4L is four layers of the mixture of experts; the backend megatron-loop computes its experts one
-after another, as megatron-core's own module does. Each backend runs in a process of its own; the median
+30B-A3B-4L is four layers of the MoE; the backend megatron-loop computes its experts one after another, as
+megatron-core's own module does. megatron-local is made of our layers, megatron-te of TransformerEngine's. Each backend runs in a process of its own; the median
 of `--steps` steps counts. The last lines are `RATIO train_gpu_mfu_<shape>_<backend> <MFU>`.
 """
 
@@ -59,7 +59,17 @@ HEADS = {
     "30B-A3B-4L": (32, 4),
 }
 VOCAB = 151936
-BACKENDS = ["fsdp", "megatron", "megatron-loop"]
+TE = {"transformer_impl": "transformer_engine"}
+BACKENDS: dict[str, dict[str, Any]] = {  # and the flags that make them
+    "fsdp": {},
+    "megatron": {},
+    "megatron-loop": {"transformer_impl": "local"},
+    "megatron-local": {"transformer_impl": "local"},
+    "megatron-te": TE,
+    "megatron-te-fused": {**TE, "attention_backend": "fused"},
+    "megatron-te-fp8": {**TE, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
+    "megatron-te-fp8-blocks": {**TE, "fp8_format": "e4m3", "fp8_recipe": "blockwise"},
+}
 
 
 def main() -> None:
@@ -67,7 +77,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", default=["0.6B", "4B"], choices=list(SHAPES))
-    parser.add_argument("--backends", nargs="+", default=["fsdp", "megatron"], choices=BACKENDS)
+    parser.add_argument(
+        "--backends", nargs="+", default=["fsdp", "megatron"], choices=list(BACKENDS)
+    )
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--sample-len", type=int, default=2048)
@@ -96,11 +108,11 @@ def main() -> None:
             for backend in args.backends:
                 result = run_worker(backend, model)
                 if result is None:
-                    print(f"{shape:<11}{backend:<9} failed", flush=True)
+                    print(f"{shape:<11}{backend:<23} failed", flush=True)
                     continue
                 mfu = result["flops"] / result["seconds"] / peak
                 print(
-                    f"{shape:<11}{backend:<9}{result['seconds']:7.3f} s/step "
+                    f"{shape:<11}{backend:<23}{result['seconds']:7.3f} s/step "
                     f"{result['tokens'] / result['seconds']:9.0f} tok/s  "
                     f"{result['flops'] / result['seconds'] / 1e12:5.0f} TFLOP/s  MFU {mfu:.3f}  "
                     f"peak {result['peak'] / 2**30:.1f} GiB (weights, gradients, optimizer "
@@ -151,7 +163,7 @@ def write_model(folder: Path, shape: str) -> Path:
 def measure(options: argparse.Namespace, backend: str, model: str) -> None:
     from slime.utils.flops import ModelShape, train_flops
 
-    args = make_arguments(options, backend.removesuffix("-loop"), model)
+    args = make_arguments(options, backend, model)
     actor = start(args, backend)
     batch = make_batch(args, options)
     cuda = torch.cuda.is_available()
@@ -186,8 +198,9 @@ def make_arguments(options: argparse.Namespace, backend: str, model: str) -> Any
     from tests.args import make_args
 
     rows = options.micro_batches * (options.tokens // options.sample_len)
+    family = backend.split("-")[0]
     flags: dict[str, Any] = {
-        "train_backend": backend,
+        "train_backend": family,
         "hf_checkpoint": model,
         "rollout_batch_size": rows,
         "n_samples_per_prompt": 1,
@@ -200,10 +213,11 @@ def make_arguments(options: argparse.Namespace, backend: str, model: str) -> Any
         "colocate": True,
         "bf16": True,
         "advantage_estimator": "grpo",
+        **BACKENDS[backend],
     }
-    if options.recompute and backend == "fsdp":
+    if options.recompute and family == "fsdp":
         flags["gradient_checkpointing"] = True
-    elif backend == "megatron" and not options.recompute:
+    elif family == "megatron" and not options.recompute:
         # Norms are cheap to compute again, and 4B would not fit beside fp32 gradients otherwise.
         flags |= {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     elif options.recompute:

@@ -85,7 +85,8 @@ def test_fp32_gradients_of_all_experts_are_those_of_the_naive_loop(
 def test_bf16_experts_of_a_model_equal_the_loop(tmp_path: Path, optimizer: dict[str, Any]):
     """Output and gradients of one layer's experts, in Megatron's gradient buffer, for given tokens."""
     model = make_tiny_checkpoint(tmp_path / "m", "qwen3_moe", weight_scale=10.0, num_experts=8)
-    args = megatron_args(Case(model=str(model)), 1, optimizer, bf16=True)
+    local = {"transformer_impl": "local"}
+    args = megatron_args(Case(model=str(model)), 1, optimizer, local, bf16=True)
     actor = start_actor(args, 0, 1)
     experts = actor.chunks[0].decoder.layers[1].mlp.experts
     actor.optimizer.zero_grad()

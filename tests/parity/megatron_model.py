@@ -31,6 +31,7 @@ from slime.backends.megatron_utils.optimizer import MegatronAdamW  # noqa: E402
 from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
 from slime.backends.megatron_utils.passes import Passes, prepare_config  # noqa: E402
 from slime.utils.arguments import Args  # noqa: E402
+from slime.utils.device import current_device  # noqa: E402
 from slime.utils.packing import pack  # noqa: E402
 from slime.utils.types import ParallelInfo, RolloutBatch, TrainBatch  # noqa: E402
 
@@ -114,4 +115,4 @@ def packed(rows: list[np.ndarray], parallel: ParallelInfo) -> TrainBatch:
         sample_indices=number,
         rollout_ids=number,
     )
-    return pack(batch, number.tolist(), parallel)
+    return pack(batch, number.tolist(), parallel).to(current_device())

@@ -49,7 +49,11 @@ from slime.backends.megatron_utils.model_config import (  # noqa: E402
 )
 from slime.backends.megatron_utils.optimizer import MegatronAdamW  # noqa: E402
 from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
-from slime.backends.megatron_utils.passes import Passes, prepare_config  # noqa: E402
+from slime.backends.megatron_utils.passes import (  # noqa: E402
+    Passes,
+    fp8_multiple,
+    prepare_config,
+)
 from slime.backends.megatron_utils.routing_replay import (  # noqa: E402
     install_replay,
     recorded_rows,
@@ -136,6 +140,7 @@ class MegatronTrainRayActor(TrainRayActor):
         multiple = None
         if self.args.qkv_format == "bshd":
             multiple = self.parallel.tp_size if self.config.sequence_parallel else 1
+            multiple *= fp8_multiple(self.config)
         packed = pack(batch, rows, self.parallel, filler=filler, equal_multiple=multiple)
         return packed.to(current_device())
 
@@ -305,6 +310,7 @@ class MegatronTrainRayActor(TrainRayActor):
     def sleep(self) -> None:
         """Parameters and optimizer state go to host memory; a CPU has nothing to gain."""
         if self._asleep is None:
+            self._drop_fp8_copies()
             self.drop_gradients()
             self._asleep = Offloaded(self._resident())
 
@@ -312,6 +318,12 @@ class MegatronTrainRayActor(TrainRayActor):
         if self._asleep is not None:
             self._asleep.restore()
             self._asleep = None
+
+    def _drop_fp8_copies(self) -> None:
+        """Free the FP8 copies of weights, which TransformerEngine makes anew in every step."""
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                getattr(module, "_fp8_workspaces", {}).clear()
 
     def _resident(self) -> Iterator[torch.Tensor]:
         for chunk in self.model:

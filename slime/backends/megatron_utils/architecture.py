@@ -166,8 +166,11 @@ def _deepseek_v3(config: PretrainedConfig, model: Architecture) -> None:
 
 
 def _gpt_oss(config: PretrainedConfig, model: Architecture) -> None:
-    if config.swiglu_alpha != _QUICK_GELU_ALPHA:
-        raise _unsupported(config, "swiglu_alpha", config.swiglu_alpha, str(_QUICK_GELU_ALPHA))
+    alpha = getattr(
+        config, "swiglu_alpha", _QUICK_GELU_ALPHA
+    )  # a constant before transformers 5.18
+    if alpha != _QUICK_GELU_ALPHA:
+        raise _unsupported(config, "swiglu_alpha", alpha, str(_QUICK_GELU_ALPHA))
     if not config.attention_bias:
         raise _unsupported(config, "attention_bias", False, "true")
     sliding = [int(kind == "sliding_attention") for kind in config.layer_types]
@@ -179,7 +182,7 @@ def _gpt_oss(config: PretrainedConfig, model: Architecture) -> None:
         "window_size": (config.sliding_window - 1, 0) if any(sliding) else None,
         "window_attn_skip_freq": sliding if any(sliding) else None,
         "activation_func": quick_gelu,
-        "activation_func_clamp_value": float(config.swiglu_limit),
+        "activation_func_clamp_value": float(getattr(config, "swiglu_limit", 7.0)),
         "glu_linear_offset": 1.0,
         "num_moe_experts": config.num_local_experts,
         "moe_ffn_hidden_size": config.intermediate_size,

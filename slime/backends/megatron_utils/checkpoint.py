@@ -21,6 +21,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from slime.backends.megatron_utils.checkpoint_keys import (
+    drop_extra_state,
+    use_stored_keys,
+    without_extra_state,
+)
 from slime.backends.megatron_utils.layers.value_head import ValueHead
 from slime.backends.megatron_utils.optimizer_state import load_optimizer_state, optimizer_state
 from slime.utils.errors import UserError
@@ -82,7 +87,7 @@ class Checkpointer:
             model_type=self._model_type,
             layout=_layout(),
         )
-        state = _state(chunks, optimizer, is_loading=False)
+        state = _state(chunks, optimizer)
         request = dist_checkpointing.save(
             _taken_apart(state) if consume else state,
             str(folder),
@@ -121,14 +126,14 @@ class Checkpointer:
     ) -> CheckpointFacts:
         facts = read_facts(path)
         with_optimizer = optimizer if facts.has_optimizer else None
-        state = _state(chunks, with_optimizer, is_loading=True)
-        headless = _drop_foreign_head(state, chunks, path)
         stored = _shapes_in(path)
+        state = _state(chunks, with_optimizer, stored=stored)
+        headless = _drop_foreign_head(state, chunks, path)
         _refuse_other_sizes(state, facts, path, stored)
         _refuse_other_optimizer(state, path, stored)
         loaded = dist_checkpointing.load(state, str(path))
         for key, chunk in _by_key(chunks).items():
-            chunk.load_state_dict(loaded[key], strict=not headless)
+            _fill_in(chunk, loaded[key], headless=headless)
         if with_optimizer is not None:
             load_optimizer_state(with_optimizer.inner, loaded["optimizer"], facts.num_steps)
         return facts
@@ -155,16 +160,28 @@ def _by_key(chunks: Chunks) -> dict[str, torch.nn.Module]:
     return {f"model{number}": module for number, module in enumerate(modules)}
 
 
-def _state(chunks: Chunks, optimizer: MegatronAdamW | None, *, is_loading: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        key: chunk.sharded_state_dict(metadata=dict(_METADATA))
-        for key, chunk in _by_key(chunks).items()
-    }
+def _state(
+    chunks: Chunks, optimizer: MegatronAdamW | None, *, stored: Shapes | None = None
+) -> dict[str, Any]:
+    """Return what is saved, or with `stored` what is loaded from a checkpoint that holds these tensors."""
+    state: dict[str, Any] = {}
+    for key, chunk in _by_key(chunks).items():
+        state[key] = chunk.sharded_state_dict(metadata=dict(_METADATA))
+        drop_extra_state(state[key], chunk.config)
+        if stored is not None:
+            use_stored_keys(state[key], stored)
     if optimizer is not None:
         state["optimizer"] = optimizer_state(
-            optimizer.inner, dict(state), _METADATA, is_loading=is_loading
+            optimizer.inner, dict(state), _METADATA, is_loading=stored is not None
         )
     return state
+
+
+def _fill_in(chunk: torch.nn.Module, loaded: dict[str, Any], *, headless: bool) -> None:
+    missing, unexpected = chunk.load_state_dict(loaded, strict=False)
+    missing = without_extra_state(missing)
+    if unexpected or (missing and not headless):
+        raise RuntimeError(f"the checkpoint lacks {missing} and has {unexpected} besides")
 
 
 def _taken_apart(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,9 @@
-"""Which modules megatron's layers are made of, with TransformerEngine and without."""
+"""Which modules megatron's layers are made of, with TransformerEngine and without.
+
+With it, linear layers, norms and experts are TransformerEngine's. Attention is torch's variable-length
+kernel either way, which packs samples in every precision, unless --attention-backend names a backend of
+TransformerEngine.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,7 @@ from slime.backends.megatron_utils.attention import PackedAttention
 from slime.backends.megatron_utils.gpt_config import GptConfig
 from slime.backends.megatron_utils.layers.grouped_experts import GroupedExperts
 from slime.backends.megatron_utils.layers.latent_attention import use_latent_projections
+from slime.backends.megatron_utils.layers.packed_rotary import uses_te_attention
 from slime.backends.megatron_utils.layers.post_norm import PostNormLayer
 from slime.backends.rms_norm import rms_norm
 
@@ -63,11 +69,12 @@ def _with_own_modules(layer: ModuleSpec, config: TransformerConfig, *, te: bool)
     if isinstance(config, GptConfig) and config.post_norms:
         layer.module = PostNormLayer
         layer.params = {**layer.params, "post_norm": RMSNorm}
+    attention = parts.self_attention.submodules
+    if not uses_te_attention(config):
+        attention.core_attention = PackedAttention
     if te:
         return layer
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
     if config.multi_latent_attention:
         use_latent_projections(attention)
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):

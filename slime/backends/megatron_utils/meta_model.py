@@ -53,7 +53,7 @@ def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) 
     with _as_rank(rank, world_size), TorchCalls(_with_short_types), use_device(_META):
         init_parallel(args, virtual_stages(args, hf_config.num_hidden_layers))
         config = model_config(hf_config, args)
-        config.transformer_impl = "local"
+        config.transformer_impl, config.moe_grouped_gemm = "local", False
         prepare_config(config)
         chunks = build_chunks(args, config, gpt_options(hf_config, args), critic=critic)
         if not critic:

@@ -96,7 +96,7 @@ def _build(
     if has_packed_rotary(config):
         install_fused_rotation()
         model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
-    if config.transformer_impl == "local":
+    if not config.fp8:  # whose matmuls keep a quantized copy of their input instead
         use_gated_mlps(model)
     model.to(current_device())  # a router starts on the CPU
     # Log-probs are made from hidden states in chunks, so the last stage gives those, not logits.

@@ -6,9 +6,12 @@ other flag of TransformerConfig is passed on.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import math
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +32,8 @@ from slime.utils.tokenizer import load_hf_config
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +78,15 @@ def model_config(hf_config: PretrainedConfig, args: Args) -> TransformerConfig:
 
 def config_fields(model: Architecture, args: Args) -> dict[str, Any]:
     """The keyword arguments of the configuration class, the later ones deciding."""
-    impl = args.transformer_impl or ("transformer_engine" if has_te() else "local")
+    te = transformer_impl(args) == "transformer_engine"
     fields = {
         **_DEFAULTS,
         **_flag_fields(args),
         **model.fields,
         **_layout(args, model),
         **_precision(args),
-        "transformer_impl": impl,
-        "moe_grouped_gemm": impl == "transformer_engine" and bool(args.moe_grouped_gemm),
+        "transformer_impl": "transformer_engine" if te else "local",
+        "moe_grouped_gemm": te and model.fields["num_moe_experts"] is not None,
     }
     if not model.fields["multi_latent_attention"]:
         scale = yarn_mscale(model.rope.attention_factor)
@@ -160,8 +165,27 @@ def model_flags(model: Architecture) -> dict[str, Any]:
     }
 
 
+def transformer_impl(args: Args) -> str:
+    """Return whose layers the model is made of: TransformerEngine's where it is installed.
+
+    Not in fp32, which it multiplies in TF32, unless the flag asks for it.
+    """
+    if args.transformer_impl:
+        return args.transformer_impl
+    return "transformer_engine" if args.precision == "bf16" and has_te() else "local"
+
+
+@functools.cache
 def has_te() -> bool:
-    return find_spec("transformer_engine") is not None
+    """Return whether TransformerEngine can be used: its torch extension must match this torch."""
+    if find_spec("transformer_engine") is None:
+        return False
+    try:
+        import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError) as error:
+        logger.warning("TransformerEngine is installed but cannot be imported: %s", error)
+        return False
+    return True
 
 
 def _position_embedding(model: Architecture) -> str:

@@ -145,8 +145,9 @@ class Passes:
         return Inputs(batch=batch, tokens=tokens, position_ids=position_ids, rows=None)
 
     def _round_up(self, length: int) -> int:
-        """So that the tensor ranks can cut the sequence into equal parts."""
+        """Round up so that tensor ranks hold equal parts, which FP8 matmuls accept."""
         unit = self._parallel.tp_size if self._config.sequence_parallel else 1
+        unit *= fp8_multiple(self._config)
         if self._parallel.cp_size > 1:
             unit = math.lcm(unit, 2)
         return -(-length // unit) * unit
@@ -159,6 +160,13 @@ def _forward(chunk: Any, inputs: Inputs) -> torch.Tensor:
         attention_mask=None,
         packed_seq_params=inputs.rows,
     )
+
+
+def fp8_multiple(config: TransformerConfig) -> int:
+    """Return what the tokens of a rank must be a multiple of: the blocks of FP8 scales, or its GEMM."""
+    if not config.fp8:
+        return 1
+    return 128 if config.fp8_recipe == "blockwise" else 16
 
 
 def prepare_config(config: TransformerConfig) -> None:

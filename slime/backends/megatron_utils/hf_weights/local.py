@@ -64,6 +64,8 @@ def local_weights(
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if not isinstance(tensor, torch.Tensor) or _is_value_head(chunk, name):
                 continue
+            if name.endswith("._extra_state"):  # FP8 scales of TransformerEngine: no weight
+                continue
             name = _global_name(canonical(name), layers, layout.expert.rank * experts)
             match = weights.match(name)
             if match is None:

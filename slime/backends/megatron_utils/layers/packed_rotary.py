@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.fused_ops import rotate
@@ -17,10 +18,16 @@ from slime.utils.device import device_type
 
 
 def has_packed_rotary(config: TransformerConfig) -> bool:
-    """Not latent attention, which rotates by itself, nor TransformerEngine's, which wants offsets, nor
-    interleaved angles, which megatron-core applies to whole batches only."""
+    """Not latent attention, which rotates by itself, nor TransformerEngine's attention and fused
+    rotation, which need offsets, nor interleaved angles, which megatron-core applies to whole batches
+    only."""
     own = config.multi_latent_attention or config.rotary_interleaved
-    return not own and config.transformer_impl == "local"
+    return not (own or config.apply_rope_fusion or uses_te_attention(config))
+
+
+def uses_te_attention(config: TransformerConfig) -> bool:
+    te = config.transformer_impl == "transformer_engine"
+    return te and config.attention_backend is not AttnBackend.auto
 
 
 class PackedRotary(torch.nn.Module):
