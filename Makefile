@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := dev,gguf,ifbench,megatron,parquet,reasoning-gym,tensorboard,wandb
-PINS := pyproject.toml constraints.txt tools/install.sh
+PINS := pyproject.toml constraints.txt requirements.lock tools/install.sh
 CHECKED := slime tests tools benchmarks examples train.py train_async.py
 
 .DEFAULT_GOAL := help

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Installs slime, editable, with pinned versions: tools/install.sh PYTHON [EXTRAS]
+# Installs slime, editable, with pinned versions and hashes: tools/install.sh PYTHON [EXTRAS]
 #   tools/install.sh .venv/bin/python             what the quickstart needs
 #   tools/install.sh .venv/bin/python dev,wandb   with extras of pyproject.toml
 #
 # The one rule for torch: a machine with an NVIDIA GPU gets the CUDA build, which is what PyPI has;
-# any other machine gets the CPU build, a tenth of the size.
+# any other machine gets the CPU build, a tenth of the size. SLIME_TORCH=installed keeps the one that is there.
 set -euo pipefail
 
 python=${1:?usage: tools/install.sh PYTHON [EXTRAS]}
@@ -22,6 +22,14 @@ has_nvidia_gpu() {
     command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU
 }
 
+# The lines of requirements.lock that any of these extras needs.
+locked_lines() {
+    awk -v wanted="$1" '
+        BEGIN { count = split(wanted, names, ","); for (i = 1; i <= count; i++) want[names[i]] }
+        /^# / { keep = 0; count = split($2, users, ","); for (i = 1; i <= count; i++) if (users[i] in want) keep = 1; next }
+        keep' "$root/requirements.lock"
+}
+
 if [ "$(uname -s)" != Linux ]; then
     echo "slime runs on Linux; on Windows use WSL2, on macOS a Linux virtual machine or container." >&2
     exit 1
@@ -31,7 +39,9 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
     exit 1
 fi
 
-if has_nvidia_gpu; then
+if [ "${SLIME_TORCH:-}" = installed ]; then
+    "$python" -c 'import torch' || { echo "SLIME_TORCH=installed, but $python has no torch" >&2; exit 1; }
+elif has_nvidia_gpu; then
     echo "An NVIDIA GPU is here: installing torch $torch_version for CUDA."
     pip_install --constraint "$root/constraints.txt" "torch==$torch_version"
 else
@@ -43,4 +53,10 @@ else
             "torch==$torch_version+cpu"
 fi
 echo "Installing slime${extras:+ with $extras}."
-pip_install --constraint "$root/constraints.txt" --editable "$root${extras:+[$extras]}"
+wanted=$(mktemp)
+trap 'rm -f "$wanted"' EXIT
+locked_lines "base,$extras" >"$wanted"
+pip_install --require-hashes --no-deps --requirement "$wanted"
+# What the lock does not hold (SGLang) is resolved here; nothing is left to do otherwise.
+pip_install --constraint "$root/constraints.txt" --no-build-isolation \
+    --editable "$root${extras:+[$extras]}"
