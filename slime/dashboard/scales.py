@@ -68,7 +68,8 @@ def tick_texts(ticks: list[float], *, log: bool = False) -> list[str]:
     if round(step * 10**decimals, 6) % 1:  # 2.5 of a unit
         decimals += 1
     if decimals > 5:
-        return [f"{value:.{max(0, decimals - 5)}e}" for value in ticks]
+        power = math.floor(math.log10(max(map(abs, ticks))))
+        return [f"{value:.{max(0, decimals + power)}e}" for value in ticks]
     return [f"{value:,.{decimals}f}" for value in ticks]
 
 

@@ -33,7 +33,7 @@ from slime.utils.errors import UserError
 from slime.utils.exit_status import add_advice
 from slime.utils.load_function import load_function
 from slime.utils.logging import setup_logging
-from slime.utils.run_folder import hold_run_folder, open_run_folder
+from slime.utils.run_folder import hold_folder, hold_run_folder, open_run_folder
 from slime.utils.tracking import cut_back, logged_rollouts
 
 logger = logging.getLogger(__name__)
@@ -50,11 +50,14 @@ class Run:
         self.args, self._closing_words = args, closing_words
         self._checkpoints = Checkpointer(args)
         self.start_rollout_id = self._checkpoints.start_rollout_id
-        self._hold = hold_run_folder(args.run_dir)
+        self._holds = [hold_run_folder(args.run_dir)]
         open_run_folder(args, loaded=self._checkpoints.loaded)
         check_outputs(args)
+        if args.save and not args.debug_rollout_only:
+            self._holds.append(hold_folder(args.save, "--save"))
         setup_logging(args.run_dir, role="driver")
         cut_back(args.run_dir, self.start_rollout_id)
+        self.complete = self._nothing_left()
         self.recorder = Recorder(args)
         for warning in (*args.warnings, *self._checkpoints.warnings):
             self.recorder.message(f"warning: {warning}")
@@ -69,7 +72,7 @@ class Run:
         except BaseException as error:
             self._add_advice(error)
             self._stop()
-            os.close(self._hold)
+            self._let_go()
             raise
         return self
 
@@ -91,7 +94,7 @@ class Run:
         finally:
             self._stop()
             self._write_report()
-            os.close(self._hold)
+            self._let_go()
         if (error is None or stopped) and self._closing_words:
             with suppress(OSError):  # of a terminal that was closed
                 print("\n".join(closing_lines(self.args.run_dir)), flush=True)
@@ -122,6 +125,11 @@ class Run:
             return not args.skip_eval_before_train
         return self.due(args.eval_interval, rollout_id)
 
+    def _nothing_left(self) -> bool:
+        """Whether nothing is left to train, to evaluate or to export, so that no process has to start."""
+        done = self.start_rollout_id >= self.args.num_rollout
+        return done and not self.args.save_hf and not self._lacks_eval(self.start_rollout_id - 1)
+
     def save_if_due(self, rollout_id: int, *, stopping: bool = False) -> None:
         """A checkpoint every `--save-interval` rollouts and after the last one.
 
@@ -137,12 +145,6 @@ class Run:
 
     def log(self, rollout_id: int) -> None:
         self.recorder.log(rollout_id)
-
-    @property
-    def complete(self) -> bool:
-        """Nothing is left to train, to evaluate or to export: no process has to start."""
-        done = self.start_rollout_id >= self.args.num_rollout
-        return done and not self.args.save_hf and not self._lacks_eval(self.start_rollout_id - 1)
 
     @property
     def stopping(self) -> bool:
@@ -298,6 +300,10 @@ class Run:
             local_ray.stop()
         self.stop_signal.restore()
         self.recorder.close()
+
+    def _let_go(self) -> None:
+        for handle in self._holds:
+            os.close(handle)
 
     def _collect_logs(self) -> None:
         if "_placement" in self.__dict__ and self._placement.several_nodes:

@@ -43,14 +43,19 @@ _NOT_REPEATED = ("config", "run_dir", "dry_run", "wandb_run_id")
 
 def hold_run_folder(run_dir: str) -> int:
     """Make the folder and keep other runs out of it; released when the handle is closed, or the process ends."""
-    check_writable(run_dir, "--run-dir")
-    handle = os.open(run_dir, os.O_RDONLY)
+    return hold_folder(run_dir, "--run-dir")
+
+
+def hold_folder(folder: str, flag: str) -> int:
+    """The same for any folder that one run at a time may write to."""
+    check_writable(folder, flag)
+    handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
         raise ConfigError(
-            f"--run-dir {run_dir}: another run is under way in it; wait for its end, or name another folder"
+            f"{flag} {folder}: another run is under way in it; wait for its end, or name another folder"
         ) from None
     except OSError:  # a filesystem without locks
         pass

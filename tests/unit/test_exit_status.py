@@ -51,6 +51,15 @@ def test_a_full_disk_is_one_sentence(capsys: pytest.CaptureFixture[str]):
     assert second == ADVICE
 
 
+def test_a_full_disk_of_another_process_is_the_same_sentence(capsys: pytest.CaptureFixture[str]):
+    """As Ray hands the error of an actor over: with a traceback for a text, the error as its cause."""
+    error = RuntimeError("ray::RolloutManager.generate()\nTraceback ...")
+    vars(error)["cause"] = OSError(errno.ENOSPC, "No space left on device", "/runs/a/samples.jsonl")
+    assert run_command(failing(error)) == 1
+    assert "Traceback" not in (shown := capsys.readouterr().err)
+    assert shown.startswith("slime: /runs/a/samples.jsonl cannot be written: No space left")
+
+
 def test_an_interrupt_has_its_status(capsys: pytest.CaptureFixture[str]):
     assert run_command(failing(KeyboardInterrupt(), None)) == 130
     assert capsys.readouterr().err == "slime: interrupted\n"

@@ -59,3 +59,8 @@ def test_thin_keeps_the_mean():
     assert len(thinned) == 100
     assert sum(y for _, y in thinned) / 100 == pytest.approx(sum(y for _, y in points) / 1000)
     assert thin(points[:50], 100) == points[:50]
+
+
+def test_tiny_numbers_have_the_digits_that_tell_them_apart():
+    assert tick_texts([0.0, 2.5e-9, 5e-9]) == ["0.0e+00", "2.5e-09", "5.0e-09"]
+    assert tick_texts([1.00001e-6, 1.00002e-6]) == ["1.00001e-06", "1.00002e-06"]

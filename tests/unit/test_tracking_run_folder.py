@@ -15,7 +15,7 @@ from slime.utils.arguments import parse_args
 from slime.utils.errors import ConfigError
 from slime.utils.jsonl import read_lines
 from slime.utils.logging import setup_logging
-from slime.utils.run_folder import hold_run_folder, open_run_folder
+from slime.utils.run_folder import hold_folder, hold_run_folder, open_run_folder
 from slime.utils.tracking import Tracker
 from tests.args import make_args
 
@@ -102,6 +102,13 @@ def test_only_one_run_at_a_time_in_a_folder(tmp_path):
         hold_run_folder(str(tmp_path / "run"))
     os.close(held)
     os.close(hold_run_folder(str(tmp_path / "run")))
+
+
+def test_only_one_run_at_a_time_saves_to_a_folder(tmp_path):
+    held = hold_folder(str(tmp_path / "checkpoints"), "--save")
+    with pytest.raises(ConfigError, match=r"--save .*another run is under way"):
+        hold_folder(str(tmp_path / "checkpoints"), "--save")
+    os.close(held)
 
 
 def test_metrics_go_on_when_their_folder_is_deleted(tmp_path):
