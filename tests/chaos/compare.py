@@ -129,6 +129,11 @@ def last_checkpoint_is(rollout_id: int, found: Folders) -> list[str]:
     return [f"the last checkpoint is {last}, the tracker says {text}; expected {rollout_id}"]
 
 
+def last_saved(folders: Folders) -> int:
+    """The rollout of the newest complete checkpoint; -1 without one."""
+    return int(_last_checkpoint(folders).name.removeprefix("iter_").replace("none", "-1"))
+
+
 # ---- parts
 
 

@@ -101,6 +101,13 @@ def release_disk(disk: Path) -> None:
     (disk / "ballast").unlink(missing_ok=True)
 
 
+def last_trained(folders: Folders) -> int:
+    """The last rollout whose training is in metrics.jsonl."""
+    with suppress(OSError, ValueError):
+        return max((r["rollout_id"] for r in runs.metrics(folders.run_dir, "train")), default=-1)
+    return -1
+
+
 # ---- moments
 
 
@@ -114,12 +121,12 @@ def _watcher(moment: Moment, start: Start) -> Callable[[], bool]:
     if moment.phase == "save":
         return lambda: (
             any(folders.checkpoints.glob("iter_*.tmp"))
-            and _trained(folders) >= min(moment.rollout, start.mode.num_rollout - SAVE_INTERVAL)
+            and last_trained(folders) >= min(moment.rollout, start.mode.num_rollout - SAVE_INTERVAL)
         )
     if moment.phase == "export":
         return lambda: any(p.exists() for p in (folders.hf, folders.hf.with_name("hf.tmp")))
     if moment.phase == "update":
-        return lambda: _trained(folders) >= moment.rollout
+        return lambda: last_trained(folders) >= moment.rollout
     return _signalled(moment, folders.signals)
 
 
@@ -145,13 +152,6 @@ def _signalled(moment: Moment, path: Path) -> Callable[[], bool]:
         return known and any(p == "eval" for p, _ in lines[after:])
 
     return reached
-
-
-def _trained(folders: Folders) -> int:
-    """The last rollout whose training is in metrics.jsonl."""
-    with suppress(OSError, ValueError):
-        return max((r["rollout_id"] for r in runs.metrics(folders.run_dir, "train")), default=-1)
-    return -1
 
 
 # ---- faults

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ from tests.chaos.table import print_row
 _MORE_STARTS = 4  # behind those that have a fault
 _LIMIT_S = 240.0  # of one start
 _DISK = "512m"
+_CLEAN = {"term": signal.SIGTERM, "hup": signal.SIGHUP}
 _STEP = re.compile(r"--ckpt-step (\d+)")
 _STARTED = re.compile(r"^start \d")
 _TOLD = re.compile(
@@ -58,6 +60,8 @@ class StartRecord:
     lingered_s: float = 0.0
     left: str = ""
     traceback: bool = False
+    trained: int = -1  # the last rollout in metrics.jsonl
+    saved: int = -1  # that of the last checkpoint
 
 
 @dataclass(kw_only=True)
@@ -121,7 +125,7 @@ def undisturbed(mode: Mode, inputs: Path, work: Path) -> tuple[Folders, float]:
         folders.disk.mkdir(parents=True)
         record = one_start(mode, inputs, folders, loop_s=0.0, faults=(), extra=[], number=0)
         lines = compare.differences(mode, folders, folders) if record.status == 0 else []
-        if record.status or record.left or lines:
+        if record.status or lines:
             log = root / "start_0.log"
             raise SystemExit(
                 f"the undisturbed run of {mode.name} is not good: {record} {lines} {log}"
@@ -165,8 +169,7 @@ def one_start(
         start.processes, folders, shared_before=shared_before, ports=ports
     )
     output.close()
-    _damage_afterwards(faults, start, done)
-    return StartRecord(
+    record = StartRecord(
         status=process.returncode,
         seconds=round(ended - began, 1),
         start_s=output.first(_STARTED, began) or 0.0,
@@ -178,7 +181,11 @@ def one_start(
             filter(None, ["hung, ended by the harness" if timed_out else "", str(left)])
         ),
         traceback="Traceback (most recent call last)" in output.text,
+        trained=inject.last_trained(folders),
+        saved=compare.last_saved(folders),
     )
+    _damage_afterwards(faults, start, done)
+    return record
 
 
 def make_inputs(folder: Path) -> Path:
@@ -224,6 +231,7 @@ def _judge(schedule: Schedule, folders: Folders, reference: Folders, result: Res
         began = any((folders.run_dir / "logs").glob("engine_*.port"))
         if only_engines and record.faults and record.status and began:
             deviations.append(f"start {number}: an engine's loss ended the run")
+        deviations += [f"start {number}: {line}" for line in unclean_stop(faults, record)]
     for number, record in enumerate(starts):
         if record.left:
             deviations.append(f"start {number} left {record.left}")
@@ -243,6 +251,19 @@ def _judge(schedule: Schedule, folders: Folders, reference: Folders, result: Res
         result.outcome = f"{'went on' if len(starts) == 1 else 'resumed'}, {how}"
     if deviations:
         result.outcome = "DEVIATED"
+
+
+def unclean_stop(faults: tuple[Fault, ...], record: StartRecord) -> list[str]:
+    """A signal to the driver, once the loop runs, saves what was trained on and says so by its status."""
+    asked = all(f.kind in _CLEAN and f.target in ("driver", "driver_group") for f in faults)
+    if not asked or not record.faults or not record.start_s or record.status == 0:
+        return []
+    wrong = []
+    if record.status not in [128 + _CLEAN[fault.kind] for fault in faults]:
+        wrong.append(f"a clean stop ended with status {record.status}")
+    if record.saved != record.trained:
+        wrong.append(f"trained up to rollout {record.trained}, but saved {record.saved}")
+    return wrong
 
 
 def _start(
