@@ -113,12 +113,16 @@ class EngineGroup:
         route = "/model_info" if self._gave_away() else health_route(paused)
         return failed_engines(self._handles, self.all, timeout=timeout, route=route)
 
-    def restart(self, index: int) -> str:
+    def restart(self, index: int, say: Callable[[str], None] = lambda text: None) -> str:
         """Start a fresh server in the place of a failed one; return a line that says how it went.
+
+        `say` hears of it before, for a start takes from seconds to many minutes.
 
         It holds `--hf-checkpoint` until the next update. Whatever goes wrong, the actor's death
         included, leaves the engine down until the next health check tries again.
         """
+        if index not in self._down:
+            say(f"engine {index} failed: it is dead, hangs, or failed a call; starting it again")
         self.unsynced = [info for info in self.unsynced if info != self.all[index]]
         self._released.pop(self.all[index].url, None)
         self._handles[index].stop()()

@@ -55,7 +55,7 @@ class ExternalGroup:
             healthy = list(pool.map(lambda info: answers(info.url, timeout, route), self.all))
         return [i for i, ok in enumerate(healthy) if not ok or i in self._silent]
 
-    def restart(self, index: int) -> str:
+    def restart(self, index: int, say: Callable[[str], None] = lambda text: None) -> str:
         """Take an engine out that does not answer, or back in when it does again."""
         info = self.all[index]
         self.unsynced = [other for other in self.unsynced if other != info]

@@ -183,7 +183,7 @@ class RolloutGroup:
                 ]
             )
         for index in failed:
-            self.recorder.message(self._engines.restart(index))
+            self.recorder.message(self._engines.restart(index, self.recorder.message))
         return failed
 
     def _bring_up_to_date(self) -> None:
