@@ -35,7 +35,6 @@ from slime.utils.http_guard import (
 
 _CONTROL_BODY = 1024 * MIB  # metadata of weights, from those who have the key
 _INLINE_BODY = MIB  # what is parsed on the event loop; larger ones on a thread
-_MOST_IN_FLIGHT = 1 << 16
 _TEXT_S = 20.0
 _REPLIES_AT_A_TIME = 256
 _HEALTH_POLL = 0.5  # seconds
@@ -106,7 +105,7 @@ class EngineApp:
         generation = await self._parse(await self._bodies.read(http))
         if self._engine.failure is not None:
             return _error(f"the engine stopped: {self._engine.failure!r}", 503)
-        self._require_room(len(generation.requests))
+        self._hub.require_room(len(generation.requests))
         if generation.stream:
             return await self._stream(http, generation)
         await self._hub.run(generation.requests)
@@ -138,10 +137,6 @@ class EngineApp:
             eos_ids=self._engine.eos_ids,
             new_seed=self._engine.new_seed,
         )
-
-    def _require_room(self, count: int) -> None:
-        if self._engine.in_flight + count > _MOST_IN_FLIGHT:
-            raise Refused(503, f"{self._engine.in_flight} requests are in flight: try again later")
 
     async def _stream(self, http: web.Request, generation: Generation) -> web.StreamResponse:
         """Server-sent events; each carries everything generated so far."""

@@ -7,9 +7,13 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from slime.engine.request import Request
+from slime.utils.http_guard import Refused
 
 if TYPE_CHECKING:
     from slime.engine.engine import Engine
+
+
+_MOST_IN_FLIGHT = 1 << 16
 
 
 class ReplyHub:
@@ -23,6 +27,12 @@ class ReplyHub:
     def on_update(self, requests: list[Request]) -> None:
         """Called in the engine's thread; one wake-up of the loop for a whole step."""
         self._loop.call_soon_threadsafe(self._deliver, requests)
+
+    def require_room(self, count: int) -> None:
+        """Refuse requests beyond those that may be in flight; a client may try again."""
+        assert self.engine is not None
+        if self.engine.in_flight + count > _MOST_IN_FLIGHT:
+            raise Refused(503, f"{self.engine.in_flight} requests are in flight: try again later")
 
     async def run(self, requests: list[Request]) -> None:
         """Until all of them are finished; if the caller goes away they are aborted."""

@@ -103,6 +103,7 @@ class OpenAIRoutes:
         if self._engine.failure is not None:
             raise ApiError(f"the engine stopped: {self._engine.failure!r}", 503)
         generation = self._generation(asked, prompts)
+        self._hub.require_room(len(generation.requests))
         name = f"{'chatcmpl' if isinstance(asked, ChatRequest) else 'cmpl'}-{secrets.token_hex(12)}"
         num_prompt = sum(len(ids) for ids in prompts)
         if asked.stream:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import ray
@@ -16,6 +19,7 @@ from slime.backends.sglang_utils.readiness import StartError, wait_until_ready
 from slime.ray.cluster import connect
 from slime.ray.engine_actor import engine_command
 from slime.ray.engine_group import EngineGroup
+from slime.utils.engine_keys import remember_key
 from slime.utils.env import child_env
 from slime.utils.errors import UserError
 from tests.args import make_args
@@ -179,6 +183,41 @@ def test_a_server_that_says_nothing_does_not_hang_the_run(tmp_path):
     finally:
         process.stop()
     assert process.status() is not None
+
+
+def test_another_process_at_the_port_gets_no_key(tmp_path):
+    """It took the port before our server, knows the label, and waits to be trusted."""
+    heard: list[str | None] = []
+
+    class Impostor(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heard.append(self.headers.get("Authorization"))
+            body = b'{"weight_version": "the-label"}'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Impostor)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url, log = f"http://127.0.0.1:{server.server_port}", tmp_path / "log"
+    process = ServerProcess([sys.executable, "-c", "import time; time.sleep(600)"], log)
+    remember_key([url], "secret")  # of an engine that was here before
+    try:
+        with pytest.raises(StartError, match="already in use by another server"):
+            wait_until_ready(
+                url,
+                label="the-label",
+                log_path=log,
+                ended=process.status,
+                owns_port=process.listens_at,
+                key="secret",
+            )
+    finally:
+        process.stop()
+        server.shutdown()
+        server.server_close()
+    assert heard and set(heard) == {None}
 
 
 @pytest.mark.parametrize("given", [{}, {"sglang_random_seed": 7}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 
 import pytest
@@ -11,7 +12,7 @@ openai = pytest.importorskip("openai")
 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
 from slime.rollout.engine_pool import EnginePool, EngineUnreachableError, install_pool  # noqa: E402
-from slime.rollout.openai_endpoint import _endpoint  # noqa: E402
+from slime.rollout.openai_endpoint import _endpoint, _endpoints  # noqa: E402
 from slime.rollout.sglang_rollout import generate_rollout  # noqa: E402
 from slime.utils.errors import UserError  # noqa: E402
 from slime.utils.types import Status  # noqa: E402
@@ -192,3 +193,39 @@ def test_the_endpoint_in_front_of_the_embedded_engine(tmp_path):
                 assert not mask or mine == pytest.approx(other, abs=1e-4)
             assert {0, 1} == set(sample.loss_mask)
     json.dumps(samples[0].metadata)  # goes into a checkpoint
+
+
+def test_what_a_tool_returns_stays_text(run):
+    """Every control token of the sample was written by the template or the model, not by the web page."""
+    _, output = run("searching", lambda request: Reply(text="ok"))
+    (sample,) = flat(output)
+    page = sample.metadata["agent_result"]
+    shown = TOKENIZER.decode(sample.tokens)
+    assert (
+        shown.count(page) == 2
+    )  # two answers were followed by it, and its characters are all there
+    messages, answers = 3, 3  # the template ends the messages, the model ends its answers
+    assert sample.tokens.count(EOS_ID) == messages + answers
+    assert shown.count(EOS) == sample.tokens.count(EOS_ID) + 2 * page.count(EOS)
+    for name, error in zip(
+        ("chat_template", "eos_token", "documents"), openai_agents.seen, strict=True
+    ):
+        assert f"must not have the key '{name}'" in error
+
+
+def test_the_endpoint_refuses_web_pages(run):
+    """The session's name is secret, but a page may guess what a browser lets it send."""
+    run("two_questions", lambda request: Reply(text="ok"))
+    url = list(_endpoints.values())[-1].result().url
+    port = int(url.rsplit(":", 1)[1])
+    for headers, status in (
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Host": "evil.example"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({}, 404),
+    ):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        given = {"Content-Type": "application/json", **headers}
+        connection.request("POST", "/sessions/x/v1/chat/completions", b"{}", given)
+        assert connection.getresponse().status == status
+        connection.close()
