@@ -25,7 +25,7 @@ class TextCodec:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
-        self._encoder = copy.deepcopy(tokenizer)
+        self._encoder: PreTrainedTokenizerBase | None = None  # made when the first text comes
         self._special = frozenset(tokenizer.all_special_ids if tokenizer is not None else ())
         self._lock, self._encoder_lock = threading.Lock(), threading.Lock()
 
@@ -51,14 +51,16 @@ class TextCodec:
         return self._encode(text, context_len, add_special_tokens=False)
 
     def _encode(self, text: str, context_len: int, *, add_special_tokens: bool) -> list[int]:
-        self.require("`text`")
+        tokenizer = self.require("`text`")
         if len(text) > context_len * self.longest_token:
             raise RequestError(
                 f"The input ({len(text)} characters) is longer than the model's context length "
                 f"({context_len} tokens)."
             )
         with self._encoder_lock:
-            assert self._encoder is not None
+            if self._encoder is None:
+                with self._lock:
+                    self._encoder = copy.deepcopy(tokenizer)
             return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def render(self, make_text: Callable[[PreTrainedTokenizerBase], str]) -> str:
