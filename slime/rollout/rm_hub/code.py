@@ -1,27 +1,42 @@
 """`--rm-type code`: 1 if the program in the response passes every test, else 0.
 
 The program is the last fenced block behind `</think>`, or the whole text without one. Tests are in
-`metadata["tests"]`, or as JSON in the label: a list of `{"input": ..., "output": ...}` (standard input
-and expected standard output), or of Python statements such as `"assert add(1, 2) == 3"`, which run behind
-the program.
+`metadata["tests"]`, or as JSON in the label: a list of `{"input": ..., "output": ...}` (standard input and
+expected standard output), or of Python statements such as `"assert add(1, 2) == 3"`.
+
+What a test expects is never in the process or the file system of the program. Outputs are compared here;
+statements run in a sandbox of their own, which calls the program in another one:
+
+    tests (inside/code_tests.py)  -- call, arguments -->  program (inside/code_program.py)
+                                  <------- value -------
 """
 
 from __future__ import annotations
 
-import re
-import secrets
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import orjson
 
 from slime.rollout.rm_hub.settings import RewardArgs, isolated
-from slime.rollout.sandbox import run_python
+from slime.rollout.sandbox import Limits, SandboxProcess, run_python, start
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
 
-TIME_LIMIT_S = 6.0  # per test
+TIME_LIMIT_S = 6.0  # per case of input and output; for all statements together
+_START_S = 4.0  # for starting two interpreters, on top of that
 _LONGEST_PROGRAM = 100_000  # characters
-_FENCE = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_LONGEST_LINE = 8 << 20  # bytes of one value
+_LIMITS = Limits(cpu_s=TIME_LIMIT_S, output_bytes=_LONGEST_LINE)
+_LANGUAGES = ("", "python", "python3", "py")
+_INSIDE = Path(__file__).with_name("inside")
 
 
 async def reward(args: RewardArgs, sample: Sample) -> float:
@@ -43,17 +58,23 @@ async def grade(sample: Sample, *, isolate: bool) -> float:
 
 def find_program(response: str) -> str:
     text = response.rsplit("</think>", 1)[-1][-_LONGEST_PROGRAM:]
-    blocks = _FENCE.findall(text)
+    blocks = list(_fenced_blocks(text))
     return (blocks[-1] if blocks else text).strip()
 
 
-async def _passes_statements(program: str, statements: list[str], isolate: bool) -> bool:
-    """Behind the tests a word is printed that a program which leaves early does not know."""
-    passed = secrets.token_hex(8)
-    body = "\n".join([program, *statements, f"print({passed!r})"])
-    result = await run_python(body, time_limit_s=TIME_LIMIT_S, isolate=isolate)
-    lines = result.stdout.rstrip().splitlines()
-    return result.ok and bool(lines) and lines[-1] == passed
+def _fenced_blocks(text: str) -> Iterator[str]:
+    """Yield what stands in fences for Python, or for no language; each character is read once."""
+    start = text.find("```")
+    while start >= 0 and (line_end := text.find("\n", start)) >= 0:
+        opening = text[start + 3 : line_end]
+        if "```" in opening:  # code within a line
+            start = text.find("```", start + 3 + opening.rindex("```") + 3)
+            continue
+        if (end := text.find("```", line_end)) < 0:
+            return
+        if (opening.split() or [""])[0].lower() in _LANGUAGES:
+            yield text[line_end + 1 : end]
+        start = text.find("```", end + 3)
 
 
 async def _passes_case(program: str, test: dict[str, Any], isolate: bool) -> bool:
@@ -61,6 +82,59 @@ async def _passes_case(program: str, test: dict[str, Any], isolate: bool) -> boo
         program, stdin=_as_text(test["input"]), time_limit_s=TIME_LIMIT_S, isolate=isolate
     )
     return result.ok and _lines(result.stdout) == _lines(_as_text(test["output"]))
+
+
+async def _passes_statements(program: str, statements: list[str], isolate: bool) -> bool:
+    async with _slots():
+        try:
+            return await asyncio.wait_for(
+                _run_statements(program, statements, isolate), TIME_LIMIT_S + _START_S
+            )
+        except (asyncio.TimeoutError, ConnectionError, ValueError):  # too late, ended, too long
+            return False
+
+
+async def _run_statements(program: str, statements: list[str], isolate: bool) -> bool:
+    """Carry lines between the two processes until the tests say how they ended.
+
+    Only what the process of the tests writes can be their outcome. It answers every line of the program
+    with one line and the other way round, so lines that a program adds are values of later calls.
+    """
+    async with _script("code_program", isolate) as runs, _script("code_tests", isolate) as judges:
+        await _send(runs, {"program": program})
+        await _send(judges, {"tests": statements})
+        if await _line(runs) != b'{"ready": true}\n':
+            return False
+        while "passed" not in (message := json.loads(line := await _line(judges))):
+            runs.stdin.write(line)
+            await runs.stdin.drain()
+            judges.stdin.write(await _line(runs))
+            await judges.stdin.drain()
+        return message["passed"] is True
+
+
+async def _line(process: SandboxProcess) -> bytes:
+    line = await process.stdout.readline()
+    if not line:
+        raise ConnectionResetError("the process ended")
+    return line
+
+
+async def _send(process: SandboxProcess, message: dict[str, Any]) -> None:
+    process.stdin.write(json.dumps(message).encode() + b"\n")
+    await process.stdin.drain()
+
+
+@contextlib.asynccontextmanager
+async def _script(name: str, isolate: bool) -> AsyncIterator[SandboxProcess]:
+    paths = [str(_INSIDE / f"{one}.py") for one in (name, "code_values")]
+    process = await start(
+        [sys.executable, "-I", paths[0]], limits=_LIMITS, read_only=paths, isolate=isolate
+    )
+    try:
+        yield process
+    finally:
+        await process.close()
 
 
 def _tests(sample: Sample) -> list[Any]:
@@ -92,3 +166,16 @@ def _as_text(value: object) -> str:
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
+
+
+_by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _slots() -> asyncio.Semaphore:
+    """As many programs with their tests at a time as there are processors."""
+    loop = asyncio.get_running_loop()
+    if loop not in _by_loop:
+        _by_loop[loop] = asyncio.Semaphore(max(1, os.cpu_count() or 1))
+    return _by_loop[loop]
