@@ -22,7 +22,6 @@ CORPUS = Path(__file__).with_name("corpus.jsonl")  # {"text": ...} per line
 MAX_SEARCHES = 3
 NUM_PASSAGES = 2
 _SEARCH = re.compile(r"<search>((?:(?!<search>).)*)</search>\s*$", re.DOTALL)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 async def generate(args, sample: Sample, sampling_params: dict) -> Sample:
@@ -41,8 +40,16 @@ async def generate(args, sample: Sample, sampling_params: dict) -> Sample:
 
 
 def reward(args, sample: Sample) -> float:
-    answers = _ANSWER.findall(sample.response)
-    return f1.grade(answers[-1], sample.label) if answers else 0.0
+    answer = find_answer(sample.response)
+    return f1.grade(answer, sample.label) if answer is not None else 0.0
+
+
+def find_answer(response: str) -> str | None:
+    """Return what the last `<answer>...</answer>` holds."""
+    start = response.rfind("<answer>", 0, max(response.rfind("</answer>"), 0))
+    if start < 0:
+        return None
+    return response[start + len("<answer>") : response.find("</answer>", start)]
 
 
 class Corpus:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from slime.rollout.rm_hub.exact_number import exact_number
 from slime.rollout.rm_hub.settings import RewardArgs
 from slime.utils.types import Sample
 
@@ -28,7 +29,8 @@ async def reward(args: RewardArgs, sample: Sample) -> dict[str, Any]:
 def grade(response: str, label: object) -> dict[str, Any]:
     found = _ANSWER.findall(response[-_TAIL:])
     pred = normalize(found[-1]) if found else _NO_ANSWER
-    correct = bool(found) and _same_integer(pred, normalize("" if label is None else str(label)))
+    expected = "" if label is None else str(label)
+    correct = bool(found) and len(expected) <= _TAIL and _same_integer(pred, normalize(expected))
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
 
 
@@ -47,7 +49,7 @@ def normalize(text: str) -> str:
 
 
 def _same_integer(pred: str, label: str) -> bool:
-    try:
-        return bool(label) and int(float(label)) == float(label) == float(pred)
-    except (ValueError, OverflowError):
+    found, expected = exact_number(pred), exact_number(label)
+    if found is None or expected is None:
         return bool(label) and pred == label
+    return found == expected == expected.to_integral_value()

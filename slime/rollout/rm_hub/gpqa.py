@@ -1,17 +1,23 @@
-"""`--rm-type gpqa`: multiple choice; 1 if the letter the response settles on is the right one."""
+"""`--rm-type gpqa`: multiple choice; 1 if the choice the response settles on is the right one."""
 
 from __future__ import annotations
 
 import re
+import string
 from typing import Any
 
+from slime.rollout.rm_hub.boxed import last_boxed
 from slime.rollout.rm_hub.settings import RewardArgs
 from slime.utils.types import Sample
 from slime.utils.user_code import in_thread
 
 _SEARCHED = 5000  # characters at the end in which the answer is looked for
-_LETTERS = "ABCDEFGHIJ"
-_BEFORE = r"[\s:=*_`\"'({\[\\$]{0,12}(?:(?:is|are|would be|must be|text|boxed|mathbf|option|choice|answer)[\s:*_`\"'({\[\\$]{0,12}){0,4}"
+_DEFAULT = "ABCDEFGHIJ"  # letters of rows that do not say which there are
+_GAP = r"[\s:=*_`\"'({\[\\$]{0,12}"
+_BEFORE = (
+    rf"{_GAP}(?:(?:is|are|would be|must be|text|boxed|mathbf|option|choice|answer){_GAP}){{0,4}}"
+)
+_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s{0,8}\{|[${}*]")
 
 
 async def reward(args: RewardArgs, sample: Sample) -> float:
@@ -20,52 +26,127 @@ async def reward(args: RewardArgs, sample: Sample) -> float:
 
 def grade(response: str, label: object, metadata: dict[str, Any]) -> float:
     valid = _valid_letters(metadata)
-    right = _right_letter(label, metadata, valid)
-    found = find_letter(response, valid)
+    choices = _choices(metadata, valid)
+    right = _right_letter(label, metadata, valid, choices)
+    found = find_letter(response, valid, choices)
     return float(right is not None and found == right)
 
 
-def find_letter(response: str, valid: str) -> str | None:
-    """The letter named as the answer, else called correct, else the last one that stands alone."""
+def find_letter(response: str, valid: str, choices: dict[str, str] | None = None) -> str | None:
+    """Return the letter of the choice that the response settles on.
+
+    In this order: named as the answer or boxed, by letter or by text; called correct; named as option or
+    choice; the last letter that stands alone; the only choice whose text occurs.
+    """
     text = response.rsplit("</think>", 1)[-1][-_SEARCHED:]
+    patterns = _patterns(valid)
+    return (
+        _last(patterns["answer"], text)
+        or _boxed_choice(text, valid, choices or {})
+        or _last(patterns["correct"], text)
+        or _last(patterns["option"], text)
+        or _only_choice(_behind_answer(text), choices or {})
+        or _last(patterns["alone"], text)
+        or _only_choice(text, choices or {})
+    )
+
+
+def _patterns(valid: str) -> dict[str, re.Pattern[str]]:
     letters = f"[{valid}]"
     # A small letter is also a word ("the answer is a matter of ..."): it must end the phrase.
     small = f"[{valid.lower()}](?=\\s*(?:[.)\\]}},;:*]|$))"
     letter = f"({letters}|{small})(?![\\w'])"
-    named = re.compile(
-        rf"(?<![A-Za-z])(?i:answer|option|choice)(?i:{_BEFORE})(?<![A-Za-z]){letter}"
+    # So are A and I: alone they count unless a sentence goes on with them.
+    words = "".join(sorted(set(valid) & set("AI")))
+    plain = "".join(sorted(set(valid) - set("AI")))
+    alone = "|".join(
+        part
+        for part in (f"[{plain}]" if plain else "", f"[{words}](?!\\s+[a-z])" if words else "")
+        if part
     )
-    correct = re.compile(rf"(?<![\w']){letter}[\s)\]}}*.:]{{0,4}}(?i:is (?:the )?correct)\b")
-    alone = re.compile(rf"(?<![\w']){letters}(?![\w'])")
-    for pattern in (named, correct, alone):
-        found = pattern.findall(text)
-        if found:
-            return found[-1].upper()
-    return None
+    return {
+        "answer": re.compile(rf"(?<![A-Za-z])(?i:answer)(?i:{_BEFORE})(?<![A-Za-z]){letter}"),
+        "correct": re.compile(
+            rf"(?<![\w']){letter}[\s)\]}}*.:]{{0,4}}(?i:is (?:the )?(?:correct|right))\b"
+        ),
+        "option": re.compile(
+            rf"(?<![A-Za-z])(?i:option|choice)(?i:{_BEFORE})(?<![A-Za-z]){letter}"
+            r"(?![\s)\]}*.:]{0,4}(?i:is (?:not|wrong|incorrect|false)))"
+        ),
+        "alone": re.compile(rf"(?<![\w'])({alone})(?![\w'])"),
+    }
+
+
+def _last(pattern: re.Pattern[str], text: str) -> str | None:
+    found = pattern.findall(text)
+    return found[-1].upper() if found else None
+
+
+def _boxed_choice(text: str, valid: str, choices: dict[str, str]) -> str | None:
+    boxed = _plain(last_boxed(text) or "")
+    bare = boxed.strip("() ").upper()
+    if len(bare) == 1 and bare in valid:
+        return bare
+    return next((letter for letter, choice in choices.items() if boxed == _plain(choice)), None)
+
+
+def _behind_answer(text: str) -> str:
+    """Return the rest of the line behind the last "answer"."""
+    lower = text.lower()
+    start = lower.rfind("answer") if len(lower) == len(text) else -1
+    return text[start:].split("\n", 1)[0] if start >= 0 else ""
+
+
+def _only_choice(text: str, choices: dict[str, str]) -> str | None:
+    """Return the choice whose text occurs as whole words, if there is just one; the longest counts."""
+    words = f" {_words(text)} "
+    found = {
+        letter: phrase
+        for letter, choice in choices.items()
+        if (phrase := _words(choice)) and f" {phrase} " in words
+    }
+    longest = [
+        letter
+        for letter, phrase in found.items()
+        if not any(phrase != other and f" {phrase} " in f" {other} " for other in found.values())
+    ]
+    return longest[0] if len(longest) == 1 else None
+
+
+def _words(text: str) -> str:
+    plain = _plain(text)
+    return " ".join(plain.translate(_TO_SPACES).split())
+
+
+_TO_SPACES = str.maketrans(dict.fromkeys(",;:!?\"'()[]`", " ") | {".": None})
 
 
 def _valid_letters(metadata: dict[str, Any]) -> str:
     given = metadata.get("valid_letters")
     if given:
-        return "".join(str(letter).strip().upper()[:1] for letter in given)
+        letters = [str(letter).strip().upper()[:1] for letter in given]
+        return "".join(letter for letter in letters if letter in string.ascii_uppercase and letter)
     choices = metadata.get("choices")
-    return _LETTERS[: len(choices)] if choices else _LETTERS
+    if isinstance(choices, dict):
+        return "".join(_choices(metadata, ""))
+    return string.ascii_uppercase[: len(choices)] if choices else _DEFAULT
 
 
-def _right_letter(label: object, metadata: dict[str, Any], valid: str) -> str | None:
-    """The label may be a letter, the index of a choice (from 0), or the text of one."""
+def _right_letter(
+    label: object, metadata: dict[str, Any], valid: str, choices: dict[str, str]
+) -> str | None:
+    """Return the letter that the label means: a letter, the index of a choice (from 0), or its text."""
     given = metadata.get("correct_letter")
     if given:
         return str(given).strip().upper()[:1]
     text = "" if label is None else str(label).strip()
-    choices = _choices(metadata, valid)
     for letter, choice in choices.items():
         if _plain(choice) == _plain(text):
             return letter
     bare = text.strip("().[] ").upper()
     if len(bare) == 1 and bare in valid:
         return bare
-    if text.isdecimal() and int(text) < len(valid):
+    if text.isdecimal() and int(text[:9]) < len(valid):
         return valid[int(text)]
     return None
 
@@ -73,9 +154,10 @@ def _right_letter(label: object, metadata: dict[str, Any], valid: str) -> str | 
 def _choices(metadata: dict[str, Any], valid: str) -> dict[str, str]:
     choices = metadata.get("choices") or []
     if isinstance(choices, dict):
-        return {str(letter).strip().upper()[:1]: str(text) for letter, text in choices.items()}
+        named = {str(letter).strip().upper()[:1]: str(text) for letter, text in choices.items()}
+        return {letter: text for letter, text in named.items() if letter in string.ascii_uppercase}
     return dict(zip(valid, map(str, choices), strict=False))
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.lower().split()).rstrip(".")
+    return " ".join(_WRAPPED.sub("", text).lower().split()).rstrip(".")

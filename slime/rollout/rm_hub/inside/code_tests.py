@@ -54,7 +54,7 @@ class Names(dict):
         }
         self._entry = _builtin_that_is_tested(nodes)
 
-    def __missing__(self, name):
+    def __missing__(self, name: str):
         if name != self._entry and hasattr(builtins, name):
             raise KeyError(name)
         if name in self._modules and (name in sys.stdlib_module_names or name in _ALIASES):

@@ -10,12 +10,13 @@ import fractions
 import json
 import math
 import os
+from typing import Any
 
 _DEEPEST = 100
 _LARGEST = 1_000_000  # bits of a number
 _JSON_INT = 1 << 53
 _SEQUENCES = {"t": tuple, "s": set, "z": frozenset, "q": collections.deque}
-_BASES = (bool, int, float, str, bytes, list, tuple, dict, set, frozenset)
+_BASES: Any = (bool, int, float, str, bytes, list, tuple, dict, set, frozenset)
 
 
 class Unencodable(TypeError):
