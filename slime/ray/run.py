@@ -51,14 +51,13 @@ class Run:
         self._checkpoints = Checkpointer(args)
         self.start_rollout_id = self._checkpoints.start_rollout_id
         self._holds = [hold_run_folder(args.run_dir)]
-        open_run_folder(args, loaded=self._checkpoints.loaded)
-        check_outputs(args)
-        if args.save and not args.debug_rollout_only:
-            self._holds.append(hold_folder(args.save, "--save"))
-        setup_logging(args.run_dir, role="driver")
-        cut_back(args.run_dir, self.start_rollout_id)
-        self.complete = self._nothing_left()
-        self.recorder = Recorder(args)
+        try:
+            self._open_folders()
+            self.complete = self._nothing_left()
+            self.recorder = Recorder(args)
+        except BaseException:  # a notebook may try again in this process
+            self._let_go()
+            raise
         for warning in (*args.warnings, *self._checkpoints.warnings):
             self.recorder.message(f"warning: {warning}")
         self.stop_signal = StopSignal(self.recorder.message, _after_a_signal(args))
@@ -155,6 +154,15 @@ class Run:
         return 128 + self.stop_signal.received if self.stop_signal.received else 0
 
     # ---- parts
+
+    def _open_folders(self) -> None:
+        args = self.args
+        open_run_folder(args, loaded=self._checkpoints.loaded)
+        check_outputs(args)
+        if args.save and not args.debug_rollout_only:
+            self._holds.append(hold_folder(args.save, "--save"))
+        setup_logging(args.run_dir, role="driver")
+        cut_back(args.run_dir, self.start_rollout_id)
 
     def _start(self) -> None:
         args = self.args

@@ -123,3 +123,13 @@ def test_version_and_usage_name_the_command(capsys: pytest.CaptureFixture[str]):
         check=True,
     )
     assert done.stdout.startswith("usage: slime train ")
+
+
+def test_a_refused_start_lets_go_of_its_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    args = make_args(run_dir=str(tmp_path / "run"))
+    (Path(args.hf_checkpoint) / "tokenizer.json").touch()
+    run_dir = open_run_folder(args)
+    (run_dir / "metrics.jsonl").write_text('{"rollout_id": 7, "kind": "train", "time": 1.0}\n')
+    for _ in range(2):
+        assert train.main(make_argv(run_dir=str(run_dir), lr=0.5)) == 2
+        assert "holds the metrics of a run of 1 rollout" in capsys.readouterr().err
