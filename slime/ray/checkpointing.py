@@ -15,15 +15,16 @@ from slime.ray.train_group import TrainGroup
 from slime.ray.watch import BrokenRunError
 from slime.utils.arguments import Args
 from slime.utils.checkpoint import (
+    CRITIC,
     CheckpointFolder,
     CheckpointMeta,
+    check_quickly,
     find_checkpoint,
     how_to_continue,
     read_meta,
 )
 from slime.utils.errors import ConfigError, UserError
 
-_CRITIC = "critic"
 _LITTLE = 1 << 30
 
 
@@ -34,6 +35,8 @@ class Checkpointer:
         self.args = args
         self.loaded: Path | None = find_checkpoint(args.load, args.ckpt_step)
         meta = read_meta(self.loaded) if self.loaded else None
+        if self.loaded and meta:
+            check_quickly(self.loaded, meta)
         self.warnings: list[str] = []
         if args.load and not self.loaded:  # as in the run scripts, whose --load is their --save
             self.warnings.append(f"--load {args.load} holds no checkpoint: the run starts anew")
@@ -53,6 +56,9 @@ class Checkpointer:
                 f"nothing is left to train: the run would start with rollout {self.start_rollout_id} and "
                 f"--num-rollout is {args.num_rollout}; raise it to go on"
             )
+        # What the trainer holds before the first step, if it is the state after a rollout of this run.
+        continued = meta is not None and meta.rollout_id + 1 == self.start_rollout_id
+        self.loaded_rollout_id = meta.rollout_id if meta and continued else None
         self.critic_loaded = self._find_critic(meta.rollout_id) if meta else None
         # Without a trainer a checkpoint would be half of one.
         saves = args.save and not args.debug_rollout_only
@@ -105,15 +111,15 @@ class Checkpointer:
     def _begin_critic(self, rollout_id: int, path: Path) -> str:
         if self._critic_folder:
             return str(self._critic_folder.begin(rollout_id))
-        (path / _CRITIC).mkdir()
-        return str(path / _CRITIC)
+        (path / CRITIC).mkdir()
+        return str(path / CRITIC)
 
     def _find_critic(self, rollout_id: int) -> Path | None:
         """The critic of the checkpoint that is continued."""
         if not needs_critic(self.args) or self.loaded is None:
             return None
         folders = [f for f in (self.args.critic_load, self.args.critic_save) if f]
-        places = [self.loaded / _CRITIC, *(CheckpointFolder(f).path(rollout_id) for f in folders)]
+        places = [self.loaded / CRITIC, *(CheckpointFolder(f).path(rollout_id) for f in folders)]
         found = next((place for place in places if place.is_dir()), None)
         if found is None:
             raise ConfigError(

@@ -29,7 +29,9 @@ def _rank(connection) -> None:
     time.sleep(600)
 
 
-def test_the_process_that_holds_results_of_writers_ends_with_its_rank():
+def test_the_process_that_holds_results_of_writers_ends_with_its_rank(tmp_path, monkeypatch):
+    """And nothing of it is in TMPDIR, neither while it runs nor afterwards."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     here, there = mp.Pipe()
     rank = mp.get_context("spawn").Process(target=_rank, args=(there,))
     rank.start()
@@ -38,12 +40,14 @@ def test_the_process_that_holds_results_of_writers_ends_with_its_rank():
     assert said == "written"
     holders = [process for process in map(psutil.Process, children) if _is_holder(process)]
     assert holders
+    assert not list(tmp_path.glob("pymp-*"))
     rank.kill()
     rank.join()
     deadline = time.monotonic() + 120
     while any(_lives(process) for process in holders):
         assert time.monotonic() < deadline, "it outlives the rank"
         time.sleep(0.2)
+    assert not list(tmp_path.iterdir())
 
 
 def _is_holder(process: psutil.Process) -> bool:

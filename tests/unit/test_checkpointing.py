@@ -82,9 +82,7 @@ def test_nothing_is_saved_twice(tmp_path):
 
 
 def test_a_checkpoint_of_the_other_backend_is_refused(tmp_path):
-    checkpointer(tmp_path).save(4, Trainer(), Rollout())
-    meta = tmp_path / "iter_0000004" / "meta.json"
-    meta.write_text(meta.read_text().replace("fsdp", "megatron"))
+    checkpointer(tmp_path, train_backend="megatron").save(4, Trainer(), Rollout())
     with pytest.raises(ConfigError, match="--train-backend megatron"):
         checkpointer(tmp_path)
 

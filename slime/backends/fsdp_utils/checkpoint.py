@@ -9,7 +9,7 @@ rng_<rank>.pt     random state of each rank
 from __future__ import annotations
 
 import json
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +19,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
+from slime.backends.checkpoint_check import FileCheck
+from slime.backends.checkpoint_reader import DataReader, load_object
 from slime.backends.fsdp_utils.loading import ShardedModel, zero_value_head
 from slime.backends.fsdp_utils.optimizer import ShardedAdamW
+from slime.utils.checkpoint_files import record_checksums
 from slime.utils.errors import UserError
 
 Tensors = dict[str, torch.Tensor | DTensor]
@@ -46,7 +49,9 @@ class Checkpointer:
     def __init__(self, timeout: timedelta | None = None) -> None:
         # Its own group: a save in the background must not mix its messages with training's.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._pending: Future[object] | None = None
+        self._pending: Future[None] | None = None
+        self._background = ThreadPoolExecutor(1)
+        self._check_files = FileCheck(self._group)
 
     def save(
         self,
@@ -72,11 +77,14 @@ class Checkpointer:
         if ref is not None:
             tensors |= _ref_tensors(ref)
         if in_background:
-            self._pending = dcp.async_save(
+            written = dcp.async_save(
                 tensors, checkpoint_id=folder / _FOLDER, process_group=self._group
             )
+            assert isinstance(written, Future)
+            self._pending = self._background.submit(_sum_written, folder, written)
         else:
             dcp.save(tensors, checkpoint_id=folder / _FOLDER, process_group=self._group)
+            _sum_written(folder)
 
     def wait(self) -> None:
         pending, self._pending = self._pending, None
@@ -88,6 +96,7 @@ class Checkpointer:
 
         A critic may start from an actor's checkpoint, with everything but its value head.
         """
+        self._check_files(path)
         facts = read_facts(path)
         head = model.value_head
         absent = head if head and facts.shapes.get(head, [0])[0] != 1 else None
@@ -99,6 +108,7 @@ class Checkpointer:
 
     def load_optimizer(self, path: str, optimizer: ShardedAdamW) -> None:
         """Fill in moments, step count and random state; without saved moments Adam starts anew."""
+        self._check_files(path)
         facts = read_facts(path)
         if facts.has_optimizer:
             self._read(path, _optimizer_tensors(optimizer))
@@ -109,7 +119,17 @@ class Checkpointer:
         self._read(path, _ref_tensors(ref))
 
     def _read(self, path: str, tensors: Tensors) -> None:
-        dcp.load(tensors, checkpoint_id=Path(path) / _FOLDER, process_group=self._group)
+        reader = DataReader(Path(path) / _FOLDER)
+        reader.refuse_objects(tensors)
+        dcp.load(tensors, storage_reader=reader, process_group=self._group)
+
+
+def _sum_written(folder: Path, written: Future[object] | None = None) -> None:
+    """Record the checksums of this rank's tensors, once they are written."""
+    if written is not None:
+        written.result()
+    rank = dist.get_rank()
+    record_checksums(folder, sorted((folder / _FOLDER).glob(f"__{rank}_*.distcp")), rank)
 
 
 def read_facts(path: str) -> CheckpointFacts:
@@ -174,7 +194,7 @@ def _restore_rng(file: Path) -> None:
     """A rank the saving run did not have keeps the state its own seed gave it."""
     if not file.exists():
         return
-    state = torch.load(file, weights_only=True)
+    state = load_object(file, file)
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

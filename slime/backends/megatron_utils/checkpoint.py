@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,17 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from slime.backends.checkpoint_check import FileCheck
+from slime.backends.checkpoint_reader import load_object, plain_refusals
 from slime.backends.megatron_utils.checkpoint_keys import (
     drop_extra_state,
     use_stored_keys,
     without_extra_state,
 )
 from slime.backends.megatron_utils.layers.value_head import ValueHead
+from slime.backends.megatron_utils.mend import restrict_checkpoint_reading
 from slime.backends.megatron_utils.optimizer_state import load_optimizer_state, optimizer_state
+from slime.utils.checkpoint_files import record_checksums
 from slime.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,6 +46,7 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneou
 Chunks = Sequence[torch.nn.Module]
 Shapes = dict[str, tuple[int, ...]]  # by a tensor's name in the checkpoint
 
+restrict_checkpoint_reading()
 # It takes a folder with other parts of a run's checkpoint in it for a broken one.
 logging.getLogger(dist_checkpointing.serialization.__name__).setLevel(logging.ERROR)
 
@@ -62,6 +68,7 @@ class Checkpointer:
     def __init__(self, model_type: str) -> None:
         self._model_type = model_type
         self._calls = AsyncCallsQueue()
+        self._check_files = FileCheck()
 
     def save(
         self,
@@ -94,7 +101,12 @@ class Checkpointer:
             async_sharded_save=in_background,
             content_metadata=dict(_METADATA),
         )
-        if request is not None:
+        if request is None:
+            _sum_written(folder, dist.get_rank())
+        else:
+            if request.async_fn is not None:
+                write = partial(_write_and_sum, request.async_fn, folder)
+                request = request._replace(async_fn=write)
             self._calls.schedule_async_request(request)
         if dist.get_rank() == 0:
             (folder / _FACTS).write_text(json.dumps(asdict(facts)) + "\n")
@@ -124,6 +136,7 @@ class Checkpointer:
     def _load(
         self, path: str | Path, chunks: Chunks, optimizer: MegatronAdamW | None
     ) -> CheckpointFacts:
+        self._check_files(path)
         facts = read_facts(path)
         with_optimizer = optimizer if facts.has_optimizer else None
         stored = _shapes_in(path)
@@ -131,12 +144,26 @@ class Checkpointer:
         headless = _drop_foreign_head(state, chunks, path)
         _refuse_other_sizes(state, facts, path, stored)
         _refuse_other_optimizer(state, path, stored)
-        loaded = dist_checkpointing.load(state, str(path))
+        with plain_refusals():
+            loaded = dist_checkpointing.load(state, str(path))
+        _refuse_pickled_state(loaded, path)
         for key, chunk in _by_key(chunks).items():
             _fill_in(chunk, loaded[key], headless=headless)
         if with_optimizer is not None:
             load_optimizer_state(with_optimizer.inner, loaded["optimizer"], facts.num_steps)
         return facts
+
+
+def _write_and_sum(
+    write: Callable[..., None], folder: Path, rank: int, *args: Any, **kwargs: Any
+) -> None:
+    """Run megatron-core's writer in its process, and sum what it wrote there as well."""
+    write(rank, *args, **kwargs)
+    _sum_written(folder, rank)
+
+
+def _sum_written(folder: Path, rank: int) -> None:
+    record_checksums(folder, sorted(folder.glob(f"__{rank}_*.distcp")), rank)
 
 
 def read_facts(path: str | Path) -> CheckpointFacts:
@@ -239,6 +266,18 @@ def _refuse_other_optimizer(state: dict[str, Any], path: str | Path, stored: Sha
         )
 
 
+def _refuse_pickled_state(loaded: dict[str, Any], path: str | Path) -> None:
+    """TransformerEngine unpickles the `_extra_state` of its modules, which only FP8 recipes fill."""
+    for key, value in loaded.items():
+        if isinstance(value, dict):
+            _refuse_pickled_state(value, path)
+        elif key.endswith("_extra_state") and isinstance(value, torch.Tensor) and value.numel():
+            raise UserError(
+                f"{path}: {key} is a pickled object that TransformerEngine would run: nothing was "
+                "loaded. Convert the weights with tools/convert_torch_dist_to_hf.py, which leaves it out"
+            )
+
+
 def _tensors(state: Any) -> Iterator[ShardedTensor]:
     if isinstance(state, ShardedTensor):
         yield state
@@ -279,7 +318,7 @@ def _rng_state() -> dict[str, Any]:
 
 
 def _restore_rng(file: Path) -> None:
-    state = torch.load(file, weights_only=True)
+    state = load_object(file, file)
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

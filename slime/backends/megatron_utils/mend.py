@@ -1,14 +1,24 @@
-"""Places of megatron-core 0.16.1 that fail without TransformerEngine, or leave something behind."""
+"""Patches of megatron-core 0.16.1: what fails without TransformerEngine, unpickles, or leaves files behind."""
 
 from __future__ import annotations
 
 import functools
 import multiprocessing as mp
 import os
+import secrets
 import threading
 import time
 from multiprocessing.managers import SyncManager
+from pathlib import Path
 from queue import Queue
+from typing import TYPE_CHECKING, Any
+
+from slime.backends.checkpoint_reader import DataReader, load_object
+
+if TYPE_CHECKING:
+    from io import BytesIO
+
+    from torch.distributed.checkpoint import DefaultLoadPlanner, ReadItem
 
 
 def mend_megatron() -> None:
@@ -23,6 +33,40 @@ def mend_megatron() -> None:
         utils.get_te_version = lambda: Version("0.0.0")
     _mend_recomputation()
     _mend_checkpoint_queue()
+    restrict_checkpoint_reading()
+
+
+def restrict_checkpoint_reading() -> None:
+    """Have megatron-core read checkpoints as data: it would unpickle `.metadata` and stored objects."""
+    from megatron.core.dist_checkpointing.strategies import common, torch
+
+    torch._get_filesystem_reader = _data_reader
+    torch.FileSystemReader = DataReader
+    torch.MCoreLoadPlanner.load_bytes = _load_bytes
+    common.TorchCommonLoadStrategy.load_common = _load_common
+
+
+def _data_reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> DataReader:
+    return DataReader(checkpoint_dir)
+
+
+def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: BytesIO) -> None:
+    """What the planner of torch does, but for `weights_only`."""
+    from torch.distributed.checkpoint._nested_dict import set_element
+
+    name = read_item.dest_index.fqn
+    loaded = load_object(value, f"the checkpoint's object {name}")
+    if self.flatten_state_dict:
+        set_element(self.original_state_dict, self.mappings[name], loaded)
+    else:
+        self.state_dict[name] = loaded
+
+
+def _load_common(self: object, checkpoint_dir: str | Path) -> Any:
+    from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+
+    file = Path(checkpoint_dir) / COMMON_STATE_FNAME
+    return load_object(file, file, map_location="cpu")
 
 
 def _mend_recomputation() -> None:
@@ -49,7 +93,9 @@ def _mend_checkpoint_queue() -> None:
 
 @functools.cache
 def _results_queue() -> Queue:
-    manager = SyncManager(ctx=mp.get_context("spawn"))
+    # An abstract socket: one with a path would leave its folder in TMPDIR when the rank is killed.
+    address = f"\0slime-checkpoint-{os.getpid()}-{secrets.token_hex(8)}"
+    manager = SyncManager(address, ctx=mp.get_context("spawn"))
     manager.start(initializer=_end_with, initargs=(os.getpid(),))
     return manager.Queue()
 

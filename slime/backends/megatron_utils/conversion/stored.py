@@ -15,8 +15,13 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from slime.backends.checkpoint_check import FileCheck
+from slime.backends.checkpoint_reader import plain_refusals
 from slime.backends.megatron_utils.hf_weights.rules import canonical
+from slime.backends.megatron_utils.mend import restrict_checkpoint_reading
 from slime.utils.errors import UserError
+
+restrict_checkpoint_reading()
 
 _ALL_LAYERS = re.compile(r"^decoder\.layers\.(?!\d)")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -39,6 +44,7 @@ class StoredTensors:
         self._folder = str(folder)
         if not (Path(folder) / "metadata.json").is_file():
             raise UserError(f"{folder} is not a torch_dist checkpoint: it has no metadata.json")
+        FileCheck()(folder)
         self._places: dict[str, _Place] = {}
         for key, tensor in dist_checkpointing.load_tensors_metadata(self._folder).items():
             if not key.startswith(("optimizer.", "chained_")) and "_extra_state" not in key:
@@ -61,7 +67,8 @@ class StoredTensors:
         """Several at once: every read looks at the checkpoint's whole index."""
         wanted = {name: self._sharded(name) for name in names}
         # Only this process reads, so nobody reads the rest.
-        loaded = dist_checkpointing.load(wanted, self._folder, validate_access_integrity=False)
+        with plain_refusals():
+            loaded = dist_checkpointing.load(wanted, self._folder, validate_access_integrity=False)
         return {name: loaded[name] for name in wanted}
 
     def _add(self, key: str, tensor: ShardedTensor) -> None:

@@ -1,0 +1,214 @@
+"""Reading the files of torch.distributed.checkpoint as data: FSDP's `fsdp/` folder, Megatron's torch_dist.
+
+torch reads `.metadata` with `pickle.load`, and objects inside `.distcp` files with
+`torch.load(weights_only=False)`: whoever wrote the files could run code in the process that reads them.
+Here `.metadata` is read by an unpickler that knows the classes of an index of tensors and nothing else,
+and objects are read with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import metadata as shard_metadata
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    FileSystemReader,
+    filesystem,
+    metadata,
+    planner,
+)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+
+from slime.utils.errors import ConfigError
+
+_FILE = ".metadata"
+_ENUMS = (
+    metadata._MEM_FORMAT_ENCODING,
+    shard_metadata.MEM_FORMAT_ENCODING,  # torch < 2.3
+    planner.WriteItemType,
+)
+_CLASSES = (
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.TensorStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.TensorProperties,
+    metadata.StorageMeta,
+    shard_metadata.TensorProperties,  # torch < 2.3
+    filesystem._StorageInfo,
+    # The plans of all ranks, which megatron-core stores as well.
+    filesystem._StoragePrefix,
+    planner.SavePlan,
+    planner.WriteItem,
+    planner.TensorWriteData,
+    *([planner.BytesIOWriteData] if hasattr(planner, "BytesIOWriteData") else []),
+    *_ENUMS,
+)
+
+
+def read_metadata(folder: str | os.PathLike, rank: int | None = None) -> Metadata:
+    """Return the index of a checkpoint folder; ConfigError if it is more, or less, than an index."""
+    file = Path(folder) / (_FILE if rank is None else f"__{rank}{_FILE}")
+    untouched = [(cls, dict(vars(cls))) for cls in _CLASSES]
+    try:
+        with file.open("rb") as stream:
+            found = _MetadataUnpickler(stream, file).load()
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    except Exception as error:
+        raise ConfigError(f"{file} is damaged: it cannot be read ({error!r})") from None
+    finally:
+        changed = _restore(untouched)
+    if changed:
+        raise _refusal(file, f"to change the class {changed}")
+    _check_index(found, file)
+    if type(found.storage_meta) is not metadata.StorageMeta:
+        found.storage_meta = metadata.StorageMeta()
+    return found
+
+
+class DataReader(FileSystemReader):
+    """torch's reader of a checkpoint folder, with an index that is read as data, once."""
+
+    _index: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._index is None:
+            self._index = read_metadata(self.path, kwargs.get("rank"))
+        return self._index
+
+    def refuse_objects(self, names: Iterable[str]) -> None:
+        """ConfigError where the checkpoint has a pickled object in place of one of these tensors."""
+        stored = self.read_metadata().state_dict_metadata
+        for name in names:
+            if isinstance(stored.get(name), BytesStorageMetadata):
+                file = Path(self.path) / _FILE
+                raise ConfigError(
+                    f"{file}: {name} is stored as a pickled object and not as a tensor"
+                )
+
+
+def load_object(stream: Any, file: str | os.PathLike, **options: Any) -> Any:
+    """`torch.load` of tensors and plain containers; ConfigError where the file asks for more."""
+    try:
+        return torch.load(stream, weights_only=True, **options)
+    except pickle.UnpicklingError as error:
+        raise _refusal(Path(file), f"to load more than tensors: {_cause(error)}") from None
+
+
+@contextmanager
+def plain_refusals() -> Iterator[None]:
+    """Raise a refusal as itself, out of the exception torch collects those of all ranks in."""
+    try:
+        yield
+    except CheckpointException as error:
+        for failure in error.failures.values():
+            if isinstance(failure[0], ConfigError):
+                raise failure[0] from None
+        raise
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BufferedReader, file: Path) -> None:
+        super().__init__(stream)
+        self._file = file
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise _refusal(self._file, f"for {module}.{name}")
+        return _ALLOWED[module, name]
+
+
+def _path(*parts: str) -> str:
+    """Stand in for pathlib.PosixPath: where a checkpoint was once written to is not used."""
+    return os.path.join(*parts) if parts else ""
+
+
+def _layout(name: str) -> torch.layout:
+    layouts = {str(value): value for value in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
+    return layouts[name]
+
+
+def _member(cls: type[Enum], name: str) -> Enum:
+    """Stand in for builtins.getattr, by which Python 3.11.0 to 3.11.3 pickle a member of an Enum."""
+    if cls not in _ENUMS:
+        raise pickle.UnpicklingError("builtins.getattr of something else than an Enum")
+    return cls[name]
+
+
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(cls.__module__, cls.__qualname__): cls for cls in _CLASSES},
+    **{("torch", key): value for key, value in vars(torch).items() if type(value) is torch.dtype},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "getattr"): _member,
+    **{(module, "PosixPath"): _path for module in ("pathlib", "pathlib._local")},
+    # megatron-core before 0.16 had classes of its own for the index and the plans in it.
+    (_MEGATRON, "MCoreMetadata"): Metadata,
+    (_MEGATRON, "MCoreSavePlan"): planner.SavePlan,
+}
+
+
+def _restore(untouched: list[tuple[type, dict[str, Any]]]) -> str | None:
+    """Undo what a pickle did to the classes themselves, and return the name of one it changed.
+
+    The opcode that fills in an object's attributes also takes a class for an object.
+    """
+    changed = None
+    for cls, before in untouched:
+        now = dict(vars(cls))
+        for key in now.keys() | before.keys():
+            if key not in before:
+                delattr(cls, key)
+            elif now.get(key) is not before[key]:
+                setattr(cls, key, before[key])
+            else:
+                continue
+            changed = f"{cls.__module__}.{cls.__qualname__}"
+    return changed
+
+
+def _check_index(found: Any, file: Path) -> None:
+    if type(found) is not Metadata or not isinstance(found.state_dict_metadata, dict):
+        raise ConfigError(f"{file} is not the index of a checkpoint")
+    for key, value in found.state_dict_metadata.items():
+        if type(key) is not str or type(value) not in (TensorStorageMetadata, BytesStorageMetadata):
+            raise ConfigError(f"{file} is not the index of a checkpoint: it has {value!r:.80}")
+    for place in (found.storage_data or {}).values():
+        name = getattr(place, "relative_path", None)
+        if type(name) is not str or os.path.isabs(name) or ".." in Path(name).parts:
+            raise _refusal(file, f"to read the file {name!r:.80}, outside its folder")
+
+
+def _refusal(file: Path, wish: str) -> ConfigError:
+    return ConfigError(
+        f"{file} asks {wish}. No checkpoint needs that, and it could run code here: nothing was "
+        "loaded. Load checkpoints of your own runs, or weights as safetensors"
+    )
+
+
+def _cause(error: Exception) -> str:
+    """The sentence of torch's message that names the class; the rest tells how to allow it."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if "GLOBAL" in line or "global" in line), lines[0]).rstrip(
+        "."
+    )
