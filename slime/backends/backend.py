@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from slime.backends.step import StepResult
 from slime.utils.errors import UserError
+from slime.utils.export_folder import ExportInfo
 from slime.utils.types import ParallelInfo, RolloutBatch, TrainBatch
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ class Backend(ABC):
         """(Hugging Face name, whole tensor) lists of at most --update-weight-buffer-size bytes each."""
 
     @abstractmethod
-    def export_hf(self, path: str) -> None:
-        """Write the current weights as a Hugging Face folder."""
+    def export_hf(self, path: str, info: ExportInfo | None = None) -> None:
+        """Write the current weights as a Hugging Face folder, marked with `info`."""
 
     @abstractmethod
     def drop_gradients(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime.backends.weight_sync.disk import copy_model_files
+from slime.utils.export_folder import ExportInfo, begin_export, commit_export, discard_export
 
 FILE_BYTES = 4 << 30
 
@@ -17,27 +18,47 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 def write_hf_folder(
-    path: str, source: str, dtype: torch.dtype, buckets: Iterable[Bucket], *, writes: bool
+    path: str,
+    source: str,
+    dtype: torch.dtype,
+    buckets: Iterable[Bucket],
+    *,
+    writes: bool,
+    info: ExportInfo | None = None,
+    quantized: bool = True,
 ) -> None:
     """One file per bucket; config, tokenizer and the like are copied from `source`.
 
-    Every rank calls it, as gathering the buckets takes all of them; one writes.
+    Every rank calls it, as gathering the buckets takes all of them; one writes. The folder gets its name
+    when it is complete. With `quantized` off its config says of no quantization, whatever `source` has.
     """
-    folder = Path(path)
-    if writes:
-        folder.mkdir(parents=True, exist_ok=True)
-        copy_model_files(Path(source), folder)
+    if not writes:
+        for _ in buckets:
+            pass
+        return
+    try:
+        _write_files(begin_export(path), source, dtype, buckets, quantized=quantized)
+        commit_export(path, info or ExportInfo())
+    except BaseException:
+        discard_export(path)
+        raise
+
+
+def _write_files(
+    folder: Path, source: str, dtype: torch.dtype, buckets: Iterable[Bucket], *, quantized: bool
+) -> None:
+    copy_model_files(Path(source), folder)
     weight_map: dict[str, str] = {}
     total = 0
     for number, bucket in enumerate(buckets):
-        if writes:
-            file = f"model-{number + 1:05d}.safetensors"
-            tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket}
-            save_file(_unshared(tensors), folder / file, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(tensors, file))
-            total += sum(tensor.nbytes for tensor in tensors.values())
-    if writes:
-        _write_index(folder, weight_map, total, dtype)
+        file = f"model-{number + 1:05d}.safetensors"
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket}
+        save_file(_unshared(tensors), folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, file))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    _correct_config(folder / "config.json", dtype, quantized=quantized)
 
 
 def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -48,10 +69,10 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def _write_index(folder: Path, weight_map: dict[str, str], total: int, dtype: torch.dtype) -> None:
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    config = json.loads((folder / "config.json").read_text())
+def _correct_config(path: Path, dtype: torch.dtype, *, quantized: bool) -> None:
+    config = json.loads(path.read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if not quantized:
+        config.pop("quantization_config", None)
+    path.write_text(json.dumps(config, indent=2) + "\n")

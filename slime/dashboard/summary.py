@@ -9,6 +9,7 @@ from slime.dashboard import names
 from slime.dashboard.format import count, duration, score
 from slime.dashboard.report import REPORT_FILE
 from slime.dashboard.run_data import RunData, read_run
+from slime.utils.export_folder import export_info
 from slime.utils.printable import safe_text
 from slime.utils.run_folder import CONFIG_FILE
 
@@ -68,7 +69,7 @@ def _next_commands(run: RunData) -> list[str]:
 def _use(run: RunData) -> str:
     export = run.config.get("save_hf")
     folder = Path(export.format(rollout_id=_last_rollout(run)) if export else run.run_dir / "hf")
-    if (folder / "config.json").exists():
+    if export_info(folder):
         return f"slime engine --model-path {_path(folder)} --port 30000"
     return f"slime report {_path(run.run_dir)}"
 

@@ -31,6 +31,7 @@ from slime.utils.arguments import Args
 from slime.utils.env import read_env, set_env
 from slime.utils.errors import UserError
 from slime.utils.exit_status import add_advice
+from slime.utils.export_folder import ExportInfo, export_info, mark_outdated, recover_export
 from slime.utils.load_function import load_function
 from slime.utils.logging import setup_logging
 from slime.utils.run_folder import hold_folder, hold_run_folder, open_run_folder
@@ -68,6 +69,7 @@ class Run:
             if not self.complete:
                 with self.recorder.phase("start"):
                     self._start()
+                self._complete_export()
         except BaseException as error:
             self._add_advice(error)
             self._stop()
@@ -127,7 +129,8 @@ class Run:
     def _nothing_left(self) -> bool:
         """Whether nothing is left to train, to evaluate or to export, so that no process has to start."""
         done = self.start_rollout_id >= self.args.num_rollout
-        return done and not self.args.save_hf and not self._lacks_eval(self.start_rollout_id - 1)
+        missing = self._lacks_export() or self._lacks_eval(self.start_rollout_id - 1)
+        return done and not missing
 
     def save_if_due(self, rollout_id: int, *, stopping: bool = False) -> None:
         """A checkpoint every `--save-interval` rollouts and after the last one.
@@ -138,9 +141,9 @@ class Run:
         due = last or self.due(self.args.save_interval, rollout_id)
         if due:
             with self.recorder.phase("save"):
-                self._checkpoints.save(rollout_id, self.actor, self.rollout)
-        if last or (due and "{rollout_id" in (self.args.save_hf or "")):
-            self._export_hf()
+                self._save(rollout_id)
+        if last or (due and self._exports_each):
+            self._export_hf(rollout_id)
 
     def log(self, rollout_id: int) -> None:
         self.recorder.log(rollout_id)
@@ -234,8 +237,8 @@ class Run:
             with self.recorder.phase("save"):
                 self.rollout.stop_engines()
                 self.actor.wake_up()
-                self._checkpoints.save(last, self.actor, self.rollout)
-            self._export_hf()
+                self._save(last)
+            self._export_hf(last)
 
     def _can_save_after(self, error: Exception) -> bool:
         """Whether the trainer still holds exactly the state after the last training step, and answers."""
@@ -254,16 +257,51 @@ class Run:
             reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
             self.recorder.message(f"warning: the last rollout could not be saved: {reason}")
 
-    def _export_hf(self) -> None:
+    def _save(self, rollout_id: int) -> None:
+        """Write a checkpoint; an export of an earlier training on the same rollout no longer counts."""
         if self.args.save_hf:
-            path = Path(self.args.save_hf.format(rollout_id=self.actor.last_trained))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with self.recorder.phase("save"):
-                self._write_hf(str(path))
+            mark_outdated(self._export_path(rollout_id), rollout_id)
+        self._checkpoints.save(rollout_id, self.actor, self.rollout)
 
-    def _write_hf(self, path: str) -> None:
+    def _complete_export(self) -> None:
+        """Export the checkpoint this run continues, where an earlier start did not live to do it.
+
+        That is due for the last rollout, and for each where exports have folders of their own.
+        """
+        saved = self._checkpoints.loaded_rollout_id
+        if saved is not None and self._lacks_export():
+            path = self._export_path(saved)
+            self.recorder.message(f"writing --save-hf {path}: it does not hold rollout {saved} yet")
+            self._export_hf(saved)
+
+    def _lacks_export(self) -> bool:
+        saved = self._checkpoints.loaded_rollout_id
+        if not self.args.save_hf or self.args.debug_rollout_only or saved is None:
+            return False
+        recover_export(self._export_path(saved))
+        info = export_info(self._export_path(saved))
+        is_last = saved + 1 >= self.args.num_rollout
+        return (is_last or self._exports_each) and (info is None or info.rollout_id != saved)
+
+    @property
+    def _exports_each(self) -> bool:
+        return "{rollout_id" in (self.args.save_hf or "")
+
+    def _export_path(self, rollout_id: int) -> Path:
+        assert self.args.save_hf is not None
+        return Path(self.args.save_hf.format(rollout_id=rollout_id))
+
+    def _export_hf(self, rollout_id: int) -> None:
+        if self.args.save_hf:
+            path = self._export_path(rollout_id)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            run_dir = str(Path(self.args.run_dir).resolve())
+            with self.recorder.phase("save"):
+                self._write_hf(str(path), ExportInfo(rollout_id=rollout_id, run_dir=run_dir))
+
+    def _write_hf(self, path: str, info: ExportInfo) -> None:
         try:
-            self.actor.export_hf(path)
+            self.actor.export_hf(path, info)
         except (BrokenRunError, UserError):
             raise
         except Exception as error:

@@ -10,6 +10,7 @@ from slime.rollout.hooks import check_hooks
 from slime.utils.arguments import Args
 from slime.utils.data import check_prompts
 from slime.utils.earlier_runs import name_owner
+from slime.utils.errors import ConfigError
 from slime.utils.flags.derive import ASYNC_ROLLOUT, PLAIN_ROLLOUT
 from slime.utils.preflight import (
     check_chat_template,
@@ -37,6 +38,11 @@ def check_outputs(args: Args) -> None:
     if args.save_hf and not args.debug_rollout_only:
         folder = Path(args.save_hf.format(rollout_id=0))
         check_writable(folder if folder.is_file() else folder.parent, "--save-hf")
+        if folder.is_mount():
+            raise ConfigError(
+                f"--save-hf {folder} is a mount point, which an export cannot replace: name a folder "
+                f"inside it, such as {folder / 'hf'}"
+            )
     name_owner(args)
 
 

@@ -12,6 +12,7 @@ from slime.ray.recorder import Recorder
 from slime.ray.rollout_group import RolloutGroup
 from slime.utils.arguments import Args
 from slime.utils.errors import UserError
+from slime.utils.export_folder import ExportInfo
 from slime.utils.sync_http import HttpError
 from slime.utils.types import EngineInfo
 
@@ -195,8 +196,8 @@ class TrainGroup:
         if self._critic:
             self._critic.all("wait_save")
 
-    def export_hf(self, path: str) -> None:
-        self._actor.all("export_hf", path)
+    def export_hf(self, path: str, info: ExportInfo) -> None:
+        self._actor.all("export_hf", path, info)
 
     def stop(self) -> None:
         self._actor.stop()

@@ -2,9 +2,13 @@
 
 import os
 import signal
+import time
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from slime.utils.export_folder import export_info
 from tests.e2e import gates, runs
 
 ROLLOUTS = 5
@@ -79,3 +83,42 @@ def test_sigterm_saves_and_the_rest_is_continued_bitwise(tiny_model, tiny_data, 
     status, output = runs.run(words)
     assert status == 0, output
     assert runs.learning(tmp_path / "run") == unbroken
+
+
+def test_killed_between_the_last_checkpoint_and_its_export_the_next_start_exports(
+    tiny_model, tiny_data, tmp_path, unbroken_folder
+):
+    folder = tmp_path / "run"
+    options = {**flags(tmp_path, "run", tiny_data), "save_hf": folder / "hf"}
+    words = runs.command(tiny_model, tiny_data, folder, **options)
+    process, tracker = (
+        runs.start(words),
+        folder / "checkpoints" / "latest_checkpointed_iteration.txt",
+    )
+    while not (tracker.exists() and tracker.read_text().strip() == str(ROLLOUTS - 1)):
+        assert process.poll() is None, runs.finish(process)
+        time.sleep(0.0005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert export_info(folder / "hf") is None  # the kill came before it was complete
+    status, output = runs.run(words)
+    assert status == 0, output
+    info = export_info(folder / "hf")
+    assert info is not None and info.rollout_id == ROLLOUTS - 1
+    assert info.run_dir == str(folder.resolve())
+    assert f"slime engine --model-path {folder / 'hf'}" in output
+    _assert_same_weights(folder / "hf", unbroken_folder / f"hf_{ROLLOUTS - 1}")
+    assert not list(folder.glob("hf.*"))
+
+
+def _assert_same_weights(path, other):
+    ours, theirs = (
+        {
+            name: tensor
+            for file in folder.glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
+        for folder in (path, other)
+    )
+    assert ours.keys() == theirs.keys() and ours
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())

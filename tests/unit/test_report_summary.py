@@ -11,6 +11,7 @@ import pytest
 from slime.dashboard.report import write_report
 from slime.dashboard.summary import closing_lines
 from slime.utils.arguments import parse_args
+from slime.utils.export_folder import MARKER
 from slime.utils.run_folder import write_config
 from tests.args import make_args
 from tests.synthetic_run import write_run
@@ -50,6 +51,10 @@ def test_the_suggested_train_commands_parse(tmp_path: Path, with_export: bool):
     if with_export:
         (run_dir / "hf").mkdir()
         (run_dir / "hf" / "config.json").write_text("{}")
+        assert (
+            commands(closing_lines(run_dir))[0][1] == "report"
+        )  # an export that was never finished
+        (run_dir / "hf" / MARKER).write_text('{"rollout_id": 3, "run_dir": null}')
     use, carry_on, repeat = commands(closing_lines(run_dir))
     expected = ["engine", "--model-path", str(run_dir / "hf")] if with_export else ["report"]
     assert use[1 : 1 + len(expected)] == expected

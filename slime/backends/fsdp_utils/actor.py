@@ -28,6 +28,7 @@ from slime.backends.trained_names import trained_names
 from slime.backends.weight_sync import serving_dtype
 from slime.utils.checkpoint import find_checkpoint
 from slime.utils.device import current_device, device_type
+from slime.utils.export_folder import ExportInfo
 from slime.utils.packing import pack, unpack
 from slime.utils.types import RolloutBatch, TrainBatch
 
@@ -181,8 +182,8 @@ class FSDPTrainRayActor(TrainRayActor):
         room = None if self._weight_sync is None else self._weight_sync.room
         return hf_buckets(self.model, serving_dtype(self.args), size, keep=keep, room=room)
 
-    def export_hf(self, path: str) -> None:
-        export_hf(self.model, path, self.args.hf_checkpoint, serving_dtype(self.args))
+    def export_hf(self, path: str, info: ExportInfo | None = None) -> None:
+        export_hf(self.model, path, self.args.hf_checkpoint, serving_dtype(self.args), info)
 
     def drop_gradients(self) -> None:
         self.optimizer.drop_grads()

@@ -17,6 +17,7 @@ from slime.backends.fsdp_utils.gathering import (
 )
 from slime.backends.fsdp_utils.loading import ShardedModel
 from slime.backends.hf_folder import FILE_BYTES, Bucket, write_hf_folder
+from slime.utils.export_folder import ExportInfo
 from slime.utils.hf_views import hf_views, weight_dtype
 
 _AT_ONCE = 64  # parameters looked up together: the first bucket need not wait for all of them
@@ -76,12 +77,18 @@ def _wanted(model: ShardedModel, dtype: torch.dtype) -> Iterator[Wanted]:
         yield name, param, weight_dtype(hf, name, dtype) if floating else param.dtype
 
 
-def export_hf(model: ShardedModel, path: str, source: str, dtype: torch.dtype) -> None:
+def export_hf(
+    model: ShardedModel,
+    path: str,
+    source: str,
+    dtype: torch.dtype,
+    info: ExportInfo | None = None,
+) -> None:
     """Write a folder that `from_pretrained` and every engine can load; rank 0 writes it.
 
     Config, tokenizer and the like are copied from `source`, the weights go out file by file.
     """
     writes = dist.get_rank() == 0
     buckets = hf_buckets(model, dtype, FILE_BYTES, keep=writes)
-    write_hf_folder(path, source, dtype, buckets, writes=writes)
+    write_hf_folder(path, source, dtype, buckets, writes=writes, info=info)
     dist.barrier()

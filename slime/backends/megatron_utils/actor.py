@@ -24,6 +24,7 @@ from slime.backends.weight_sync import serving_dtype
 from slime.utils import hook_types
 from slime.utils.checkpoint import find_checkpoint, read_meta
 from slime.utils.device import current_device
+from slime.utils.export_folder import ExportInfo
 from slime.utils.load_function import load_function
 from slime.utils.packing import join_slices, pack, unpack
 from slime.utils.types import RolloutBatch, TrainBatch
@@ -289,11 +290,12 @@ class MegatronTrainRayActor(TrainRayActor):
     def hf_buckets(self) -> Iterator[HFBucket]:
         return self._updater.buckets()
 
-    def export_hf(self, path: str) -> None:
+    def export_hf(self, path: str, info: ExportInfo | None = None) -> None:
         writes, dtype = self.rank == 0, serving_dtype(self.args)
         buckets = hf_buckets(self.chunks, self._weights, FILE_BYTES, dtype=dtype, keep=writes)
         source = self.args.hf_checkpoint
-        write_hf_folder(path, source, dtype, chain(buckets, self._untrained(writes)), writes=writes)
+        everything = chain(buckets, self._untrained(writes))
+        write_hf_folder(path, source, dtype, everything, writes=writes, info=info)
         dist.barrier()
 
     def _untrained(self, wanted: bool) -> Iterator[HFBucket]:

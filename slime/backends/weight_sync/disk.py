@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from slime.backends.weight_sync.engine_client import EngineClient, on_all
 from slime.backends.weight_sync.types import Bucket
+from slime.utils.export_folder import MARKER
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
@@ -75,7 +76,7 @@ class DiskTransport:
 def copy_model_files(source: Path, target: Path) -> None:
     """Everything a checkpoint holds besides the weights: configuration, tokenizer, chat template."""
     for path in source.iterdir():
-        if path.is_file() and not path.name.endswith(_WEIGHT_FILES):
+        if path.is_file() and not path.name.endswith((*_WEIGHT_FILES, MARKER)):
             shutil.copy(path, target / path.name)
 
 

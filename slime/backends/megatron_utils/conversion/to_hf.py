@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +44,10 @@ def main(argv: list[str]) -> int:
             buckets = _buckets(units, stored, dtype, count)
             untrained = _untrained(weights, HfReader(options.origin_hf_dir))
             everything = _chain(buckets, untrained)
-            write_hf_folder(str(output), options.origin_hf_dir, dtype, everything, writes=True)
-    _drop_quantization(output / "config.json")
+            # The weights are written as they are, whatever the original was stored in.
+            write_hf_folder(
+                str(output), options.origin_hf_dir, dtype, everything, writes=True, quantized=False
+            )
     print(f"{output}: {config.model_type} of {source}")
     return 0
 
@@ -148,13 +149,6 @@ def _checkpoint(folder: str) -> Path:
     if not saved.rollout_ids():
         raise ConfigError(f"--input-dir: {folder} is no checkpoint and has no complete one in it")
     return saved.path(saved.rollout_ids()[-1])
-
-
-def _drop_quantization(path: Path) -> None:
-    """The weights are written as they are, whatever the original was stored in."""
-    config = json.loads(path.read_text())
-    if config.pop("quantization_config", None) is not None:
-        path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 class _Parser(argparse.ArgumentParser):
