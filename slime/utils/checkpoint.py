@@ -177,7 +177,8 @@ def check_share(path: str | Path, rank: int, world_size: int) -> str | None:
 
 def damaged(path: Path, what: str) -> ConfigError:
     """The sentence for a checkpoint, or a folder inside one, with the newest that is intact."""
-    root = path if _NAME.match(path.name) else path.parent
+    inside = _NAME.match(path.parent.name) and not _NAME.match(path.name)
+    root = path.parent if inside else path
     folder = CheckpointFolder(root.parent)
     others = [number for number in folder.rollout_ids() if folder.path(number) != root]
     intact = next((n for n in reversed(others) if _is_intact(folder.path(n))), None)

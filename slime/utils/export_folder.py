@@ -95,7 +95,8 @@ def _take_place(target: Path, partial: Path, replaced: Path) -> None:
 def _names(path: str | Path) -> tuple[Path, Path, Path]:
     """The export, the folder it is written into, and the one it replaces, on one file system."""
     target = Path(path).resolve()
-    return target, *(target.with_name(f"{target.name}.{end}") for end in ("tmp", "replacing"))
+    partial, replaced = (target.with_name(f"{target.name}.{end}") for end in ("tmp", "replacing"))
+    return target, partial, replaced
 
 
 def _is_ours(target: Path) -> bool:

@@ -2,13 +2,12 @@
 
 import os
 import signal
-import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.utils.export_folder import export_info
+from slime.utils.export_folder import ExportInfo, export_info
 from tests.e2e import gates, runs
 
 ROLLOUTS = 5
@@ -85,40 +84,54 @@ def test_sigterm_saves_and_the_rest_is_continued_bitwise(tiny_model, tiny_data, 
     assert runs.learning(tmp_path / "run") == unbroken
 
 
+_KILLER = """
+import os, pathlib, signal, sys
+
+plan = pathlib.Path(__file__).parent / "plan"
+
+def watch(event, values):
+    if event in ("os.mkdir", "os.rename") and str(values[0]).endswith("hf.tmp"):
+        first, *rest = plan.read_text().split() or [None]
+        if event == first:
+            plan.write_text(" ".join(rest))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(watch)
+"""
+
+
 def test_killed_between_the_last_checkpoint_and_its_export_the_next_start_exports(
-    tiny_model, tiny_data, tmp_path, unbroken_folder
+    tiny_model, tiny_data, tmp_path, unbroken_folder, monkeypatch
 ):
+    """The rank that exports is killed before it writes anything, then before it renames what it wrote."""
+    (tmp_path / "sitecustomize.py").write_text(_KILLER)
+    (tmp_path / "plan").write_text("os.mkdir os.rename")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     folder = tmp_path / "run"
     options = {**flags(tmp_path, "run", tiny_data), "save_hf": folder / "hf"}
     words = runs.command(tiny_model, tiny_data, folder, **options)
-    process, tracker = (
-        runs.start(words),
-        folder / "checkpoints" / "latest_checkpointed_iteration.txt",
-    )
-    while not (tracker.exists() and tracker.read_text().strip() == str(ROLLOUTS - 1)):
-        assert process.poll() is None, runs.finish(process)
-        time.sleep(0.0005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert export_info(folder / "hf") is None  # the kill came before it was complete
+    tracker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    for kills_left in ("os.rename", ""):
+        status, output = runs.run(words)
+        assert status == 1 and (tmp_path / "plan").read_text() == kills_left, output
+        assert int(tracker.read_text()) == ROLLOUTS - 1
+        assert export_info(folder / "hf") is None
+        assert "slime engine --model-path" not in output
     status, output = runs.run(words)
     assert status == 0, output
-    info = export_info(folder / "hf")
-    assert info is not None and info.rollout_id == ROLLOUTS - 1
-    assert info.run_dir == str(folder.resolve())
+    expected = ExportInfo(rollout_id=ROLLOUTS - 1, run_dir=str(folder.resolve()))
+    assert export_info(folder / "hf") == expected
     assert f"slime engine --model-path {folder / 'hf'}" in output
     _assert_same_weights(folder / "hf", unbroken_folder / f"hf_{ROLLOUTS - 1}")
     assert not list(folder.glob("hf.*"))
 
 
 def _assert_same_weights(path, other):
-    ours, theirs = (
-        {
-            name: tensor
-            for file in folder.glob("*.safetensors")
-            for name, tensor in load_file(file).items()
-        }
-        for folder in (path, other)
-    )
+    ours, theirs = (_weights(folder) for folder in (path, other))
     assert ours.keys() == theirs.keys() and ours
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def _weights(folder):
+    files = (load_file(file) for file in folder.glob("*.safetensors"))
+    return {name: tensor for tensors in files for name, tensor in tensors.items()}

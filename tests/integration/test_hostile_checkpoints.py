@@ -43,6 +43,9 @@ def attacks(backend: str, index: Path) -> dict[str, Callable[[Path, Path], None]
         found["common.pt"] = lambda path, marker: hostile.hostile_torch_file(
             path / "common.pt", marker
         )
+        found["zarr"] = lambda path, marker: (path / "metadata.json").write_text(
+            '{"sharded_backend": "zarr", "common_backend": "torch"}'
+        )
     return found
 
 
@@ -111,6 +114,7 @@ def test_megatron(tmp_path):
     _assert_refused(answers, tmp_path, "megatron")
     assert hostile.ASKED_FOR in answers["common.pt load"]
     assert str(tmp_path / "common.pt" / "common.pt") in answers["common.pt load"]
+    assert "in the format 'zarr'; slime reads torch_dist" in answers["zarr load"]
     for attack in ("index", "common.pt"):
         tool = ROOT / "tools" / "convert_torch_dist_to_hf.py"
         folders = f"--output-dir={tmp_path / 'out'}", f"--origin-hf-dir={model}"
@@ -157,3 +161,15 @@ def _stored_objects(rank: int, folder: str) -> str:
     with pytest.raises(UserError) as caught, plain_refusals():
         dist_checkpointing.load(entry(None), f"{folder}/hostile")
     return str(caught.value)
+
+
+def test_weights_of_a_model_folder_that_are_a_pickle(tmp_path):
+    """transformers reads pytorch_model.bin with weights_only; Megatron's reader takes safetensors alone."""
+    from slime.utils.fp8_checkpoint import load_causal_lm
+
+    model = make_tiny_checkpoint(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    hostile.hostile_torch_file(model / "pytorch_model.bin", tmp_path / "marker")
+    with pytest.raises(Exception, match=hostile.ASKED_FOR):
+        load_causal_lm(str(model))
+    assert not (tmp_path / "marker").exists()

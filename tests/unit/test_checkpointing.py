@@ -1,6 +1,10 @@
 """Saving a whole run: what a failed save leaves behind, and where a run starts."""
 
 import errno
+import multiprocessing
+import os
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -110,3 +114,41 @@ def test_an_empty_load_and_a_finished_run_are_said(tmp_path):
 def test_a_run_without_a_trainer_leaves_no_checkpoint(tmp_path):
     checkpointer(tmp_path, debug_rollout_only=True).save(0, Trainer(), Rollout())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_in_the_background_leaves_no_half_checkpoint(tmp_path):
+    class Full(Trainer):
+        def wait_save(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    checkpoints = checkpointer(tmp_path, async_save=True)
+    checkpoints.save(4, Trainer(), Rollout())
+    checkpoints.finish(Trainer())
+    checkpoints.save(9, Trainer(), Rollout())
+    with pytest.raises(UserError, match=r"rollout 9.*No space left.*iter_0000004.*--load"):
+        checkpoints.finish(Full())
+    assert find_checkpoint(str(tmp_path)) == tmp_path / "iter_0000004"
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("limit", [0, 4, 64])
+def test_no_room_for_any_file_of_a_commit_leaves_the_last_good_one(tmp_path, limit):
+    """The limit on the size of files stands for a full disk: every write beyond it fails."""
+    checkpointer(tmp_path).save(4, Trainer(), Rollout())
+    process = multiprocessing.get_context("fork").Process(target=_save, args=(tmp_path, limit))
+    process.start()
+    process.join()
+    assert process.exitcode == 3  # refused in words
+    assert find_checkpoint(str(tmp_path)) == tmp_path / "iter_0000004"
+    assert read_meta(tmp_path / "iter_0000004").rollout_id == 4
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def _save(folder: Path, limit: int) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        checkpointer(folder).save(9, Trainer(), Rollout())
+    except UserError:
+        os._exit(3)
+    os._exit(0)

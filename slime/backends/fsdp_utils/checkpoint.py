@@ -23,6 +23,7 @@ from slime.backends.checkpoint_check import FileCheck
 from slime.backends.checkpoint_reader import DataReader, load_object
 from slime.backends.fsdp_utils.loading import ShardedModel, zero_value_head
 from slime.backends.fsdp_utils.optimizer import ShardedAdamW
+from slime.utils.checkpoint import damaged
 from slime.utils.checkpoint_files import record_checksums
 from slime.utils.errors import UserError
 
@@ -136,7 +137,10 @@ def read_facts(path: str) -> CheckpointFacts:
     file = Path(path) / _FACTS
     if not file.exists():
         raise UserError(f"{path} is not a checkpoint of the FSDP trainer: it has no {_FACTS}")
-    return CheckpointFacts(**json.loads(file.read_text()))
+    try:
+        return CheckpointFacts(**json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise damaged(Path(path), f"{_FACTS} cannot be read ({error})") from None
 
 
 def is_checkpoint(path: str) -> bool:

@@ -32,8 +32,9 @@ from slime.backends.megatron_utils.checkpoint_keys import (
 from slime.backends.megatron_utils.layers.value_head import ValueHead
 from slime.backends.megatron_utils.mend import restrict_checkpoint_reading
 from slime.backends.megatron_utils.optimizer_state import load_optimizer_state, optimizer_state
+from slime.utils.checkpoint import damaged
 from slime.utils.checkpoint_files import record_checksums
-from slime.utils.errors import UserError
+from slime.utils.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.optimizer import MegatronAdamW
@@ -172,7 +173,23 @@ def read_facts(path: str | Path) -> CheckpointFacts:
         raise UserError(
             f"{path} is not a checkpoint of the Megatron trainer: it has no {_FACTS} with metadata.json"
         )
-    return CheckpointFacts(**json.loads(file.read_text()))
+    refuse_other_format(path)
+    try:
+        return CheckpointFacts(**json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise damaged(Path(path), f"{_FACTS} cannot be read ({error})") from None
+
+
+def refuse_other_format(path: str | Path) -> None:
+    """ConfigError unless metadata.json says torch_dist: megatron-core has readers of older formats."""
+    try:
+        found = json.loads((Path(path) / "metadata.json").read_text())["sharded_backend"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise damaged(Path(path), f"metadata.json cannot be read ({error!r})") from None
+    if found != "torch_dist":
+        raise ConfigError(
+            f"{path} is a checkpoint in the format {found!r:.40}; slime reads torch_dist"
+        )
 
 
 def is_checkpoint(path: str | Path) -> bool:

@@ -52,7 +52,7 @@ def _data_reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> Da
 
 def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: BytesIO) -> None:
     """What the planner of torch does, but for `weights_only`."""
-    from torch.distributed.checkpoint._nested_dict import set_element
+    from torch.distributed.checkpoint._traverse import set_element
 
     name = read_item.dest_index.fqn
     loaded = load_object(value, f"the checkpoint's object {name}")

@@ -17,11 +17,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from slime.backends.checkpoint_check import FileCheck
 from slime.backends.checkpoint_reader import plain_refusals
+from slime.backends.megatron_utils.checkpoint import refuse_other_format
 from slime.backends.megatron_utils.hf_weights.rules import canonical
-from slime.backends.megatron_utils.mend import restrict_checkpoint_reading
 from slime.utils.errors import UserError
-
-restrict_checkpoint_reading()
 
 _ALL_LAYERS = re.compile(r"^decoder\.layers\.(?!\d)")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -45,6 +43,7 @@ class StoredTensors:
         if not (Path(folder) / "metadata.json").is_file():
             raise UserError(f"{folder} is not a torch_dist checkpoint: it has no metadata.json")
         FileCheck()(folder)
+        refuse_other_format(folder)
         self._places: dict[str, _Place] = {}
         for key, tensor in dist_checkpointing.load_tensors_metadata(self._folder).items():
             if not key.startswith(("optimizer.", "chained_")) and "_extra_state" not in key:
