@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import subprocess
 import sys
@@ -156,8 +157,10 @@ def _stored_objects(rank: int, folder: str) -> str:
     with plain_refusals():
         loaded = dist_checkpointing.load(entry(None), f"{folder}/fine")
     assert torch.equal(loaded["x"], torch.ones(2))
-    with pytest.raises(UserError, match="TransformerEngine would run"):
-        _refuse_pickled_state({"model": {"linear._extra_state": torch.ones(2)}}, folder)
+    pickled = pickle.dumps(hostile.Payload(Path(folder, "marker")))
+    state = {"model": {"linear._extra_state": torch.tensor(list(pickled), dtype=torch.uint8)}}
+    with pytest.raises(UserError, match=f"linear._extra_state asks for {hostile.ASKED_FOR}"):
+        _refuse_pickled_state(state, folder)
     with pytest.raises(UserError) as caught, plain_refusals():
         dist_checkpointing.load(entry(None), f"{folder}/hostile")
     return str(caught.value)

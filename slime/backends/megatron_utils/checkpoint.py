@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from slime.backends.checkpoint_check import FileCheck
-from slime.backends.checkpoint_reader import load_object, plain_refusals
+from slime.backends.checkpoint_reader import check_extra_state, load_object, plain_refusals
 from slime.backends.megatron_utils.checkpoint_keys import (
     drop_extra_state,
     use_stored_keys,
@@ -284,15 +284,12 @@ def _refuse_other_optimizer(state: dict[str, Any], path: str | Path, stored: Sha
 
 
 def _refuse_pickled_state(loaded: dict[str, Any], path: str | Path) -> None:
-    """TransformerEngine unpickles the `_extra_state` of its modules, which only FP8 recipes fill."""
+    """TransformerEngine unpickles the `_extra_state` of its modules, which FP8 recipes fill."""
     for key, value in loaded.items():
         if isinstance(value, dict):
             _refuse_pickled_state(value, path)
         elif key.endswith("_extra_state") and isinstance(value, torch.Tensor) and value.numel():
-            raise UserError(
-                f"{path}: {key} is a pickled object that TransformerEngine would run: nothing was "
-                "loaded. Convert the weights with tools/convert_torch_dist_to_hf.py, which leaves it out"
-            )
+            check_extra_state(value.cpu().numpy().tobytes(), f"{path}, {key}")
 
 
 def _tensors(state: Any) -> Iterator[ShardedTensor]:
