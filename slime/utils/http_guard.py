@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from aiohttp import web
@@ -266,11 +267,13 @@ def _allow_files(wanted: int) -> int:
     return max(soft, 2 * _SPARE_FILES)
 
 
+@lru_cache(maxsize=256)
 def _is_own_name(host: str, bound_host: str) -> bool:
     name = host.rpartition("]")[0][1:] if host.startswith("[") else host.partition(":")[0]
     return name.lower() in ("localhost", bound_host.lower()) or _is_loopback(name)
 
 
+@lru_cache(maxsize=256)
 def _is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True
