@@ -11,6 +11,7 @@ import pytest
 
 import slime
 from slime.backends.sglang_utils.external import find_external, normalise, version_warning
+from slime.utils.engine_keys import remember_key
 from slime.utils.errors import UserError
 from slime.utils.types import EngineInfo
 from tests.engines import engine_server
@@ -61,6 +62,9 @@ def test_an_engine_of_another_size(server, tmp_path):
 
 def test_one_engine_by_two_names(model, server):
     other = server.url.replace("127.0.0.1", "localhost")
+    with pytest.raises(UserError, match="the engine wants its key: set SLIME_ENGINE_TOKEN"):
+        find_external(external(model, server.url, other))
+    remember_key([other], server.token)
     with pytest.raises(UserError, match=rf"{server.url} and {other} are the same engine"):
         find_external(external(model, server.url, other))
 
