@@ -3,8 +3,8 @@
 #   docker run --rm --gpus all --shm-size=8g slime                        the quickstart, on the GPU
 #   docker run --rm --gpus all --shm-size=8g -v $PWD/runs:/slime/runs slime slime train ...
 # Runs as the user slime (uid 1000). --rm-type code and other graders run programs in bubblewrap, which needs
-# user namespaces: add --security-opt seccomp=unconfined --security-opt apparmor=unconfined where Docker's
-# default profiles refuse them; `slime doctor` inside says whether they work.
+# user namespaces and a /proc of its own: add --security-opt seccomp=unconfined --security-opt apparmor=unconfined
+# --security-opt systempaths=unconfined where Docker's defaults refuse them; `slime doctor` inside tells.
 # torch's CUDA build brings the CUDA libraries along; the host needs the NVIDIA driver and the NVIDIA
 # Container Toolkit. gcc is there because Triton compiles a small launcher at first use.
 #

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from slime.utils import machine
+from slime.utils.errors import UserError
 from slime.utils.requirements import allows, requirement_of
 
 GIB = 2**30
@@ -114,6 +115,7 @@ def examine(folder: str | Path = ".") -> list[Check]:
             "Megatron uses slime's own layers",
             f"{_pip()} install --no-build-isolation 'transformer_engine[pytorch]'",
         ),
+        check_bubblewrap(),
         check_ports(),
         check_shared_memory(),
         check_disk(Path(folder)),
@@ -229,6 +231,25 @@ def check_extra(package: str, name: str, without: str, command: str = "") -> Che
         advice = f"slime is tested with {wanted}: {command}"
         return Check(name=name, status="warning", found=version, advice=advice, needed=False)
     return Check(name=name, status="ok", found=version, needed=False)
+
+
+def check_bubblewrap() -> Check:
+    """The sandbox for programs that a model wrote, tried by running one."""
+    from slime.rollout.sandbox import bubblewrap_version, check_sandbox
+
+    try:
+        check_sandbox()
+    except UserError as error:
+        version = bubblewrap_version()
+        found = f"{version}, but no sandbox" if version else "not installed"
+        return Check(
+            name="bubblewrap",
+            status="missing",
+            found=f"{found} (optional); needed by --rm-type code and tools that run programs",
+            advice=str(error),
+            needed=False,
+        )
+    return Check(name="bubblewrap", status="ok", found=bubblewrap_version(), needed=False)
 
 
 def check_ports() -> Check:

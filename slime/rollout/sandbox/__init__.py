@@ -12,6 +12,7 @@ unless the user asks for it (`--allow-unsandboxed-code`).
 
 from __future__ import annotations
 
+from slime.rollout.sandbox.bubblewrap import bubblewrap_version
 from slime.rollout.sandbox.checks import check_sandbox
 from slime.rollout.sandbox.episode import Sandbox, SandboxEnded
 from slime.rollout.sandbox.limits import Limits, RunResult
@@ -28,6 +29,7 @@ __all__ = [
     "Sandbox",
     "SandboxEnded",
     "SandboxProcess",
+    "bubblewrap_version",
     "check_isolation",
     "check_sandbox",
     "run_python",

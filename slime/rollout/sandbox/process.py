@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from slime.rollout.sandbox.bubblewrap import find_bwrap
 from slime.rollout.sandbox.limits import Limits
 from slime.rollout.sandbox.seccomp import build_filter
-from slime.rollout.sandbox.view import WORK, bwrap_arguments, find_bwrap, shown_paths
+from slime.rollout.sandbox.view import WORK, bwrap_arguments, shown_paths
 
 # By path, without slime and site-packages on the way: a supervisor starts in milliseconds.
 _SUPERVISOR = f"""import sys

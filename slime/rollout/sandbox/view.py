@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import site
 import sys
 from collections.abc import Iterable, Mapping
@@ -174,14 +173,3 @@ class _Layout:
 
     def _visible(self, path: Path) -> bool:
         return _covered(path, self._mounted) and not _covered(path, self._hidden)
-
-
-def find_bwrap() -> str:
-    """Return the path of bubblewrap, or raise a UserError that says how to get it."""
-    path = shutil.which("bwrap")
-    if path is None:
-        raise UserError(
-            "programs of the model run in bubblewrap, which is not installed: "
-            "apt-get install bubblewrap (or dnf install bubblewrap)"
-        )
-    return path

@@ -157,8 +157,8 @@ class Reward:
     rm_url: str | None = flag(None, "address that remote_rm posts to")
     allow_unsandboxed_code: bool = flag(
         False,
-        "run programs of the model and graders also where the system allows no namespaces, with "
-        "limits of time and memory only",
+        "run programs of the model and graders without a sandbox, with limits of time and memory "
+        "only",
     )
     custom_rm_path: str | None = flag(
         None, "fn(args, sample) -> reward, async or not; with --group-rm fn(args, samples) -> list"
