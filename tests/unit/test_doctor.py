@@ -13,6 +13,7 @@ import pytest
 
 from slime import doctor
 from slime.doctor import Check, can_run_quickstart, main, print_checks
+from slime.rollout.sandbox import check_sandbox
 from slime.utils.machine import Gpu, package_version
 from slime.utils.requirements import allows, requirement_of
 
@@ -21,7 +22,7 @@ def test_every_row_is_there_and_each_that_is_not_ok_says_what_to_do():
     checks = {check.name: check for check in doctor.examine()}
     assert list(checks) == [
         *("System", "Python", "torch", "GPUs", "Ray", "transformers", "Other packages"),
-        *("SGLang", "Megatron-core", "TransformerEngine"),
+        *("SGLang", "Megatron-core", "TransformerEngine", "bubblewrap"),
         *("Ports", "Shared memory", "Disk", "Memory", "Cores"),
     ]
     assert all(check.advice for check in checks.values() if check.status != "ok")
@@ -111,3 +112,11 @@ def _children_s() -> float:
     """Processor time of the processes this one has waited for: a busy machine does not count."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def test_a_missing_bubblewrap_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    check_sandbox.cache_clear()
+    check = doctor.check_bubblewrap()
+    assert check.status == "missing" and not check.needed
+    assert "apt-get install bubblewrap" in check.advice
