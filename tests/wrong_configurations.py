@@ -362,6 +362,16 @@ BATCHES = [
         right="--rollout-temperature 1 --eval-temperature 0",
     ),
     Wrong(
+        what="a reward that does not exist",
+        flags="--rm-type maths",
+        right="--rm-type math",
+    ),
+    Wrong(
+        what="a reward that rows may choose and that does not exist",
+        flags="--allow-row-rm-types f2",
+        right="--allow-row-rm-types f1",
+    ),
+    Wrong(
         what="KL in the reward and in the loss",
         flags="--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1",
         right="--kl-coef 0 --use-kl-loss --kl-loss-coef 0.1",

@@ -36,6 +36,7 @@ for place in [sys.argv[0], "/dev/fd/3", "/proc/self/fd/3", "/program.py", __name
         text = open(place).read()
         for word in re.findall("[0-9a-f]{16}", text): print(word)
     except Exception: pass
+sys.stdout.flush()
 os._exit(0)
 """,
     "objects that are equal to everything": ALWAYS_EQUAL + """
@@ -161,9 +162,9 @@ def mean(x): return find()
 }  # fmt: skip
 
 
-def grade(program, tests):
+def grade(program, tests, args=ARGS):
     sample = Sample(response=f"```python\n{program}\n```", metadata={"tests": tests})
-    return run(async_rm(ARGS, sample))
+    return run(async_rm(args, sample))
 
 
 @pytest.mark.parametrize("program", ATTACKS.values(), ids=ATTACKS.keys())
@@ -175,6 +176,9 @@ def test_no_reward_for_programs_that_solve_nothing(program):
 def test_the_same_tests_pay_a_program_that_solves_them():
     right = "def add(a, b):\n    return a + b\ndef mean(x):\n    return sum(x) / len(x)"
     assert grade(right, TESTS) == 1.0
+    unsandboxed = make_args(rm_type="code", allow_unsandboxed_code=True)
+    assert grade(right, TESTS, unsandboxed) == 1.0
+    assert grade(right.replace("+", "-"), TESTS, unsandboxed) == 0.0
 
 
 @pytest.mark.parametrize(

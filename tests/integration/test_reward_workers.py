@@ -6,10 +6,14 @@ import json
 
 import pytest
 
+from slime.rollout.hooks import check_hooks
 from slime.rollout.rm_hub import async_rm
 from slime.rollout.rm_hub.workers import Workers
+from slime.rollout.sandbox import check_sandbox
+from slime.utils.errors import UserError
 from slime.utils.http import run
 from slime.utils.reasoning_tasks import MOST_ROWS, SEED
+from slime.utils.reward_types import REWARD_TYPES
 from slime.utils.types import Sample
 from tests.args import make_args
 
@@ -98,6 +102,20 @@ def test_a_worker_sees_no_environment_network_or_files(tmp_path, monkeypatch):
     found = run(scenario())
     assert "SLIME_TEST_SECRET" not in json.dumps(found["environment"])
     assert found["network"] is False and found["files"] == [] and found["uid"] != 0
+
+
+@pytest.mark.parametrize("name", [n for n, kind in REWARD_TYPES.items() if kind.sandboxed])
+def test_without_a_sandbox_a_type_that_needs_it_is_refused_at_the_start(
+    name, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no bubblewrap
+    check_sandbox.cache_clear()
+    for flags in ({"rm_type": name}, {"allow_row_rm_types": [name]}):
+        with pytest.raises(UserError, match="bubblewrap"):
+            check_hooks(make_args(**flags))
+        check_hooks(make_args(**flags, allow_unsandboxed_code=True))
+    check_hooks(make_args(rm_type="f1"))
+    check_sandbox.cache_clear()
 
 
 def test_one_answer_leaves_nothing_for_the_next(tmp_path):
