@@ -128,7 +128,7 @@ def _set_limits(settings: dict) -> None:
         resource.RLIMIT_FSIZE: settings["disk_bytes"], resource.RLIMIT_NOFILE: settings["open_files"],
     }  # fmt: skip
     if settings["cpu_s"] is not None:
-        limits[resource.RLIMIT_CPU] = math.ceil(settings["cpu_s"])
+        limits[resource.RLIMIT_CPU] = math.ceil(settings["cpu_s"]) + 1  # the meter comes first
     for which, value in limits.items():
         _, most = resource.getrlimit(which)
         value = value if most == resource.RLIM_INFINITY else min(value, most)
