@@ -34,6 +34,7 @@ from tests.chaos.table import print_row
 
 _MORE_STARTS = 4  # behind those that have a fault
 _LIMIT_S = 240.0  # of one start
+_LONGEST_WORK = 18  # of the 107 characters that a socket's path may have
 _DISK = "512m"
 _CLEAN = {"term": signal.SIGTERM, "hup": signal.SIGHUP}
 _STEP = re.compile(r"--ckpt-step (\d+)")
@@ -118,7 +119,7 @@ def run_seed(schedule: Schedule, inputs: Path, work: Path, *, keep: bool = False
 
 def undisturbed(mode: Mode, inputs: Path, work: Path) -> tuple[Folders, float]:
     """The run without faults, and the seconds of its loop; made once for this state of the code."""
-    root = work / "reference" / f"{mode.name}-{_code_version()}"
+    root = work / f"{mode.name}-{_code_version()}"
     folders, seconds = Folders(root=root), root / "seconds"
     if not seconds.exists():
         shutil.rmtree(root, ignore_errors=True)
@@ -348,7 +349,7 @@ def _code_version() -> str:
     ]
     for file in sorted(files):
         digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
-    return digest.hexdigest()[:12]
+    return digest.hexdigest()[:6]
 
 
 def _stamp() -> dict[str, str]:
@@ -365,11 +366,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.chaos.run", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", required=True, help='e.g. "0-39" or "7 9 100-120"')
     parser.add_argument("--mode", choices=list(MODES), help="this mode instead of the drawn one")
-    # Short, for Ray puts sockets below it, whose paths have at most 107 characters.
     parser.add_argument("--work", type=Path, default=Path("/tmp/slime-chaos"))
     parser.add_argument("--results", type=Path, help="default: results.jsonl in --work")
     parser.add_argument("--keep", action="store_true", help="keep the folders of good seeds, too")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if len(str(options.work)) > _LONGEST_WORK:
+        parser.error(f"--work: at most {_LONGEST_WORK} characters, Ray's sockets lie below it")
+    return options
 
 
 if __name__ == "__main__":
