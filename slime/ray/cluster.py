@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.ray import local_ray
-from slime.ray.last_words import Subject
+from slime.ray.run_monitor import RunFacts
 from slime.utils.arguments import Args
 from slime.utils.env import read_env
 from slime.utils.errors import UserError
@@ -30,18 +30,13 @@ def connect(say: Callable[[str], None] = lambda text: None) -> bool:
     """
     if ray.is_initialized():
         return False
+    log_messages_of_ray()
     if read_env().ray_address:
         context = join(read_env().ray_address or "auto", logging_level="warning")
         if context.dashboard_url:
             say(f"Ray dashboard: http://{context.dashboard_url}")
         return False
-    try:
-        local_ray.start()
-    except Exception as error:  # Ray raises it bare where its processes do not come up
-        raise UserError(
-            f"Ray could not be started here: {error} It writes to HOME ({Path.home()}) and to /tmp/ray: "
-            "both must be writable and have room; its logs are in /tmp/ray/session_latest/logs"
-        ) from error
+    local_ray.start()
     return True
 
 
@@ -72,18 +67,40 @@ def _knock(address: str) -> None:
                 raise OSError("no Ray head answers there, perhaps its dashboard: the head has 6379")
 
 
-def subject(args: Args, *, owns_ray: bool) -> Subject:
+def log_messages_of_ray() -> None:
+    """Have Ray's messages about dead workers and nodes written to the log, not to the terminal.
+
+    There they would come, in colours, before the sentence that says which process of the run it was.
+    """
+    worker = ray._private.worker
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = _log_message
+
+
+def _log_message(data: dict[str, Any], **options: Any) -> None:
+    text = "Ray: " + "\n".join(data["lines"])
+    record = logging.LogRecord(__name__, logging.INFO, __file__, 0, text, None, None)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
+
+
+def run_facts(args: Args) -> RunFacts:
     """What is to be known of this driver should it end without a word."""
-    context = ray.get_runtime_context()
-    return Subject(
+    return RunFacts(
         pid=os.getpid(),
         host=ray.util.get_node_ip_address(),
-        head=context.gcs_address,
-        raylet=ray._private.worker._global_node.raylet_socket_name,
-        owns_ray=owns_ray,
+        head=ray.get_runtime_context().gcs_address,
+        raylet=raylet_socket(),
+        own_ray=local_ray.processes(),
         save=args.save,
         load=args.load,
     )
+
+
+def raylet_socket() -> str:
+    """The path of the socket at which this node's raylet listens."""
+    return ray._private.worker._global_node.raylet_socket_name
 
 
 def actor_env(processes: int, *, token: str, several_nodes: bool) -> dict[str, str]:

@@ -11,12 +11,15 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 
+from slime.ray.ray_processes import RayProcess
 from slime.utils.env import read_env
 
 logger = logging.getLogger(__name__)
 
 _KNOCK_S = 5.0
+_PROCESS_POLL_S = 0.1
 _KNOCKS = 6  # while Ray's patience lasts
 
 
@@ -54,3 +57,22 @@ class HeadWatch:
         logger.error("Ray's head at %s is silent for %.0f s: ending", self._address, patience)
         if not self._stopped.is_set():
             os._exit(1)  # whatever the other threads wait for will not come
+
+
+class ProcessWatch:
+    """Calls `on_death` once, from a thread, with the first of these processes that is gone."""
+
+    def __init__(self, processes: list[RayProcess], on_death: Callable[[RayProcess], None]):
+        self._processes, self._on_death = processes, on_death
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, name="process-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_PROCESS_POLL_S):
+            for process in self._processes:
+                if not process.running():
+                    self._on_death(process)
+                    return

@@ -1,4 +1,8 @@
-"""A Ray of this run's own on this machine, with no more processes and imports than the run needs.
+"""A Ray of this run's own on this machine: private, in a session of its own, with few processes.
+
+Its sockets listen on 127.0.0.1 only and take a token that is made for it; token, session folder and logs
+lie in a folder that no other user can enter. Signals to the driver's process group do not reach it, and
+its processes end with the driver (ray_processes.py).
 
 A Python process that imports Ray costs half a second of a core. Ray would start three of them that serve a
 cluster of many users, and each actor with variables of its own by way of one more.
@@ -6,18 +10,25 @@ cluster of many users, and each actor with variables of its own by way of one mo
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import node, ray_constants, utils
+from ray._private import node, ray_constants, services, utils
 
-from slime.utils.env import looks_secret, set_env
+from slime.ray.private_folder import PrivateFolder
+from slime.ray.ray_processes import Keeper, RayProcess
+from slime.utils.env import looks_secret, replace_env, set_env
+from slime.utils.errors import UserError
 from slime.utils.machine import available_memory
 
+_FIRST_WITH_TOKENS = (2, 52)
+_LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 2 * 1024**3
 _LEAST_OBJECT_STORE_BYTES = 128 * 1024**2
 # Started at once; by default as many as num_cpus, one after another here.
@@ -37,31 +48,115 @@ _LATE_VARIABLES = {
 }
 
 _address: str | None = None  # of its head
+_own: _LocalRay | None = None
+
+
+class _LocalRay:
+    """What must be undone when this run's Ray is stopped."""
+
+    def __init__(self) -> None:
+        self.folder = PrivateFolder()
+        self.keeper = Keeper(self.folder.path)
+        self._before = replace_env(
+            {
+                "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN": None,  # would come before the file
+                "RAY_AUTH_TOKEN_PATH": str(self.folder.token_path),
+            }
+        )
+        _read_authentication_again()
+
+    def close(self) -> None:
+        """Wait until its processes have ended and its folder is removed."""
+        self.keeper.close()
+        self.folder.close()
+        replace_env(self._before)
+        _read_authentication_again()
 
 
 def start() -> None:
-    """It ends with `stop`, or half a second after this process."""
-    global _address
-    with _only_needed():
-        ray.init(
-            address="local",
-            num_cpus=1,  # slots on the CPU are processes, not cores: see placement_group.py
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-            object_store_memory=_object_store_bytes(),
-            _system_config={
-                "prestart_worker_first_driver": False,  # idle workers would only slow the start
-                "worker_maximum_startup_concurrency": _WORKERS_AT_ONCE,
-                "raylet_client_connect_timeout_milliseconds": _CONNECT_EVERY_MS,
-                "raylet_client_num_connect_attempts": _CONNECT_TRIES,
-            },
-        )
+    """Start it and connect to it. It ends with `stop`, or within seconds of this process."""
+    global _address, _own
+    check_version(ray.__version__)
+    _own = own = _LocalRay()
+    try:
+        with _only_needed(own.keeper):
+            ray.init(
+                address="local",
+                num_cpus=1,  # slots on the CPU are processes, not cores: see placement_group.py
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="error",
+                object_store_memory=_object_store_bytes(),
+                _temp_dir=str(own.folder.ray_path),
+                _system_config={
+                    "prestart_worker_first_driver": False,  # idle workers would only slow the start
+                    "worker_maximum_startup_concurrency": _WORKERS_AT_ONCE,
+                    "raylet_client_connect_timeout_milliseconds": _CONNECT_EVERY_MS,
+                    "raylet_client_num_connect_attempts": _CONNECT_TRIES,
+                },
+            )
+        _check_private()
+    except Exception as error:  # Ray raises it bare where its processes do not come up
+        logs = own.folder.keep_logs()
+        stop()
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"Ray could not be started here: {error} It writes to {logs.parent} (TMPDIR) and to /dev/shm: "
+            f"both must be writable and have room; its logs are in {logs}"
+        ) from error
     _address = ray.get_runtime_context().gcs_address
 
 
 def stop() -> None:
+    """Stop it; afterwards none of its processes and files are left.
+
+    A Ray that has lost its GCS or raylet would keep a caller waiting for a minute: the keeper ends it
+    after this process.
+    """
+    global _address, _own
+    if dead_process() is not None:
+        return
     ray.shutdown()
+    if _own is not None:
+        _own.close()
+    _address = _own = None
+
+
+def processes() -> list[RayProcess]:
+    """Return the GCS and the raylet of this run's own Ray; none of a cluster that was joined."""
+    return _own.keeper.processes if _own is not None else []
+
+
+def dead_process() -> RayProcess | None:
+    """Return the GCS or the raylet of this run's own Ray if it is gone while it is needed."""
+    return next((process for process in processes() if not process.running()), None)
+
+
+def leave_at_exit(first: Callable[[], None]) -> None:
+    """Have this process end with status 1 as soon as it exits, without Ray's own exit handler.
+
+    That handler would wait for the lost process. `first` is called before.
+    """
+    atexit.register(_leave, first)
+
+
+def _leave(first: Callable[[], None]) -> None:
+    first()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def check_version(installed: str) -> None:
+    """Refuse a Ray that lets everybody who reaches its ports run code."""
+    release = tuple(int(part) for part in installed.split(".")[:2])
+    if release < _FIRST_WITH_TOKENS:
+        raise UserError(
+            f"Ray {installed} has no token authentication: anybody who reaches its ports could run code as "
+            'you. Install a newer one: pip install -U "ray[default]>=2.52"'
+        )
 
 
 def take_variables(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -98,21 +193,54 @@ def _is_connected() -> bool:
 
 
 @contextmanager
-def _only_needed() -> Iterator[None]:
-    """Inside, a head is started without what Ray has no option to leave out: the autoscaler, the reader of
-    log files for `log_to_driver`, the server of the dashboard (with `include_dashboard=False` it gathers
-    statistics) and the HTTP side of the dashboard's agent."""
+def _only_needed(keeper: Keeper) -> Iterator[None]:
+    """Start a head inside in the way Ray has no option for.
+
+    Left out are the autoscaler, the reader of log files for `log_to_driver`, the server of the dashboard
+    (with `include_dashboard=False` it gathers statistics) and the HTTP side of the dashboard's agent. Its
+    sockets listen on loopback, as Ray's on macOS do. Its processes lead sessions of their own.
+    """
     with ExitStack() as undo:
         for owner, name, replacement in (
             (node.Node, "start_monitor", _nothing),
             (node.Node, "start_log_monitor", _nothing),
             (node.Node, "start_api_server", _say_no_dashboard),
             (utils, "get_dashboard_dependency_error", lambda: ImportError("not wanted")),
+            (ray_constants, "ENABLE_RAY_CLUSTER", False),
+            (services, "ConsolePopen", _in_own_session(keeper)),
         ):
             if name in vars(owner):  # a Ray that has it no more starts what it likes
                 undo.callback(setattr, owner, name, vars(owner)[name])
                 setattr(owner, name, replacement)
         yield
+
+
+def _in_own_session(keeper: Keeper) -> type:
+    """Return a Popen for Ray's processes: signals to the driver's process group do not reach them."""
+
+    class Popen(services.ConsolePopen):
+        def __init__(self, command: list[str], **options: Any):
+            super().__init__(command, start_new_session=True, **options)
+            keeper.add(Path(command[0]).name, self.pid)
+
+    return Popen
+
+
+def _read_authentication_again() -> None:
+    """Have Ray's C++ side read RAY_AUTH_* again, which it keeps from the first use on."""
+    ray._raylet.Config.initialize("")
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _check_private() -> None:
+    """Refuse to go on where this version of Ray did not do as it was told."""
+    mode = ray._raylet.get_authentication_mode()
+    address = ray.util.get_node_ip_address()
+    if mode != ray._raylet.AuthenticationMode.TOKEN or address != _LOOPBACK:
+        raise UserError(
+            f"Ray {ray.__version__} could not be kept private: its address is {address}, its "
+            f"authentication mode {mode}. Please report this, and use an older release of Ray"
+        )
 
 
 def _nothing(head: node.Node) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from slime.ray.head_watch import HeadWatch
-from slime.ray.local_ray import adopt, take_variables
+from slime.ray.local_ray import adopt, dead_process, take_variables
 from slime.utils.collector import collector_off
 from slime.utils.whereabouts import answer_questions, doing
 
@@ -62,7 +62,8 @@ class Remote:
         return self._actor.place.remote()
 
     def kill(self) -> None:
-        ray.kill(self._actor)
+        if dead_process() is None:  # Ray would wait for it a minute; the actor ends with the run
+            ray.kill(self._actor)
 
 
 @ray.remote

@@ -15,17 +15,18 @@ from slime.dashboard.report import write_report
 from slime.dashboard.summary import closing_lines
 from slime.ray import local_ray
 from slime.ray.checkpointing import Checkpointer
-from slime.ray.cluster import actor_env, connect, subject
-from slime.ray.head_watch import HeadWatch
-from slime.ray.last_words import Witness
+from slime.ray.cluster import actor_env, connect, run_facts
+from slime.ray.head_watch import HeadWatch, ProcessWatch
 from slime.ray.log_collection import collect_logs
 from slime.ray.placement_group import Placement, needs_critic, plan_layout
+from slime.ray.ray_processes import RayProcess
 from slime.ray.recorder import Recorder
 from slime.ray.rollout_group import RolloutGroup
+from slime.ray.run_monitor import RunMonitor, died
 from slime.ray.start_checks import check_inputs, check_outputs
 from slime.ray.stop_signal import StopSignal, Terminated
 from slime.ray.train_group import TrainGroup
-from slime.ray.watch import BrokenRunError
+from slime.ray.watch import BrokenRunError, LostError
 from slime.rollout.base_types import RolloutFunction
 from slime.utils.arguments import Args
 from slime.utils.env import read_env, set_env
@@ -63,6 +64,7 @@ class Run:
             self.recorder.message(f"warning: {warning}")
         self.stop_signal = StopSignal(self.recorder.message, _after_a_signal(args))
         self._owns_ray = False
+        self._started = False
 
     def __enter__(self) -> Run:
         try:
@@ -71,10 +73,14 @@ class Run:
                     self._start()
                 self._complete_export()
         except BaseException as error:
-            self._add_advice(error)
+            lost = self._ray_lost()
+            self._add_advice(lost or error)
             self._stop()
             self._let_go()
+            if lost is not None:
+                raise lost from None
             raise
+        self._started = True
         return self
 
     def __exit__(
@@ -84,6 +90,9 @@ class Run:
         trace: TracebackType | None,
     ) -> bool:
         stopped = isinstance(error, Terminated)
+        lost = self._ray_lost()
+        if lost is not None:
+            self._end_without_ray(lost, error)
         try:
             if stopped:
                 self._save_interrupted()
@@ -185,10 +194,13 @@ class Run:
             with_critic=needs_critic(args),
         )
         self._owns_ray = connect(self.recorder.message)
-        about = subject(args, owns_ray=self._owns_ray)
-        self._witness = Witness(about)
-        self._head_watch = HeadWatch(about.head)
+        facts = run_facts(args)
+        self._monitor = RunMonitor(facts)
         self.stop_signal.install()
+        if facts.own_ray:
+            self._ray_watch = ProcessWatch(facts.own_ray, self._on_ray_death)
+        else:
+            self._ray_watch = HeadWatch(facts.head)
         self._placement = placement = Placement(layout)
         token = secrets.token_hex(16)
         if args.rollout_external:  # their owner's
@@ -310,6 +322,31 @@ class Run:
                 f"could not write --save-hf {path}: {cause}.\n{self._checkpoints.how_to_continue()}"
             ) from error
 
+    def _on_ray_death(self, process: RayProcess) -> None:
+        """Called from a thread. Actors survive the GCS for a minute and can save; not so the raylet."""
+        can_save = process.name == "gcs_server" and self._started
+        self.stop_signal.fail(died(process), at_once=not can_save)
+
+    def _ray_lost(self) -> LostError | None:
+        """The error to raise when a process of the run's own Ray has died."""
+        process = local_ray.dead_process()
+        return LostError(f"{died(process)}: Ray cannot go on without it.") if process else None
+
+    def _end_without_ray(self, lost: LostError, error: BaseException | None) -> None:
+        """Save if the actors still can, report, and say what died."""
+        try:
+            if isinstance(error, Terminated):
+                self._try_to_save()
+            elif error is None:  # the loop has saved; a write may be under way
+                with suppress(Exception):
+                    self._checkpoints.finish(self.actor)
+        finally:
+            self._add_advice(lost)
+            self._stop()
+            self._write_report()
+            self._let_go()
+        raise lost from None
+
     def _add_advice(self, error: BaseException | None) -> None:
         if isinstance(error, BrokenRunError):
             error.args = (f"{error}\n{self._checkpoints.how_to_continue()}",)
@@ -330,22 +367,31 @@ class Run:
 
     def _stop(self) -> None:
         try:
-            self._stop_parts()
+            if local_ray.dead_process() is None:
+                self._stop_actors()
+            if "_ray_watch" in self.__dict__:
+                self._ray_watch.stop()
+            if self._owns_ray:
+                local_ray.stop()
         finally:  # a second Ctrl-C may come inside: the run still ends in its own words
-            if "_witness" in self.__dict__:
-                self._witness.dismiss()
+            self.stop_signal.restore()
+            self.recorder.close()
+            self._dismiss_monitor()
 
-    def _stop_parts(self) -> None:
+    def _stop_actors(self) -> None:
         for part in ("rollout", "actor", "_placement"):  # what had come up before an error
             if part in self.__dict__:
                 self.__dict__[part].stop()
         self._collect_logs()
-        if "_head_watch" in self.__dict__:
-            self._head_watch.stop()
-        if self._owns_ray:
-            local_ray.stop()
-        self.stop_signal.restore()
-        self.recorder.close()
+
+    def _dismiss_monitor(self) -> None:
+        """Once the run has said how it ended; Ray may end this process before it can."""
+        if "_monitor" not in self.__dict__:
+            return
+        if local_ray.dead_process() is None:
+            self._monitor.dismiss()
+        else:
+            local_ray.leave_at_exit(self._monitor.dismiss)
 
     def _let_go(self) -> None:
         for handle in self._holds:

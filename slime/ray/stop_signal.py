@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ class StopSignal:
         self.received: int | None = None
         self._notify, self._then = notify, then
         self._interruptible = False
+        self._failure: str | None = None
+        self._drop_work = False
         self._old: dict[int, Any] = {}
 
     def install(self) -> None:
@@ -46,17 +49,26 @@ class StopSignal:
         finally:
             self._interruptible = False
 
+    def fail(self, reason: str, *, at_once: bool) -> None:
+        """From any thread: end the run as a signal would, because of `reason`.
+
+        `at_once` also drops a training step: what it waits for will not come.
+        """
+        self._failure, self._drop_work = reason, at_once
+        os.kill(os.getpid(), signal.SIGTERM)
+
     def restore(self) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.received and number == signal.SIGINT:
+        if self._drop_work or (self.received and number == signal.SIGINT):
             raise KeyboardInterrupt
         if self.received:
             return
         self.received = number
-        self._notify(f"{signal.Signals(number).name}: {self._then}")
+        why = self._failure or signal.Signals(number).name
+        self._notify(f"{why}: {self._then}")
         if self._interruptible:
             # Inside its calls Ray looks for this exception alone: any other ends them in a SystemError.
             raise KeyboardInterrupt

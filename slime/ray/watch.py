@@ -19,6 +19,9 @@ from typing import Any
 
 import ray
 
+from slime.ray import local_ray
+from slime.ray.cluster import raylet_socket
+from slime.ray.run_monitor import died, raylet_answers
 from slime.ray.stacks import Member, ask_members
 from slime.ray.stall import describe
 from slime.utils.arguments import Args
@@ -105,6 +108,12 @@ class Watch:
         return self.get([member.remote.call(method, *args, **kwargs)], [member])[0]
 
     def lost(self, member: Member, error: Exception) -> LostError:
+        """Name the dead process. Without their raylet all actors of a node seem to have died."""
+        process = local_ray.dead_process()
+        if process is not None:
+            return LostError(f"{died(process)}: Ray cannot go on without it.")
+        if not raylet_answers(raylet_socket()):
+            return LostError("Ray's raylet on the driver's node died: Ray cannot go on without it.")
         place = member.remote.place()
         where = f" ({place})" if place is not None else ""
         log = f" Its log: {self._logs / member.log}" if member.log else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -69,6 +69,17 @@ def child_env(**extra: str) -> dict[str, str]:
 def set_env(**values: str) -> None:
     """Set variables that libraries read at import or at first use."""
     os.environ.update(values)
+
+
+def replace_env(values: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Set variables, or remove those whose value is None; return what undoes it."""
+    before = {name: os.environ.get(name) for name in values}
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    return before
 
 
 def set_default_env(**values: str) -> None:

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-import ray
 
 from slime.backends.sglang_utils.process import ServerProcess
 from slime.backends.sglang_utils.readiness import StartError, wait_until_ready
+from slime.ray import local_ray
 from slime.ray.cluster import connect
 from slime.ray.engine_actor import engine_command
 from slime.ray.engine_group import EngineGroup
@@ -31,7 +31,7 @@ def cluster():
     started = connect()
     yield
     if started:
-        ray.shutdown()
+        local_ray.stop()
 
 
 @pytest.fixture

@@ -13,14 +13,24 @@ import pytest
 
 from tests.e2e.runs import ROOT
 
-# A driver that Ray, or somebody else, ends on the spot; its subject and its end are the arguments.
+# A driver that Ray, or somebody else, ends on the spot; its facts and its end are the arguments.
 DRIVER = """
-import json, os, sys
-from slime.ray.last_words import Subject, Witness
-subject = Subject(pid=os.getpid(), host="10.0.0.9", **json.loads(sys.argv[1]))
-witness = Witness(subject)
+import json, os, subprocess, sys, time
+from slime.ray.run_monitor import RunFacts, RunMonitor
+from slime.ray.ray_processes import identify
+known = json.loads(sys.argv[1])
+children = [subprocess.Popen(["sleep", "60"]) for _ in known["own_ray"]]
+known["own_ray"] = [identify(n, c.pid) for n, c in zip(known["own_ray"], children)]
+facts = RunFacts(pid=os.getpid(), host="10.0.0.9", **known)
+monitor = RunMonitor(facts)
 if sys.argv[2] == "bye":
-    witness.dismiss()
+    monitor.dismiss()
+elif sys.argv[2]:
+    time.sleep(1.0)
+    children[int(sys.argv[2])].kill()
+    time.sleep(1.0)
+for child in children:
+    child.kill()
 os._exit(1)
 """
 WATCHED = """
@@ -59,9 +69,9 @@ def raylet(tmp_path):
         yield path
 
 
-def words_of(tmp_path: Path, how: str = "", **subject: object) -> str:
+def words_of(tmp_path: Path, how: str = "", **facts: object) -> str:
     """What is said when a driver ends, by it or for it."""
-    known = {"owns_ray": False, "save": str(tmp_path / "saved"), "load": None, **subject}
+    known = {"own_ray": [], "save": str(tmp_path / "saved"), "load": None, **facts}
     return _python(DRIVER, json.dumps(known), how).stderr
 
 
@@ -90,6 +100,20 @@ def test_the_raylet_is_named(tmp_path, head):
 def test_a_killed_driver(tmp_path, head, raylet):
     said = words_of(tmp_path, head=head, raylet=raylet, save=None)
     assert "was killed" in said and "--save was not given" in said
+
+
+@pytest.mark.parametrize(("dead", "title"), [("0", "Ray's GCS"), ("1", "Ray's raylet")])
+def test_the_process_of_an_own_ray_that_died_first_is_named(tmp_path, nobody, dead, title):
+    own = {"own_ray": ["gcs_server", "raylet"], "head": nobody, "raylet": "/nothing"}
+    said = words_of(tmp_path, dead, **own)
+    assert said.startswith(f"slime: {title} on this machine (pid ")
+    assert "memory" not in said and "Nothing had been saved yet" in said
+
+
+def test_a_killed_driver_with_an_own_ray(tmp_path, nobody):
+    own = {"own_ray": ["gcs_server", "raylet"], "head": nobody, "raylet": "/nothing"}
+    said = words_of(tmp_path, **own)
+    assert "was killed: by hand, or for lack of memory" in said and "Ray" not in said
 
 
 def test_a_process_ends_with_its_head(nobody):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import ray
 from slime.ray import local_ray
 from slime.ray.cluster import connect
 from slime.ray.remote import Remote
+from tests.other_user import NOBODY, as_user, needs_root
 
 _HOOK = """
 import os
@@ -112,3 +114,61 @@ def test_paths_come_after_the_folder_of_the_script(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")
     local_ray.adopt({"PYTHONPATH": f"/a{os.pathsep}site{os.pathsep}/b"})
     assert sys.path == ["here", "/a", "/b", "site"]
+
+
+def test_every_socket_listens_on_loopback(ask):
+    """The driver's, an actor's, and those of all of Ray's processes."""
+    assert ask("torch_threads")  # an actor is there
+    ours = psutil.Process()
+    listening = {
+        connection.laddr.ip
+        for process in [ours, *ours.children(recursive=True)]
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening and listening <= {"127.0.0.1", "::ffff:127.0.0.1"}
+
+
+@needs_root
+def test_another_user_reaches_neither_token_nor_sockets():
+    own = local_ray._own
+    assert own is not None
+    socket_path = ray._private.worker._global_node.raylet_socket_name
+    for attempt, path in ((_read, own.folder.token_path), (_connect_to, socket_path)):
+        with pytest.raises(AssertionError, match="PermissionError"):
+            as_user(NOBODY, attempt, str(path))
+    assert "auth_token" not in str(own.folder.token_path)  # not the one of all Rays of this user
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text()
+
+
+def _connect_to(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+
+
+@pytest.mark.parametrize("variables", [{"RAY_AUTH_TOKEN": "0" * 64}, {"RAY_AUTH_MODE": "disabled"}])
+def test_a_client_without_the_token_is_refused(variables):
+    program = (
+        "import sys\nfrom ray._raylet import GcsClient\n"
+        "print(GcsClient(address=sys.argv[1]).internal_kv_keys(b'', timeout=20))"
+    )
+    address = ray.get_runtime_context().gcs_address
+    with_token = _python(program, address, {})
+    assert with_token.returncode == 0, with_token.stderr
+    refused = _python(program, address, variables)
+    assert refused.returncode != 0 and "nauthenticated" in refused.stderr.lower(), refused.stderr
+
+
+def _python(
+    program: str, address: str, variables: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, address],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
