@@ -99,7 +99,9 @@ def start() -> None:
         _check_private()
     except Exception as error:  # Ray raises it bare where its processes do not come up
         logs = own.folder.keep_logs()
-        stop()
+        ray.shutdown()
+        own.close()
+        _own = None
         if isinstance(error, UserError):
             raise
         raise UserError(
