@@ -30,7 +30,7 @@ from slime.backends.megatron_utils.checkpoint_keys import (
     without_extra_state,
 )
 from slime.backends.megatron_utils.layers.value_head import ValueHead
-from slime.backends.megatron_utils.mend import restrict_checkpoint_reading
+from slime.backends.megatron_utils.mend import patch_checkpoints
 from slime.backends.megatron_utils.optimizer_state import load_optimizer_state, optimizer_state
 from slime.utils.checkpoint import damaged
 from slime.utils.checkpoint_files import record_checksums
@@ -47,7 +47,7 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneou
 Chunks = Sequence[torch.nn.Module]
 Shapes = dict[str, tuple[int, ...]]  # by a tensor's name in the checkpoint
 
-restrict_checkpoint_reading()
+patch_checkpoints()
 # It takes a folder with other parts of a run's checkpoint in it for a broken one.
 logging.getLogger(dist_checkpointing.serialization.__name__).setLevel(logging.ERROR)
 

@@ -32,18 +32,22 @@ def mend_megatron() -> None:
     if utils.get_te_version() is None:  # is_te_min_version compares it with a version
         utils.get_te_version = lambda: Version("0.0.0")
     _mend_recomputation()
-    _mend_checkpoint_queue()
-    restrict_checkpoint_reading()
+    patch_checkpoints()
 
 
-def restrict_checkpoint_reading() -> None:
-    """Have megatron-core read checkpoints as data: it would unpickle `.metadata` and stored objects."""
-    from megatron.core.dist_checkpointing.strategies import common, torch
+def patch_checkpoints() -> None:
+    """Have megatron-core read checkpoints as data, and leave nothing behind when it writes them.
+
+    It would unpickle `.metadata` and stored objects, and the process that holds the results of its
+    writers outlives a rank that is killed.
+    """
+    from megatron.core.dist_checkpointing.strategies import common, filesystem_async, torch
 
     torch._get_filesystem_reader = _data_reader
     torch.FileSystemReader = DataReader
     torch.MCoreLoadPlanner.load_bytes = _load_bytes
     common.TorchCommonLoadStrategy.load_common = _load_common
+    filesystem_async._get_write_results_queue = _results_queue
 
 
 def _data_reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> DataReader:
@@ -82,13 +86,6 @@ def _mend_recomputation() -> None:
 
     init.mended = True  # type: ignore[attr-defined]
     random.CheckpointWithoutOutput.__init__ = init
-
-
-def _mend_checkpoint_queue() -> None:
-    """The process that holds the results of writers outlives a rank that is killed."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._get_write_results_queue = _results_queue
 
 
 @functools.cache
