@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from slime.utils.engine_keys import forget_keys, remember_key
 from slime.utils.sync_http import HttpError, get_json, post_json
 from tests.conformance.calls import (
     GREEDY,
@@ -75,8 +76,10 @@ def test_memory_is_released_when_idle_and_comes_back(subject):
     assert reply["output_ids"] == greedy(subject.checkpoint, [4, 2], 12)
 
 
-def test_control_routes_need_the_key_and_reading_routes_do_not(subject):
-    for route in (
+def test_every_route_but_health_needs_the_key(subject):
+    server = subject.server
+    posts = (
+        "/generate",
         "/abort_request",
         "/pause_generation",
         "/continue_generation",
@@ -84,15 +87,22 @@ def test_control_routes_need_the_key_and_reading_routes_do_not(subject):
         "/weights_checker",
         "/update_weights_from_disk",
         "/release_memory_occupation",
-    ):
-        for token in (None, "wrong"):
+    )
+    forget_keys([server.url])  # or the client would send it by itself
+    for token in (None, "wrong"):
+        for route in posts:
             with pytest.raises(HttpError) as error:
-                post_json(f"{subject.server.url}{route}", {}, token=token)
+                post_json(f"{server.url}{route}", {}, token=token)
             assert error.value.status == 401, route
-    for route in ("/health", "/health_generate", "/model_info", "/v1/models"):
-        get_json(f"{subject.server.url}{route}")
+        for route in ("/model_info", "/server_info", "/v1/models"):
+            with pytest.raises(HttpError) as error:
+                get_json(f"{server.url}{route}", token=token)
+            assert error.value.status == 401, route
+    for route in ("/health", "/health_generate"):
+        get_json(f"{server.url}{route}")
+    remember_key([server.url], server.token)
     with pytest.raises(HttpError, match="status 404"):
-        subject.server.post("/no_such_route")
+        server.post("/no_such_route")
 
 
 def test_information(subject):
