@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from slime.rollout.hooks import check_hooks
-from slime.rollout.rm_hub import async_rm
+from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.workers import Workers
 from slime.rollout.sandbox import check_sandbox
 from slime.utils.errors import UserError
 from slime.utils.http import run
-from slime.utils.reasoning_tasks import MOST_ROWS, SEED
+from slime.utils.reasoning_tasks import HASH_SEED, MOST_ROWS, SEED, task_rows
 from slime.utils.reward_types import REWARD_TYPES
 from slime.utils.types import Sample
 from tests.args import make_args
@@ -58,31 +60,55 @@ def test_answers_are_not_executed(tmp_path, allowed):
             assert not target.exists(), task
 
 
+DIRECT = """
+import json, sys, reasoning_gym
+tasks, seed, size = json.loads(sys.argv[1])
+for task in tasks:
+    data = reasoning_gym.create_dataset(task, seed=seed, size=size)
+    right = str(data[2]["answer"])
+    for answer in (right, right.upper(), "[1, 2]", "3*x**2 + sin(x)*exp(x) + C", "2*(3+4)", "no"):
+        try: score = float(data.score_answer(answer, data[2]))
+        except Exception: score = 0.0  # the task does not expect such text
+        print(json.dumps([task, answer, score]))
+"""
+
+
 def test_scores_equal_those_of_reasoning_gym_itself():
-    reasoning_gym = pytest.importorskip("reasoning_gym")
+    """Against its own functions in another process, on rows that slime made."""
+    pytest.importorskip("reasoning_gym")
     args = make_args(rm_type="reasoning_gym")
     tasks = [*EVALUATING, "bitwise_arithmetic", "number_sorting", "basic_arithmetic", "chain_sum",
              "leg_counting", "prime_factorization", "letter_counting", "graph_color"]  # fmt: skip
-    for task in tasks:
-        data = reasoning_gym.create_dataset(task, seed=SEED, size=MOST_ROWS)
-        right = str(data[2]["answer"])
-        for answer in (
-            right,
-            right.upper(),
-            "[1, 2]",
-            "3*x**2 + sin(x)*exp(x) + C",
-            "2*(3+4)",
-            "no",
-        ):
-            metadata = {"reasoning_gym": {"task": task, "row": 2}}
-            ours = run(
-                async_rm(args, Sample(response=f"<answer>{answer}</answer>", metadata=metadata))
-            )
-            try:
-                expected = data.score_answer(answer, data[2])
-            except Exception:  # the task does not expect such text; its answer is then wrong
-                expected = 0.0
-            assert ours == expected, (task, answer)
+    question = json.dumps([tasks, SEED, MOST_ROWS])
+    direct = subprocess.run(
+        [sys.executable, "-c", DIRECT, question],
+        env=HASH_SEED, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    cases = [json.loads(line) for line in direct.stdout.splitlines()]
+    samples = [
+        Sample(
+            response=f"<answer>{answer}</answer>",
+            metadata={"reasoning_gym": {"task": task, "row": 2}},
+        )
+        for task, answer, _ in cases
+    ]
+    scores = run(batched_async_rm(args, samples))
+    assert len(cases) == 6 * len(tasks) and {1.0} < {score for *_, score in cases}
+    assert [(c[0], c[1], s) for c, s in zip(cases, scores, strict=True)] == [
+        tuple(c) for c in cases
+    ]
+
+
+def test_rows_are_the_same_in_every_process():
+    """polynomial_multiplication goes through a set: its rows depend on the hash seed of a process."""
+    pytest.importorskip("reasoning_gym")
+    rows = task_rows("polynomial_multiplication", range(6), "--prompt-data")
+    samples = [
+        Sample(response=f"<answer>{answer}</answer>", metadata=metadata)
+        for _, answer, metadata in rows
+    ]
+    args = make_args(prompt_data=["reasoning-gym:polynomial_multiplication@[0:6]"])
+    assert run(batched_async_rm(args, samples)) == [1.0] * 6
 
 
 def test_a_worker_sees_no_environment_network_or_files(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ import psutil
 
 from slime.rollout.sandbox import Limits, SandboxProcess, start
 from slime.utils.errors import UserError
+from slime.utils.reasoning_tasks import HASH_SEED
 
 _INSIDE = Path(__file__).with_name("inside")
 _START_LIMIT_S = 60.0
@@ -92,7 +93,11 @@ def _answer(reply: dict[str, Any] | None) -> Any:
 async def _start(kind: str, isolate: bool) -> SandboxProcess:
     scripts = [str(_INSIDE / "serve.py"), str(_INSIDE / f"{kind}.py")]
     worker = await start(
-        [sys.executable, "-I", *scripts], limits=_LIMITS, read_only=scripts, isolate=isolate
+        [sys.executable, "-s", *scripts],
+        limits=_LIMITS,
+        read_only=scripts,
+        env=HASH_SEED,
+        isolate=isolate,
     )
     try:
         ready = await asyncio.wait_for(_read(worker), _START_LIMIT_S)

@@ -5,12 +5,15 @@
 time limit here: code that takes too long cannot always be stopped from within; the parent kills it.
 """
 
-import importlib.util
-import json
-import logging
-import os
-import resource
 import sys
+
+del sys.path[0]  # this folder; its modules are not top-level ones
+
+import importlib.util  # noqa: E402
+import json  # noqa: E402
+import logging  # noqa: E402
+import os  # noqa: E402
+import resource  # noqa: E402
 
 _MEMORY_BYTES = 4 << 30
 
