@@ -50,7 +50,9 @@ def main(argv: list[str] | None = None, *, closing_words: bool = True) -> int:
 
 def _main(argv: list[str] | None, closing_words: bool) -> int:
     if is_dry_run(argv):
-        return dry_run(argv)
+        from slime.ray.start_checks import check_what_is_here
+
+        return dry_run(argv, check_what_is_here)
     args = parse_args(argv)
     loop = train
     if args.train_async:

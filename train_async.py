@@ -58,7 +58,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    return dry_run(argv) if is_dry_run(argv) else train(parse_args(argv))
+    if is_dry_run(argv):
+        from slime.ray.start_checks import check_what_is_here
+
+        return dry_run(argv, check_what_is_here)
+    return train(parse_args(argv))
 
 
 if __name__ == "__main__":

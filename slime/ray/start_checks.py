@@ -9,9 +9,11 @@ from slime.rollout.evaluation import dataset_args, eval_format
 from slime.rollout.hooks import check_hooks
 from slime.utils.arguments import Args
 from slime.utils.data import check_prompts
+from slime.utils.data_spec import DataSpec
 from slime.utils.earlier_runs import name_owner
 from slime.utils.errors import ConfigError
 from slime.utils.flags.derive import ASYNC_ROLLOUT, PLAIN_ROLLOUT
+from slime.utils.flags.gpus import is_installed
 from slime.utils.preflight import (
     check_chat_template,
     check_tokenizer,
@@ -30,6 +32,16 @@ def check_inputs(args: Args) -> None:
     _check_data(args)
 
 
+def check_what_is_here(args: Args) -> None:
+    """Check hooks, and the files of a run that may be meant for another machine, as far as it has them."""
+    check_hooks(args)
+    if any(Path(args.hf_checkpoint).glob("*.safetensors*")):
+        check_weights(args.hf_checkpoint)
+        if args.apply_chat_template:
+            check_chat_template(args.hf_checkpoint)
+    _check_data(args, only_existing=True)
+
+
 def check_outputs(args: Args) -> None:
     """Where the first checkpoint will go, which may be hours away."""
     for flag, folder in (("--save", args.save), ("--critic-save", args.critic_save)):
@@ -46,13 +58,24 @@ def check_outputs(args: Args) -> None:
     name_owner(args)
 
 
-def _check_data(args: Args) -> None:
+def _check_data(args: Args, *, only_existing: bool = False) -> None:
     """Find an unusable row; a data source of the user's reads its own data."""
+
+    def skipped(text: str) -> bool:
+        spec = DataSpec.parse(text)
+        absent = spec.task is None and not Path(spec.path).expanduser().exists()
+        lacks_package = spec.task is not None and not is_installed("reasoning_gym")
+        return only_existing and (absent or lacks_package)
+
     builtin = args.data_source_path.startswith("slime.rollout.data_source.")
     takes_messages = _takes_messages(args, args.rollout_function_path)
     for text in args.prompt_data if builtin and args.prompt_data else ():
+        if skipped(text):
+            continue
         check_prompts(text, data_format_of(args), takes_messages=takes_messages)
     for dataset in args.eval_datasets:
+        if skipped(dataset.path):
+            continue
         takes_messages = _takes_messages(dataset_args(args, dataset), args.eval_function_path)
         check_prompts(dataset.path, eval_format(args, dataset), takes_messages=takes_messages)
 

@@ -22,8 +22,9 @@ A switch that is on is turned off with `--no-<name>`; the same overrides a switc
 A flag that does not exist is an error with the nearest match, and exit status 2.
 
 `--dry-run` prints every value with where it came from (default, derived, config, command line), the
-placement and the batches, and starts nothing. Files and packages missing on the machine are then only
-warnings. Secrets are never printed or written.
+placement and the batches, and starts nothing. Hooks are imported, and model and data files read, as a
+start would; files and packages missing on the machine are only warnings. Secrets are never printed or
+written.
 
 Flags marked *megatron* or *fsdp* belong to that `--train-backend` and are refused with the other.
 Flags of Megatron, SGLang and the router that are not set keep the default of the installed package.

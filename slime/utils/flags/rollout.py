@@ -38,7 +38,10 @@ class Rollout:
     rollout_shuffle: bool = flag(False, "shuffle the prompts anew in every epoch")
     rollout_seed: int = flag(42, "seed of shuffling and sampling")
     over_sampling_batch_size: int = flag(
-        None, "prompts in flight at a time while sampling is dynamic; default: --rollout-batch-size"
+        None,
+        "prompts taken at a time while the groups under way cannot fill the batch; once it is full the "
+        "others are ended and go back to the data source. Fully asynchronous: groups under way. Default: "
+        "--rollout-batch-size",
     )
     dynamic_sampling_filter_path: str | None = flag(
         None, "fn(args, samples) -> keep this group? Rejected groups are replaced by new ones"

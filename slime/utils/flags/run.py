@@ -27,8 +27,8 @@ class Mode:
     )
     dry_run: bool = flag(
         False,
-        "resolve and check everything, print each value with where it came from and the placement, "
-        "and start nothing",
+        "resolve the flags, check them, hooks and the files that are here as a start would, print each "
+        "value with where it came from, the placement and the plan, and start nothing",
     )
     run_dir: str = flag(
         None,
