@@ -440,6 +440,16 @@ NOT_HONOURED = [
         right="",
     ),
     Wrong(
+        what="Muon with state cut by bytes and not by matrices",
+        flags="--optimizer muon --use-distributed-optimizer",
+        right="--optimizer dist_muon",
+    ),
+    Wrong(
+        what="Muon of Megatron's with FSDP",
+        flags="--train-backend fsdp --optimizer dist_muon",
+        right="--train-backend fsdp --optimizer muon",
+    ),
+    Wrong(
         what="a learning rate of its own for embeddings",
         flags="--decoupled-lr 1e-5",
         right="--lr 1e-5",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -27,6 +27,7 @@ class RankModel:
     moe_layers: int
     has_embedding: bool
     has_head: bool
+    momentum_sizes: dict[int, int] = field(default_factory=dict)  # elements with one (Muon, SGD)
 
     @property
     def weight_bytes(self) -> int:
@@ -42,7 +43,9 @@ class RankModel:
 
     @property
     def moment_bytes(self) -> int:
-        return 8 * sum(size * count for size, count in self.moment_sizes.items())
+        twice = sum(size * count for size, count in self.moment_sizes.items())
+        once = sum(size * count for size, count in self.momentum_sizes.items())
+        return 8 * twice + 4 * once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ class ModelCount:
         return cls(**{**raw, "whole": WholeModel(**raw["whole"]), "ranks": ranks})
 
 
-_BY_SIZE = ("weight_sizes", "master_sizes", "moment_sizes")
+_BY_SIZE = ("weight_sizes", "master_sizes", "moment_sizes", "momentum_sizes")
 
 
 def _rank_from_json(raw: dict[str, Any]) -> RankModel:

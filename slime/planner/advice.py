@@ -62,6 +62,8 @@ def _full_recompute(args: Args) -> dict[str, Any] | None:
 
 
 def _cpu_adam(args: Args) -> dict[str, Any] | None:
+    if args.optimizer != "adam":
+        return None
     if args.train_backend == "fsdp":
         return None if args.fsdp_cpu_offload else {"fsdp_cpu_offload": True}
     if args.optimizer_cpu_offload and args.use_precision_aware_optimizer:

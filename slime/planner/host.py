@@ -13,7 +13,13 @@ from slime.backends.rank_model import RankModel
 from slime.planner.engine import Engine
 from slime.planner.layout import ClusterLayout
 from slime.planner.memory import GIB, HostMemory, Item
-from slime.planner.trainer import Trainer, frozen_models, has_critic, offloaded_share
+from slime.planner.trainer import (
+    Trainer,
+    frozen_models,
+    has_critic,
+    moments_name,
+    offloaded_share,
+)
 from slime.utils.arguments import Args
 
 # Assumed: resident memory of processes with CUDA, torch and their libraries loaded.
@@ -81,8 +87,9 @@ class Host:
             on_gpu = {item.name: item.nbytes for item in self.trainer.resident(rank)}
             if on_gpu.get("fp32 master weights"):
                 optimizer += _pinned(_fp32(rank.master_sizes))
-            if on_gpu.get("Adam's moments"):
+            if on_gpu.get(moments_name(self.args)):
                 optimizer += 2 * _pinned(_fp32(rank.moment_sizes))
+                optimizer += _pinned(_fp32(rank.momentum_sizes))
         return [
             Item(name="sleeping parameters", nbytes=weights, note="pinned"),
             Item(name="sleeping optimizer", nbytes=optimizer, note="pinned"),

@@ -38,7 +38,7 @@ class Trainer:
             items.append(Item(name=GRADIENTS, nbytes=rank.gradient_bytes, note=note))
         master, moments = self._optimizer(rank)
         items.append(Item(name="fp32 master weights", nbytes=master))
-        items.append(Item(name="Adam's moments", nbytes=moments))
+        items.append(Item(name=moments_name(self.args), nbytes=moments))
         items += self._frozen(rank)
         if has_critic(self.args) and not self.args.offload_train:  # else they take turns
             both = sum(item.nbytes for item in items)
@@ -201,7 +201,7 @@ class Trainer:
             parts = 2 * whole.layer + self._outside_layers()
         items = [Item(name="gathered parameters", nbytes=parts * self._element)]
         if training:
-            own = sum(size * count for size, count in self.count.ranks[0].moment_sizes.items())
+            own = self.count.ranks[0].trained_parameters
             here = 0 if self.args.fsdp_cpu_offload else own * 4
             whole_ones = 2 * whole.layer + self._outside_layers()
             work = 0 if self.sizes.world == 1 else whole_ones * 4
@@ -217,6 +217,11 @@ class Trainer:
         widest = max(self.count.whole.largest_tensor, expert)
         spread = self.sizes.world > 1
         return int(widest * self._element * (2 if spread else 1))
+
+
+def moments_name(args: Args) -> str:
+    names = {"adam": "Adam's moments", "sgd": "SGD's momentum"}
+    return names.get(args.optimizer, "Muon's momentum, Adam's moments")
 
 
 def frozen_models(args: Args) -> list[str]:

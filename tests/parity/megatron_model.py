@@ -27,7 +27,7 @@ from slime.backends.megatron_utils.model_config import (  # noqa: E402
     read_config,
     virtual_stages,
 )
-from slime.backends.megatron_utils.optimizer import MegatronAdamW  # noqa: E402
+from slime.backends.megatron_utils.optimizer import ScheduledOptimizer  # noqa: E402
 from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
 from slime.backends.megatron_utils.passes import Passes, prepare_config  # noqa: E402
 from slime.utils.arguments import Args  # noqa: E402
@@ -66,7 +66,7 @@ class MegatronTrainer(MegatronModel):
     def __init__(self, args: Args) -> None:
         super().__init__(args)
         self.model = wrap_chunks(args, self.config, self.chunks)
-        self.optimizer = MegatronAdamW(args, self.model, lr_schedule(args))
+        self.optimizer = ScheduledOptimizer(args, self.model, lr_schedule(args))
 
     def load(self, folder: Path) -> None:
         super().load(folder)

@@ -21,6 +21,9 @@ class Case:
 
 
 CASES = [
+    Case({"muon_momentum": 0.9}, "--muon-momentum"),
+    Case({"sgd_momentum": 0.5}, "--sgd-momentum"),
+    Case({"optimizer": "sgd", "adam_eps": 1e-6}, "--adam-eps"),
     Case({"gamma": 0.9}, "--gamma"),
     Case({"lambd": 0.9, "advantage_estimator": "reinforce_plus_plus"}, "--lambd"),
     Case(

@@ -107,7 +107,20 @@ RULES = [
     ({"lr_warmup_iters": 1, "lr_warmup_fraction": 0.1}, ["--lr-warmup-iters", "leave one out"]),
     ({"lr_warmup_iters": 9}, ["--lr-warmup-iters 9", "2 steps"]),
     ({"lr_decay_style": "WSD"}, ["WSD", "cosine"]),
-    ({"optimizer": "sgd"}, ["--optimizer sgd", "adam"]),
+    ({"optimizer": "dist_muon"}, ["--optimizer dist_muon", "use muon"]),
+    ({"optimizer": "muon", "fsdp_cpu_offload": True}, ["--optimizer muon", "--fsdp-cpu-offload"]),
+    (
+        {"optimizer": "muon", "train_backend": "megatron", "use_distributed_optimizer": True},
+        ["--use-distributed-optimizer is for --optimizer adam"],
+    ),
+    (
+        {"optimizer": "sgd", "train_backend": "megatron", "optimizer_cpu_offload": True},
+        ["--optimizer-cpu-offload is for --optimizer adam"],
+    ),
+    (
+        {"optimizer": "muon", "train_backend": "megatron", "muon_num_ns_steps": 3},
+        ["--muon-num-ns-steps 3", "5 or 10"],
+    ),
     ({"save_interval": 1}, ["--save"]),
     ({"ckpt_step": 1}, ["--load"]),
     ({"overlong_buffer_len": 9}, ["--overlong-buffer-len 9", "8"]),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.backends.fsdp_utils.optimizer import ShardedAdamW
+from slime.backends.fsdp_utils.optimizer import ShardedOptimizer
 from slime.backends.lr import lr_schedule
 from slime.backends.step import StepResult, step_optimizer
 from slime.utils.errors import UserError
@@ -57,7 +57,7 @@ def test_each_step_is_taken_and_reported_at_its_own_rate(name, one_rank):
     ours = torch.randn(3, 2, generator=generator).requires_grad_()
     theirs = ours.detach().clone().requires_grad_()
     args = make_args(**RUN, **FLAGS[name])
-    optimizer = ShardedAdamW(args, {"w": ours})
+    optimizer = ShardedOptimizer(args, {"w": ours}, set())
     betas = (args.adam_beta1, args.adam_beta2)
     adam = torch.optim.AdamW([theirs], betas=betas, eps=args.adam_eps, weight_decay=0.1)
     for step in range(8):
@@ -77,7 +77,7 @@ def test_a_step_adds_to_what_its_micro_batches_left(one_rank):
     result = StepResult()
     result.add({"loss": MetricSum(total=6, count=3)})
     result.add({"loss": MetricSum(total=2, count=1)})
-    done = step_optimizer(ShardedAdamW(make_args(**RUN), {"w": param}), result, 0, 0)
+    done = step_optimizer(ShardedOptimizer(make_args(**RUN), {"w": param}, set()), result, 0, 0)
     assert done.metrics["loss"].mean == 2.0
     assert done.metrics["grad_norm"] == MetricSum(total=5.0, count=1)
 
@@ -86,7 +86,7 @@ def test_a_step_adds_to_what_its_micro_batches_left(one_rank):
 def test_a_broken_gradient_stops_the_run_and_leaves_the_weights(bad, one_rank):
     param = torch.ones(2, requires_grad=True)
     param.grad = torch.tensor([0.5, bad])
-    optimizer = ShardedAdamW(make_args(**RUN), {"w": param})
+    optimizer = ShardedOptimizer(make_args(**RUN), {"w": param}, set())
     with pytest.raises(UserError, match="rollout 3, step 1: the gradient is not finite"):
         step_optimizer(optimizer, StepResult(), 3, 1)
     assert param.tolist() == [1.0, 1.0] and optimizer.num_steps == 0

@@ -21,7 +21,8 @@ from slime.backends.fsdp_utils.loading import (
     finish_loading,
     load_hf_weights,
 )
-from slime.backends.fsdp_utils.optimizer import ShardedAdamW
+from slime.backends.fsdp_utils.muon import muon_names
+from slime.backends.fsdp_utils.optimizer import ShardedOptimizer
 from slime.backends.offload import Offloaded, return_unused
 from slime.backends.step import StepResult, step_optimizer
 from slime.backends.trained_names import trained_names
@@ -58,7 +59,10 @@ class FSDPTrainRayActor(TrainRayActor):
         for name, param in self.model.params.items():
             param.requires_grad_(name in trained)
         self._fill(self.model, checkpoint or first_weights(args, role))
-        self.optimizer = ShardedAdamW(args, {n: self.model.params[n] for n in trained})
+        matrices = muon_names(self.model.module.hf, self.model.params)
+        self.optimizer = ShardedOptimizer(
+            args, {n: self.model.params[n] for n in trained}, matrices
+        )
         self.frozen: dict[ModelName, ShardedModel] = {}
         if with_ref:
             self.frozen["ref"] = self._load_frozen(first_weights(args, "ref"))

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from slime.backends.checkpoint_check import FileCheck
 from slime.backends.checkpoint_reader import DataReader, load_object
 from slime.backends.fsdp_utils.loading import ShardedModel, zero_value_head
-from slime.backends.fsdp_utils.optimizer import ShardedAdamW
+from slime.backends.fsdp_utils.optimizer import ShardedOptimizer
 from slime.utils.checkpoint import damaged
 from slime.utils.checkpoint_files import record_checksums
 from slime.utils.errors import UserError
@@ -41,6 +41,7 @@ class CheckpointFacts:
     has_optimizer: bool
     model_type: str
     shapes: dict[str, list[int]]
+    optimizer: str = "adam"
     has_ref: bool = False  # a reference model that --ref-update-interval changed
 
 
@@ -59,7 +60,7 @@ class Checkpointer:
         path: str,
         rollout_id: int,
         model: ShardedModel,
-        optimizer: ShardedAdamW,
+        optimizer: ShardedOptimizer,
         *,
         ref: ShardedModel | None = None,
         with_optimizer: bool,
@@ -69,7 +70,7 @@ class Checkpointer:
         folder = Path(path)
         if dist.get_rank() == 0:
             facts = _facts(model, rollout_id, optimizer.num_steps, with_optimizer)
-            facts = replace(facts, has_ref=ref is not None)
+            facts = replace(facts, has_ref=ref is not None, optimizer=optimizer.kind)
             (folder / _FACTS).write_text(json.dumps(asdict(facts)) + "\n")
         torch.save(_rng_state(), folder / f"rng_{dist.get_rank()}.pt")
         tensors = _model_tensors(model)
@@ -107,11 +108,12 @@ class Checkpointer:
         self._read(path, _model_tensors(model, without=absent))
         return facts
 
-    def load_optimizer(self, path: str, optimizer: ShardedAdamW) -> None:
-        """Fill in moments, step count and random state; without saved moments Adam starts anew."""
+    def load_optimizer(self, path: str, optimizer: ShardedOptimizer) -> None:
+        """Fill in moments, step count and random state; without saved moments they start at zero."""
         self._check_files(path)
         facts = read_facts(path)
         if facts.has_optimizer:
+            _refuse_other_optimizer(facts, optimizer, path)
             self._read(path, _optimizer_tensors(optimizer))
         optimizer.set_num_steps(facts.num_steps)
         _restore_rng(Path(path) / f"rng_{dist.get_rank()}.pt")
@@ -174,6 +176,14 @@ def _refuse_other_architecture(
     )
 
 
+def _refuse_other_optimizer(facts: CheckpointFacts, optimizer: ShardedOptimizer, path: str) -> None:
+    if facts.optimizer != optimizer.kind:
+        raise UserError(
+            f"{path} was saved with --optimizer {facts.optimizer}, this run has {optimizer.kind}: choose "
+            "as then, or start anew from its weights with --ref-load in place of --load"
+        )
+
+
 def _model_tensors(model: ShardedModel, without: str | None = None) -> Tensors:
     named = model.tensors(without=without)
     return {f"model.{name}": tensor.detach() for name, tensor in named.items()}
@@ -183,7 +193,7 @@ def _ref_tensors(ref: ShardedModel) -> Tensors:
     return {f"ref.{name}": tensor.detach() for name, tensor in ref.tensors().items()}
 
 
-def _optimizer_tensors(optimizer: ShardedAdamW) -> Tensors:
+def _optimizer_tensors(optimizer: ShardedOptimizer) -> Tensors:
     return {f"optimizer.{name}": tensor for name, tensor in optimizer.state_tensors().items()}
 
 

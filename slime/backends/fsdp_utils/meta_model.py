@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from slime.backends.fsdp_utils.loading import build_model
+from slime.backends.fsdp_utils.muon import muon_names
 from slime.backends.rank_model import RankModel
 from slime.backends.trained_names import trained_names
 from slime.utils.device import use_device
@@ -27,8 +28,12 @@ def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) 
         model = build_model(args, mesh, trainable=True, critic=critic)
         local = {name: param.to_local() for name, param in model.params.items()}
         buffers = list(model.module.hf.buffers())
+        matrices = muon_names(model.module.hf, model.params)
     only, frozen = args.only_train_params_name_list, args.freeze_params_name_list
     trained = set(local) if critic else set(trained_names(list(local), only, frozen))
+    once = _with_one_moment(args, trained, matrices)
+    stateless = args.optimizer == "sgd" and not args.sgd_momentum
+    twice = set() if stateless else trained - once
     config: Any = model.module.hf.config
     layers = config.num_hidden_layers
     return RankModel(
@@ -40,12 +45,19 @@ def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) 
         weight_storages=[sum(t.nbytes for t in [*local.values(), *buffers])],
         gradient_storages=[],
         master_sizes={},
-        moment_sizes=dict(Counter(t.numel() for n, t in local.items() if n in trained)),
+        moment_sizes=dict(Counter(t.numel() for n, t in local.items() if n in twice)),
+        momentum_sizes=dict(Counter(t.numel() for n, t in local.items() if n in once)),
         dense_layers=0 if _num_experts(config) else layers,
         moe_layers=layers if _num_experts(config) else 0,
         has_embedding=True,
         has_head=True,
     )
+
+
+def _with_one_moment(args: Args, trained: set[str], matrices: set[str]) -> set[str]:
+    if args.optimizer == "sgd":
+        return trained if args.sgd_momentum else set()
+    return trained & matrices if args.optimizer == "muon" else set()
 
 
 def _num_experts(config: object) -> int:

@@ -1,12 +1,13 @@
-"""AdamW over the shards of one rank, with gradient clipping by the norm over all ranks.
+"""The optimizer over the shards of one rank, with gradient clipping by the norm over all ranks.
 
-The update is elementwise, so it works on each rank's shards as plain tensors; only the norm of the
-gradient needs the other ranks.
+Adam and SGD update elementwise, so they work on each rank's shards as plain tensors; the norm of the
+gradient needs the other ranks, and so does Muon (`muon.py`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,28 +15,31 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from slime.backends.fsdp_utils.loading import shard_of
+from slime.backends.fsdp_utils.muon import ShardedMuon
 from slime.backends.lr import lr_schedule
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
 
-class ShardedAdamW:
-    """`params` are those that are trained, by Hugging Face name."""
+class ShardedOptimizer:
+    """`params` are those that are trained, by Hugging Face name; `matrices` names those for Muon.
 
-    def __init__(self, args: Args, params: dict[str, DTensor]) -> None:
+    `--optimizer muon` gives the matrices to Muon and everything else to AdamW.
+    """
+
+    def __init__(self, args: Args, params: dict[str, DTensor], matrices: set[str]) -> None:
         self.params = params
+        self.kind = args.optimizer
         self.schedule = lr_schedule(args)
         self.clip = args.clip_grad
         self.num_steps = 0
         self._local = {name: _local(param) for name, param in params.items()}
-        self._adam = torch.optim.AdamW(
-            self._groups(args.weight_decay),
-            lr=args.lr,
-            betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_eps,
-            fused=True,
-        )
+        by_muon = matrices & params.keys() if self.kind == "muon" else set()
+        others = [name for name in params if name not in by_muon]
+        self._parts = [self._elementwise(args, others)] if others else []
+        if by_muon:
+            self._parts.append(self._muon(args, [name for name in params if name in by_muon]))
 
     @property
     def lr(self) -> float:
@@ -50,36 +54,62 @@ class ShardedAdamW:
             return norm
         if self.clip and norm > self.clip:
             torch._foreach_mul_(grads, self.clip / (norm + 1e-6))
-        for group in self._adam.param_groups:
-            group["lr"] = self.lr
-        self._adam.step()
+        for part in self._parts:
+            for group in part.param_groups:
+                group["lr"] = self.lr
+            part.step()
         self.num_steps += 1
         self.drop_grads()
         return norm
 
     def state_tensors(self) -> dict[str, DTensor]:
         """Moments by name, as parts of whole tensors, so that another number of ranks can load them."""
-        self._make_moments()
         tensors = {}
-        for name, param in self.params.items():
-            state = self._adam.state[self._local[name]]
-            for moment in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{name}.{moment}"] = shard_of(param, state[moment])
+        for name, moments in self._moments():
+            for moment, local in moments.items():
+                tensors[f"{name}.{moment}"] = shard_of(self.params[name], local)
         return tensors
 
     def set_num_steps(self, num_steps: int) -> None:
         self.num_steps = num_steps
-        for state in self._adam.state.values():
-            state["step"].fill_(num_steps)
+        for part in self._parts:
+            for state in part.state.values():
+                if "step" in state:
+                    state["step"].fill_(num_steps)
 
     def storages(self) -> list[torch.Tensor]:
         """The tensors whose memory can be given away between steps."""
-        moments = [s[m] for s in self._adam.state.values() for m in ("exp_avg", "exp_avg_sq")]
+        states = [state for part in self._parts for state in part.state.values()]
+        moments = [tensor for state in states for name, tensor in state.items() if name != "step"]
         return [*self._local.values(), *moments]
 
-    def _groups(self, weight_decay: float) -> list[dict[str, object]]:
-        decayed = [t for name, t in self._local.items() if self.params[name].ndim > 1]
-        others = [t for name, t in self._local.items() if self.params[name].ndim <= 1]
+    def drop_grads(self) -> None:
+        for name, param in self.params.items():
+            param.grad = self._local[name].grad = None
+
+    def _elementwise(self, args: Args, names: list[str]) -> torch.optim.Optimizer:
+        groups = self._groups(names, args.weight_decay)
+        if self.kind == "sgd":
+            return torch.optim.SGD(groups, lr=args.lr, momentum=args.sgd_momentum)
+        betas = (args.adam_beta1, args.adam_beta2)
+        return torch.optim.AdamW(groups, lr=args.lr, betas=betas, eps=args.adam_eps, fused=True)
+
+    def _muon(self, args: Args, names: list[str]) -> torch.optim.Optimizer:
+        return ShardedMuon(
+            [self._local[name] for name in names],
+            [self.params[name].shape for name in names],
+            lr=args.lr,
+            weight_decay=args.weight_decay,
+            momentum=args.muon_momentum,
+            nesterov=args.muon_use_nesterov,
+            num_steps=args.muon_num_ns_steps,
+            scale_mode=args.muon_scale_mode,
+            extra_scale=args.muon_extra_scale_factor,
+        )
+
+    def _groups(self, names: list[str], weight_decay: float) -> list[dict[str, object]]:
+        decayed = [self._local[name] for name in names if self.params[name].ndim > 1]
+        others = [self._local[name] for name in names if self.params[name].ndim <= 1]
         groups = [
             {"params": decayed, "weight_decay": weight_decay},
             {"params": others, "weight_decay": 0.0},
@@ -96,18 +126,26 @@ class ShardedAdamW:
                 grads.append(local.grad)
         return grads
 
-    def drop_grads(self) -> None:
-        for name, param in self.params.items():
-            param.grad = self._local[name].grad = None
+    def _moments(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """By parameter; zeros, as the optimizers themselves start, where there was no update yet."""
+        names = {local: name for name, local in self._local.items()}
+        for part in self._parts:
+            for group in part.param_groups:
+                kept = _kept_by(part, group)
+                for local in group["params"]:
+                    state = part.state[local] if kept else {}
+                    if kept and not state:
+                        state |= {moment: torch.zeros_like(local) for moment in kept}
+                        if isinstance(part, torch.optim.AdamW):
+                            steps = torch.tensor(float(self.num_steps), device=local.device)
+                            state["step"] = steps
+                    yield names[local], {moment: state[moment] for moment in kept}
 
-    def _make_moments(self) -> None:
-        """Zero moments for parameters that have not been updated yet, as Adam itself starts."""
-        for local in self._local.values():
-            state = self._adam.state[local]
-            if not state:
-                state["step"] = torch.tensor(float(self.num_steps), device=local.device)
-                state["exp_avg"] = torch.zeros_like(local)
-                state["exp_avg_sq"] = torch.zeros_like(local)
+
+def _kept_by(part: torch.optim.Optimizer, group: dict[str, object]) -> tuple[str, ...]:
+    if isinstance(part, torch.optim.AdamW):
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if group["momentum"] else ()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ from slime.backends.megatron_utils.model_config import (  # noqa: E402
     read_config,
     virtual_stages,
 )
-from slime.backends.megatron_utils.optimizer import MegatronAdamW  # noqa: E402
+from slime.backends.megatron_utils.optimizer import ScheduledOptimizer  # noqa: E402
 from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
 from slime.backends.megatron_utils.passes import (  # noqa: E402
     Passes,
@@ -110,7 +110,7 @@ class MegatronTrainRayActor(TrainRayActor):
             self._fill(args.opd_teacher_load)
             self.frozen["teacher"] = HostWeights(self.chunks)
         self._fill(checkpoint or self._released() or first_weights(args, role))
-        self.optimizer = MegatronAdamW(args, self.model, lr_schedule(args))
+        self.optimizer = ScheduledOptimizer(args, self.model, lr_schedule(args))
         kinds = {"tensor": UpdateWeightFromTensor}
         kind = kinds.get(args.update_weight_transport, UpdateWeightFromDistributed)
         self._updater = kind(args, self.chunks)

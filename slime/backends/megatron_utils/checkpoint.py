@@ -37,7 +37,7 @@ from slime.utils.checkpoint_files import record_checksums
 from slime.utils.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
-    from slime.backends.megatron_utils.optimizer import MegatronAdamW
+    from slime.backends.megatron_utils.optimizer import ScheduledOptimizer
 
 _FACTS = "trainer.json"
 _HEAD = "output_layer.weight"
@@ -76,7 +76,7 @@ class Checkpointer:
         path: str | Path,
         rollout_id: int,
         chunks: Chunks,
-        optimizer: MegatronAdamW | None = None,
+        optimizer: ScheduledOptimizer | None = None,
         *,
         num_steps: int = 0,
         in_background: bool = False,
@@ -124,8 +124,10 @@ class Checkpointer:
         """
         return self._load(path, chunks, None)
 
-    def load(self, path: str | Path, chunks: Chunks, optimizer: MegatronAdamW) -> CheckpointFacts:
-        """Parameters, optimizer and random state; without saved moments Adam starts anew."""
+    def load(
+        self, path: str | Path, chunks: Chunks, optimizer: ScheduledOptimizer
+    ) -> CheckpointFacts:
+        """Parameters, optimizer and random state; without saved moments they start at zero."""
         facts = self._load(path, chunks, optimizer)
         if not facts.has_optimizer:
             optimizer.inner.reload_model_params()
@@ -135,7 +137,7 @@ class Checkpointer:
         return facts
 
     def _load(
-        self, path: str | Path, chunks: Chunks, optimizer: MegatronAdamW | None
+        self, path: str | Path, chunks: Chunks, optimizer: ScheduledOptimizer | None
     ) -> CheckpointFacts:
         self._check_files(path)
         facts = read_facts(path)
@@ -205,7 +207,7 @@ def _by_key(chunks: Chunks) -> dict[str, torch.nn.Module]:
 
 
 def _state(
-    chunks: Chunks, optimizer: MegatronAdamW | None, *, stored: Shapes | None = None
+    chunks: Chunks, optimizer: ScheduledOptimizer | None, *, stored: Shapes | None = None
 ) -> dict[str, Any]:
     """Return what is saved, or with `stored` what is loaded from a checkpoint that holds these tensors."""
     state: dict[str, Any] = {}
@@ -278,7 +280,7 @@ def _refuse_other_optimizer(state: dict[str, Any], path: str | Path, stored: Sha
     if first is not None:
         raise UserError(
             f"{path} has no optimizer state {first}: it was saved with another choice of "
-            "--use-distributed-optimizer or of frozen parameters. Choose as then, or start anew from its "
+            "--optimizer, --use-distributed-optimizer or frozen parameters. Choose as then, or start anew from its "
             "weights with --ref-load in place of --load"
         )
 

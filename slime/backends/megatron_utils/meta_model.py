@@ -35,7 +35,7 @@ from slime.backends.megatron_utils.model_config import (  # noqa: E402
     read_config,
     virtual_stages,
 )
-from slime.backends.megatron_utils.optimizer import MegatronAdamW  # noqa: E402
+from slime.backends.megatron_utils.optimizer import ScheduledOptimizer  # noqa: E402
 from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
 from slime.backends.megatron_utils.passes import prepare_config  # noqa: E402
 
@@ -59,19 +59,22 @@ def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) 
         if not critic:
             freeze(args, chunks, weight_map(hf_config, args))
         wrapped = wrap_chunks(args, config, chunks)
-        optimizer = MegatronAdamW(args, wrapped, lr_schedule(args))
-        return _count(rank, chunks, wrapped, list(optimizer.tensors()))
+        optimizer = ScheduledOptimizer(args, wrapped, lr_schedule(args))
+        return _count(rank, chunks, wrapped, list(optimizer.moments()))
 
 
 def _count(
-    rank: int, chunks: Sequence[Any], wrapped: Sequence[Any], shards: list[torch.Tensor]
+    rank: int,
+    chunks: Sequence[Any],
+    wrapped: Sequence[Any],
+    moments: list[tuple[torch.Tensor, int]],
 ) -> RankModel:
     params = [p for chunk in chunks for p in chunk.parameters()]
     buffers = [b for chunk in chunks for b in chunk.buffers()]
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
     sparse = sum(isinstance(layer.mlp, MoELayer) for layer in layers)
     own = {tensor.untyped_storage()._cdata for tensor in params}
-    copies = [shard for shard in shards if shard.untyped_storage()._cdata not in own]
+    copies = [shard for shard, _ in moments if shard.untyped_storage()._cdata not in own]
     gradients = [
         buffer.grad_data.nbytes
         for chunk in wrapped
@@ -86,7 +89,8 @@ def _count(
         weight_storages=_storages([*params, *buffers]),
         gradient_storages=gradients,
         master_sizes=dict(Counter(shard.numel() for shard in copies)),
-        moment_sizes=dict(Counter(shard.numel() for shard in shards)),
+        moment_sizes=dict(Counter(shard.numel() for shard, count in moments if count == 2)),
+        momentum_sizes=dict(Counter(shard.numel() for shard, count in moments if count == 1)),
         dense_layers=len(layers) - sparse,
         moe_layers=sparse,
         has_embedding=any(chunk.pre_process for chunk in chunks),

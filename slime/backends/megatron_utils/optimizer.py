@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from slime.backends.megatron_utils.adam import install_adam
 from slime.backends.megatron_utils.flag_fields import flag_fields
+from slime.backends.megatron_utils.muon import TensorParallelMuon, make_muon
 from slime.utils.device import device_type
 from slime.utils.lr_schedule import LrSchedule
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class MegatronAdamW:
+class ScheduledOptimizer:
     def __init__(
         self, args: Args, chunks: list[DistributedDataParallel], schedule: LrSchedule
     ) -> None:
@@ -35,9 +37,7 @@ class MegatronAdamW:
         self._chunks = chunks
         config = optimizer_config(args)
         self._gathers_late = config.overlap_param_gather
-        self.inner: ChainedOptimizer = get_megatron_optimizer(
-            config, chunks, use_gloo_process_groups=device_type() == "cuda"
-        )
+        self.inner = make_optimizer(config, chunks, args.optimizer)
         self._set_groups()
 
     @property
@@ -76,6 +76,8 @@ class MegatronAdamW:
             return norm
         self._clip(norm)
         self.inner.step_with_ready_grads()
+        if isinstance(self.inner, LayerWiseDistributedOptimizer):
+            _share_params(self.inner)
         self.num_steps += 1
         if self._gathers_late:  # weights are read next by others than the forward pass
             for chunk in self._chunks:
@@ -96,6 +98,14 @@ class MegatronAdamW:
                 yield from group["params"]
             for state in torch_optimizer.state.values():
                 yield from (value for value in state.values() if torch.is_tensor(value))
+
+    def moments(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Main parameters with the number of moments that each has once it was updated."""
+        for optimizer in self.inner.chained_optimizers:
+            torch_optimizer = getattr(optimizer, "optimizer", None)
+            for group in [] if torch_optimizer is None else torch_optimizer.param_groups:
+                for param in group["params"]:
+                    yield param, _num_moments(torch_optimizer, group)
 
     def _grad_buffers(self) -> Iterator[torch.Tensor]:
         for chunk in self._chunks:
@@ -122,6 +132,41 @@ class MegatronAdamW:
             group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
 
 
+def make_optimizer(config: OptimizerConfig, chunks: list[Any], kind: str) -> ChainedOptimizer:
+    gloo_groups = device_type() == "cuda"
+    if kind in ("muon", "dist_muon"):
+        return make_muon(config, chunks, gloo_groups=gloo_groups, spread=kind == "dist_muon")
+    chain: Any = get_megatron_optimizer(config, chunks, use_gloo_process_groups=gloo_groups)
+    if kind == "sgd":
+        for optimizer in chain.chained_optimizers:
+            optimizer.init_state_fn = _zero_momentum
+    return chain
+
+
+def _zero_momentum(sgd: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+    """As SGD starts; a checkpoint is read into these."""
+    for group in sgd.param_groups:
+        for param in group["params"] if group["momentum"] else ():
+            if not sgd.state[param]:
+                sgd.state[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
+def _share_params(optimizer: LayerWiseDistributedOptimizer) -> None:
+    """Give every data-parallel rank the parameters that others have updated."""
+    if device_type() == "cuda":
+        optimizer.allgather_params()
+    else:  # gloo gathers tensors of equal sizes only
+        optimizer.broadcast_params()
+
+
+def _num_moments(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    if isinstance(optimizer, TensorParallelMuon):
+        return 1
+    if isinstance(optimizer, torch.optim.SGD):
+        return int(bool(group["momentum"]))
+    return 2
+
+
 def optimizer_config(args: Args) -> OptimizerConfig:
     fields = flag_fields(args, OptimizerConfig)
     if device_type() == "cpu" and fields.pop("optimizer_cpu_offload", False):
@@ -139,6 +184,12 @@ def optimizer_config(args: Args) -> OptimizerConfig:
             "adam_beta1": args.adam_beta1,
             "adam_beta2": args.adam_beta2,
             "adam_eps": args.adam_eps,
+            "sgd_momentum": args.sgd_momentum,
+            "muon_momentum": args.muon_momentum,
+            "muon_use_nesterov": args.muon_use_nesterov,
+            "muon_num_ns_steps": args.muon_num_ns_steps,
+            "muon_scale_mode": args.muon_scale_mode,
+            "muon_extra_scale_factor": args.muon_extra_scale_factor,
             "clip_grad": args.clip_grad,
             "bf16": half,
             "params_dtype": torch.bfloat16 if half else torch.float32,

@@ -32,6 +32,7 @@ def check_all(draft: Draft) -> None:
     check_algorithm(draft)
     check_distillation(draft)
     check_optimizer(draft)
+    check_optimizer_kind(draft)
     check_reward(draft)
     check_batches(draft)
     check_lengths(draft)
@@ -52,8 +53,6 @@ def check_backend(draft: Draft) -> None:
                 f"{flag.option} belongs to --train-backend {owner}, this run uses {backend}: "
                 f"{_INSTEAD.get(name, 'leave it out')}, or choose --train-backend {owner}"
             )
-    if draft["optimizer"] != "adam":
-        raise ConfigError(f"--optimizer {draft['optimizer']} is not there: use adam")
     if draft["lr_decay_style"] == "WSD":
         raise ConfigError(
             "--lr-decay-style WSD is not honoured: use constant, linear, cosine or inverse-square-root"
@@ -184,6 +183,35 @@ def check_optimizer(draft: Draft) -> None:
         raise ConfigError(
             f"--lr-warmup-iters {iters} is more than the {decay} steps of the schedule: lower it, or "
             "set --lr-decay-iters"
+        )
+
+
+def check_optimizer_kind(draft: Draft) -> None:
+    """What an optimizer other than Adam cannot be combined with."""
+    kind = draft["optimizer"]
+    if kind == "adam":
+        return
+    if draft["train_backend"] == "fsdp":
+        if kind == "dist_muon":
+            raise ConfigError(
+                "--optimizer dist_muon belongs to --train-backend megatron: use muon, whose state FSDP "
+                "spreads over the ranks anyway"
+            )
+        if kind == "muon" and draft["fsdp_cpu_offload"]:
+            raise ConfigError(
+                "--optimizer muon multiplies whole matrices, which --fsdp-cpu-offload would do on the CPU: "
+                "leave one of them out"
+            )
+        return
+    for name in ("use_distributed_optimizer", "overlap_param_gather", "optimizer_cpu_offload"):
+        if draft.given(name) and draft[name]:
+            raise ConfigError(
+                f"{option_of(name)} is for --optimizer adam, this run uses {kind}: leave it out"
+            )
+    if kind != "sgd" and draft["muon_num_ns_steps"] % 5:
+        raise ConfigError(
+            f"--muon-num-ns-steps {draft['muon_num_ns_steps']}: megatron-core's iterations come in fives: "
+            "use 5 or 10"
         )
 
 

@@ -45,7 +45,7 @@ def _derive_megatron(draft: Draft) -> None:
     for name in _PARALLEL_SIZES:
         draft.derive_if_unset(name, 1)
     draft.derive_if_unset("expert_tensor_parallel_size", draft["tensor_model_parallel_size"])
-    draft.derive_if_unset("use_distributed_optimizer", True)
+    draft.derive_if_unset("use_distributed_optimizer", draft["optimizer"] == "adam")
     if draft["recompute_granularity"] == "full":  # megatron-core wants all three
         draft.derive_if_unset("recompute_method", "uniform")
         draft.derive_if_unset("recompute_num_layers", 1)

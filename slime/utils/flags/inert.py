@@ -62,7 +62,26 @@ _OF_SAMPLING = (
     "dynamic_sampling_filter_path", "over_sampling_batch_size", "partial_rollout",
     "rollout_sample_filter_path", "rollout_all_samples_process_path", "max_weight_staleness",
 )  # fmt: skip
+_OF_MUON = (
+    "muon_momentum", "muon_use_nesterov", "muon_num_ns_steps", "muon_scale_mode",
+    "muon_extra_scale_factor", "muon_split_qkv", "muon_fp32_matmul_prec", "muon_tp_mode",
+)  # fmt: skip
 _RULES = (
+    Inert(
+        flags=("adam_beta1", "adam_beta2", "adam_eps"),
+        when=lambda draft: draft["optimizer"] == "sgd",
+        why="with --optimizer sgd",
+    ),
+    Inert(
+        flags=("sgd_momentum",),
+        when=lambda draft: draft["optimizer"] != "sgd",
+        why="without --optimizer sgd",
+    ),
+    Inert(
+        flags=_OF_MUON,
+        when=lambda draft: draft["optimizer"] not in ("muon", "dist_muon"),
+        why="without --optimizer muon",
+    ),
     Inert(
         flags=("value_clip", "num_critic_only_steps", "critic_load", "critic_save", "critic_lr", "lambd"),
         when=lambda draft: draft["advantage_estimator"] != "ppo",

@@ -45,6 +45,7 @@ _SPELLINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "num_moe_experts": (("--num-experts",), ()),
     "grad_reduce_in_fp32": (("--accumulate-allreduce-grads-in-fp32",), ()),
     "apply_rope_fusion": ((), ("--no-rope-fusion",)),
+    "muon_split_qkv": ((), ("--muon-no-split-qkv",)),
     "num_layers_in_first_pipeline_stage": (("--decoder-first-pipeline-num-layers",), ()),
     "num_layers_in_last_pipeline_stage": (("--decoder-last-pipeline-num-layers",), ()),
 }
@@ -55,6 +56,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "grad_reduce_in_fp32": {"name": "accumulate_allreduce_grads_in_fp32"},
     "moe_layer_freq": {"kind": "str", "many": False, "default": "1"},
     "use_distributed_optimizer": {"default": True},
+    "muon_tp_mode": {"choices": ("blockwise", "duplicated", "distributed")},
+    "muon_fp32_matmul_prec": {"choices": ("medium", "high", "highest")},
 }
 
 _WITHOUT_FIELD: list[tuple[str, Kind, str, dict[str, Any]]] = [

@@ -278,11 +278,22 @@ def check_megatron_flags(draft: Draft) -> None:
                 f"{option} needs TransformerEngine, which is not installed: leave it out, or install "
                 "transformer-engine"
             )
+        if name in NEEDS_TE and name != "transformer_impl" and _has_local_layers(draft):
+            raise ConfigError(
+                f"{option} reaches TransformerEngine's layers only: add --transformer-impl "
+                "transformer_engine, or leave it out"
+            )
     if draft["transformer_impl"] == "inference_optimized":
         raise ConfigError(
             "--transformer-impl inference_optimized cannot be trained: leave it out, or use local or "
             "transformer_engine"
         )
+
+
+def _has_local_layers(draft: Draft) -> bool:
+    """Whether slime's own layers are built although TransformerEngine may be installed."""
+    chosen = draft["transformer_impl"]
+    return chosen == "local" or (chosen is None and draft["precision"] == "fp32")
 
 
 def asks_for_something(name: str, value: Any) -> bool:

@@ -206,6 +206,12 @@ def _check_key_heads(draft: Draft, config: dict[str, Any]) -> None:
     tp, heads = draft["tensor_model_parallel_size"], _found(config, "num_query_groups")
     if heads is None or draft["multi_latent_attention"] or config.get("kv_lora_rank"):
         return
+    muon = draft["optimizer"] in ("muon", "dist_muon") and draft["muon_split_qkv"] is not False
+    if muon and tp > heads:
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp} cuts the {heads} key heads of the model, and --optimizer "
+            f"{draft['optimizer']} orthogonalises queries, keys and values apart: add --muon-no-split-qkv"
+        )
     if heads % tp and tp % heads:
         raise ConfigError(
             f"--tensor-model-parallel-size {tp} and the {heads} key heads of the model: one must divide "

@@ -18,7 +18,9 @@ class Model:
         None, "folder with the model in Hugging Face format: config, tokenizer, first weights"
     )
     model_name: str | None = flag(
-        None, "model family for weight names, where config.json does not tell", backend="megatron"
+        None,
+        "name of the model in the default --run-dir; the weights' names follow from config.json",
+        backend="megatron",
     )
     bf16: bool = flag(False, "train in bfloat16 (master weights fp32); the default on a GPU")
     fp32: bool = flag(False, "train in float32; the default without a GPU")
@@ -78,7 +80,9 @@ class Optimizer:
     """Optimizer."""
 
     optimizer: Literal["adam", "sgd", "muon", "dist_muon"] = flag(
-        "adam", "optimizer; adam decouples the weight decay (AdamW)"
+        "adam",
+        "optimizer: adam (AdamW), sgd, or muon for the hidden weight matrices with adam for embeddings, "
+        "head, norms and biases; dist_muon spreads muon's state over data-parallel ranks (megatron)",
     )
     lr: float = flag(1e-6, "learning rate")
     min_lr: float = flag(0.0, "learning rate at the end of the decay")
@@ -96,6 +100,17 @@ class Optimizer:
     adam_beta1: float = flag(0.9, "decay of the mean of gradients")
     adam_beta2: float = flag(0.999, "decay of the mean of squared gradients")
     adam_eps: float = flag(1e-8, "added to the denominator")
+    sgd_momentum: float = flag(0.9, "momentum of sgd, whose weight decay is part of the gradient")
+    muon_momentum: float = flag(0.95, "decay of muon's mean of gradients")
+    muon_use_nesterov: bool = flag(False, "Nesterov momentum in muon")
+    muon_num_ns_steps: int = flag(5, "Newton-Schulz iterations of muon")
+    muon_scale_mode: Literal["spectral", "shape_scaling", "unit_rms_norm"] = flag(
+        "spectral",
+        "factor of muon's update of an R x C matrix: sqrt(max(R, C)), sqrt(max(1, R/C)) or sqrt(R/C)",
+    )
+    muon_extra_scale_factor: float = flag(
+        1.0, "a further factor of muon's update; 0.2 with spectral matches the size of Adam's"
+    )
     clip_grad: float = flag(1.0, "largest gradient norm; 0 turns clipping off")
 
 
@@ -110,7 +125,9 @@ class Checkpoint:
     ckpt_step: int | None = flag(None, "checkpoint to load from --load; default: the latest")
     save: str | None = flag(None, "folder for checkpoints")
     save_interval: int | None = flag(
-        None, "rollouts between two checkpoints; one is always written at the end and on SIGTERM"
+        None,
+        "rollouts between two checkpoints; with --save alone one is written at the end, and on SIGTERM, "
+        "SIGHUP or Ctrl-C after the rollout under way",
     )
     save_total_limit: int | None = flag(
         None, "keep the newest N checkpoints and delete older ones; the only one is never deleted"

@@ -35,6 +35,7 @@ _AT_LEAST_ONE = (
     "save_interval",
     "save_total_limit",
     "overlong_buffer_len",
+    "muon_num_ns_steps",
     "ref_update_interval",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -70,6 +71,7 @@ _ABOVE_ZERO = (
     "rollout_health_check_timeout",
     "rollout_no_engine_timeout",
     "value_clip",
+    "muon_extra_scale_factor",
 )
 _FRACTIONS = (
     "gamma",
@@ -77,6 +79,8 @@ _FRACTIONS = (
     "lr_warmup_fraction",
     "adam_beta1",
     "adam_beta2",
+    "sgd_momentum",
+    "muon_momentum",
     "eps_clip",
     "optimizer_offload_fraction",
 )

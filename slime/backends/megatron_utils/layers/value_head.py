@@ -14,6 +14,7 @@ class ValueHead(torch.nn.Module):
         device = torch.cuda.current_device()
         weight = torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device)
         self.weight = torch.nn.Parameter(weight)
+        self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T]"""
