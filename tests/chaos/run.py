@@ -162,8 +162,12 @@ def one_start(
         processes=Processes(marker),
         ended=lambda: process.poll() is not None,
     )
-    done, ports, hit = _inject_all(faults, start)
-    timed_out = _wait_for_end(process, start.processes)
+    try:
+        done, ports, hit = _inject_all(faults, start)
+        timed_out = _wait_for_end(process, start.processes)
+    except BaseException:  # Ctrl-C, or a fault of the harness: the run does not outlive it
+        leftovers.end_all(start.processes.alive())
+        raise
     ended = time.monotonic()
     inject.release_disk(folders.disk)
     left = leftovers.find_leftovers(
