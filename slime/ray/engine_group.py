@@ -25,6 +25,7 @@ from slime.utils.types import EngineInfo
 
 _CONTROL_TIMEOUT_S = 120
 _WORD_EVERY_S = 20.0
+_START_RETRIES = 3  # for all engines together: actors that die again and again have a cause
 # SGLang decodes one step ahead of what it reads, and unmaps its cache without waiting for that step: seen
 # on an H200 as an illegal memory access in one release of seventy.
 _LAST_STEP_S = 0.3
@@ -58,31 +59,49 @@ class EngineGroup:
         self._router: Router | None = None
         self._handles: list[EngineHandle] = []
         self._starting: list[Future[EngineInfo]] = []
+        self._start_retries = _START_RETRIES
         self._released: dict[str, set[str]] = {}  # url -> what it gave away; a new engine: nothing
 
     def start(self) -> None:
         """Have every server started; `wait` says when they are up."""
         self._handles = [EngineHandle(self.args, i, o) for i, o in enumerate(self.options)]
-        pool = ThreadPoolExecutor(max(1, len(self._handles)), thread_name_prefix="engine-start")
-        self._starting = [pool.submit(handle.start) for handle in self._handles]
-        pool.shutdown(wait=False)
+        self._starting = [_start(handle) for handle in self._handles]
 
     def wait(self, say: Callable[[str], None] = lambda text: None) -> None:
         """Until every engine answers; meanwhile `say` hears what the slow ones are doing."""
         begun = time.monotonic()
         next_word = begun + _WORD_EVERY_S
-        while waiting := self._not_up():
-            for index, future in enumerate(self._starting):
-                if future.done():
-                    _started(index, future)
+        while True:
+            up = [self._is_up(index, say) for index in range(len(self._starting))]
+            if all(up):
+                break
             time.sleep(0.05)
             if time.monotonic() > next_word:
                 next_word += _WORD_EVERY_S
-                for index in waiting:
+                for index in self._not_up():
                     line = self._handles[index].last_lines(1)
                     say(f"engine {index} is starting ({time.monotonic() - begun:.0f} s): {line}")
-        self.all = [_started(index, future) for index, future in enumerate(self._starting)]
+        self.all = [future.result() for future in self._starting]
         remember_key([info.url for info in self.all], self.token)
+
+    def _is_up(self, index: int, say: Callable[[str], None]) -> bool:
+        """Start an engine again whose actor died; a server that cannot start is raised."""
+        future = self._starting[index]
+        if not future.done():
+            return False
+        error = future.exception()
+        if not isinstance(error, ray.exceptions.RayActorError):
+            future.result()
+            return True
+        what = f"engine {index} died while it started: {_first_line(error)}"
+        if not self.args.use_fault_tolerance or not self._start_retries:
+            raise LostError(what) from error
+        self._start_retries -= 1
+        say(f"{what} Starting it again")
+        self._handles[index].stop()()
+        self._handles[index].make()
+        self._starting[index] = _start(self._handles[index])
+        return False
 
     def last_words(self) -> str:
         """Of the servers that are not up yet."""
@@ -232,11 +251,12 @@ class EngineGroup:
         self._handles, self.all = [], []
 
 
-def _started(index: int, future: Future[EngineInfo]) -> EngineInfo:
-    try:
-        return future.result()
-    except ray.exceptions.RayActorError as error:
-        raise LostError(f"engine {index} died while it started: {_first_line(error)}") from error
+def _start(handle: EngineHandle) -> Future[EngineInfo]:
+    """In a thread of its own, which nobody waits for at the end."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
+    future = pool.submit(handle.start)
+    pool.shutdown(wait=False)
+    return future
 
 
 def _first_line(error: Exception) -> str:

@@ -125,33 +125,55 @@ def _watcher(moment: Moment, start: Start) -> Callable[[], bool]:
         )
     if moment.phase == "export":
         return lambda: any(p.exists() for p in (folders.hf, folders.hf.with_name("hf.tmp")))
-    if moment.phase == "update":
-        return lambda: last_trained(folders) >= moment.rollout
+    if (
+        moment.phase == "update"
+    ):  # behind the first training of this start, at or behind the rollout
+        begin = _size(folders.signals)
+        return lambda: (
+            last_trained(folders)
+            >= max(
+                (
+                    r
+                    for p, r in _read(folders.signals, begin)
+                    if p == "train" and r >= moment.rollout
+                ),
+                default=start.mode.num_rollout,
+            )
+        )
     return _signalled(moment, folders.signals)
 
 
 def _signalled(moment: Moment, path: Path) -> Callable[[], bool]:
     """By the lines that hooks append; those of earlier starts do not count."""
-    begin = path.stat().st_size if path.exists() else 0
-    evaluations = 0 if moment.rollout < 0 else 1
+    begin = _size(path)
 
     def reached() -> bool:
-        if not path.exists():
-            return False
-        with path.open() as file:
-            file.seek(begin)
-            lines = [line.split() for line in file.read().splitlines()]
+        lines = _read(path, begin)
         if moment.phase == "time":
             return bool(lines)
         if moment.phase != "eval":
-            return any(p == moment.phase and int(r) >= moment.rollout for p, r in lines)
+            return any(p == moment.phase and r >= moment.rollout for p, r in lines)
+        if moment.rollout < 0:
+            return any(p == "eval" for p, _ in lines)
         # The evaluation after `rollout` is the first one behind its training.
-        trained = [i for i, (p, r) in enumerate(lines) if p == "train" and int(r) >= moment.rollout]
-        after = trained[0] if evaluations and trained else 0
-        known = bool(trained) or not evaluations
-        return known and any(p == "eval" for p, _ in lines[after:])
+        trained = [i for i, (p, r) in enumerate(lines) if p == "train" and r >= moment.rollout]
+        return bool(trained) and any(p == "eval" for p, _ in lines[trained[0] :])
 
     return reached
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _read(path: Path, begin: int) -> list[tuple[str, int]]:
+    """Phase and rollout of every line behind `begin`."""
+    if not path.exists():
+        return []
+    with path.open() as file:
+        file.seek(begin)
+        lines = [line.split() for line in file.read().splitlines()]
+    return [(phase, int(rollout)) for phase, rollout in lines]
 
 
 # ---- faults

@@ -120,6 +120,20 @@ def test_the_evaluation_after_a_rollout_comes_behind_its_training(start):
     assert reached()
 
 
+def test_an_update_comes_behind_a_training_of_this_start(start):
+    """Metrics of earlier starts are there from the beginning."""
+    metrics = start.folders.run_dir / "metrics.jsonl"
+    metrics.parent.mkdir()
+    line = '{{"kind": "train", "rollout_id": {}}}\n'
+    metrics.write_text(line.format(4) + line.format(5))
+    reached = inject._watcher(Moment(phase="update", rollout=1, delay_s=0, fraction=0), start)
+    assert not reached()
+    start.folders.signals.write_text("train 6\n")
+    assert not reached()
+    metrics.write_text(metrics.read_text() + line.format(6))
+    assert reached()
+
+
 def test_a_start_that_ends_before_the_moment_is_not_waited_for(start):
     os.kill(start.pid, 9)
     assert not inject.wait_for(Moment(phase="save", rollout=3, delay_s=0, fraction=0), start)

@@ -154,6 +154,20 @@ def test_an_actor_that_dies_while_its_engine_is_started_again_is_replaced_later(
     assert group.restart(0) == "engine 0 failed and was started again"
 
 
+def test_an_actor_that_dies_in_the_first_start_is_replaced(start, tmp_path):
+    group, told = start(["silent", "serve"], wait=False), []
+    deadline = time.monotonic() + 180
+    while "start 0: silent" not in group.last_words():
+        assert time.monotonic() < deadline, group.last_words()
+        time.sleep(0.2)
+    place = group.members()[0].remote.place()
+    assert place is not None
+    os.kill(place.pid, signal.SIGKILL)
+    group.wait(told.append)
+    assert [text for text in told if text.startswith("engine 0 died while it started")]
+    assert len(group.infos) == 1 and group.failed() == []
+
+
 def test_a_server_that_says_nothing_does_not_hang_the_run(tmp_path):
     env = write_stand_in(tmp_path, ["silent"])
     log = tmp_path / "log"
