@@ -17,6 +17,7 @@ import orjson
 
 from slime.rollout.base_types import BufferFilter
 from slime.rollout.filter_hub.buffer_filters import pop_first
+from slime.rollout.hooks import check_stored_functions
 from slime.rollout.samples import clone_group
 from slime.rollout.stored_groups import decode_groups, encode_groups
 from slime.utils.data import DataFormat, PromptDataset, load_prompts
@@ -126,7 +127,9 @@ class RolloutDataSource:
         self.position = min(state["position"], len(self._order))
         self._in_flight.clear()
         self._finished.clear()
-        self.buffer = decode_groups(state["in_flight"]) + decode_groups(state["buffer"])
+        stored = decode_groups(state["in_flight"]) + decode_groups(state["buffer"])
+        check_stored_functions(self.args, stored)
+        self.buffer = stored
 
     def save(self, rollout_id: int) -> None:
         """Write the state under `--save`; whoever writes a checkpoint of its own uses `state_dict`."""

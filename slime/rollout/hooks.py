@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout import base_types as rollout
 from slime.rollout.sandbox import check_sandbox
 from slime.utils import hook_types as trainer
 from slime.utils.data_spec import DataSpec
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, UserError
 from slime.utils.load_function import load_class, load_function
 from slime.utils.reward_types import REWARD_TYPES, reward_type
+from slime.utils.types import Group
 
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
@@ -41,6 +42,25 @@ HOOKS: dict[str, type] = {
 }
 _CLASSES = ("data_source_path",)
 _ASYNC = ("custom_generate_function_path",)
+
+
+def check_stored_functions(args: Args, groups: list[Group]) -> None:
+    """Refuse functions that samples of a checkpoint name, unless a flag names one of their package.
+
+    Whoever made the checkpoint would otherwise choose what this run imports and calls.
+    """
+    sources: list[Any] = [args, *args.eval_datasets]
+    named = {getattr(source, name, None) for source in sources for name in HOOKS}
+    packages = {path.split(".")[0] for path in named if path} - {"slime"}
+    for sample in (sample for group in groups for sample in group):
+        for field in ("custom_rm_path", "generate_function_path"):
+            path = getattr(sample, field)
+            if path and path not in named and path.split(".")[0] not in packages:
+                raise UserError(
+                    f"sample {sample.index} of the checkpoint names the function {path} "
+                    f"({field}), and no flag of this run names one of that package: start from its "
+                    "weights alone (--ref-load), or name a function of that package by a --custom-*-path flag"
+                )
 
 
 def check_hooks(args: Args) -> None:

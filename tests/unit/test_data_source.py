@@ -238,3 +238,21 @@ def test_equal_rows_and_fewer_rows_than_a_batch_are_groups_of_their_own(tmp_path
     groups = source.get_samples(5)
     assert [g[0].group_index for g in groups] == [g[0].index for g in groups] == list(range(5))
     assert len({id(g[0].tokens) for g in groups}) == 5 and source.epoch == 2
+
+
+@pytest.mark.parametrize("field", ["custom_rm_path", "generate_function_path"])
+def test_a_checkpoint_cannot_name_code_to_import(tmp_path, field):
+    args = rollout_args(tmp_path, sums(3), custom_rm_path="tests.rollout_hooks.reward")
+    source = RolloutDataSource(args)
+    source.begin(0)
+    source.get_samples(1)
+    state = json.loads(json.dumps(source.state_dict(0)))
+    for path, refused in (("os.system", True), ("tests.odd_hooks.reward", False)):
+        state["in_flight"][0][0][field] = path
+        resumed = RolloutDataSource(args)
+        if refused:
+            with pytest.raises(UserError, match=r"os\.system"):
+                resumed.load_state_dict(state)
+        else:
+            resumed.load_state_dict(state)
+            assert getattr(resumed.buffer[0][0], field) == path
