@@ -290,7 +290,7 @@ def _refuse_pickled_state(loaded: dict[str, Any], path: str | Path) -> None:
     for key, value in loaded.items():
         if isinstance(value, dict):
             _refuse_pickled_state(value, path)
-        elif key.endswith("_extra_state") and isinstance(value, torch.Tensor) and value.numel():
+        elif str(key).endswith("_extra_state") and torch.is_tensor(value) and value.numel():
             check_extra_state(value.cpu().numpy().tobytes(), f"{path}, {key}")
 
 
