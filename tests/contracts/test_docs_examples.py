@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import sys
@@ -69,7 +70,7 @@ def test_every_flag_is_in_the_table_and_every_example_is_known(module):
     for name in HOOKS:
         assert f"`--{name.replace('_', '-')}`" in text
     defined = set(re.findall(r"^(?:async )?(?:def|class) (\w+)", text, re.MULTILINE))
-    assert defined - {"fill", "agent"} == set(EXAMPLES)
+    assert defined - {"fill", "agent", "run_tests"} == set(EXAMPLES)
     assert set(EXAMPLES.values()) == set(HOOKS) - {"eval_function_path"}  # the rollout's does both
 
 
@@ -270,3 +271,7 @@ def build_plain_gpt(rank, block):
     ids = torch.arange(5)[None]
     mask = torch.ones(1, 1, 5, 5).triu(1).bool()
     return tuple(model(ids, ids, mask).shape)
+
+
+def test_the_sandbox_of_the_document_runs_a_program(module):
+    assert asyncio.run(module.run_tests(b"print(6 * 7)")) == "42\n"
