@@ -28,7 +28,7 @@ _SIGNALS = {
 }
 _POLL_S = 0.005
 _FIND_S = 30.0  # a target that has not started, or is being replaced, is waited for so long
-_KEPT_FREE = 4096
+_PIECES = (1 << 26, 1 << 20, 1 << 12)
 
 
 @dataclass(kw_only=True)
@@ -205,15 +205,17 @@ def _continue_after(process: psutil.Process, seconds: float) -> None:
 
 
 def _fill_disk(disk: Path, seconds: float) -> str:
-    """`seconds` 0: until `release_disk`."""
-    ballast = disk / "ballast"
-    stats = os.statvfs(disk)
-    free = stats.f_bavail * stats.f_frsize - _KEPT_FREE
-    with ballast.open("wb") as file, suppress(OSError):
-        os.posix_fallocate(file.fileno(), 0, max(free, 1))
+    """`seconds` 0: until `release_disk`. Taken piece by piece, for the run writes there meanwhile."""
+    taken = 0
+    with (disk / "ballast").open("wb") as file:
+        for piece in _PIECES:
+            with suppress(OSError):
+                while True:
+                    os.posix_fallocate(file.fileno(), taken, piece)
+                    taken += piece
     if seconds:
         threading.Timer(seconds, release_disk, [disk]).start()
-    return f"{free // 2**20} MiB of {disk} taken"
+    return f"{taken // 2**20} MiB of {disk} taken"
 
 
 def _file_of(checkpoint: Path, what: str) -> Path | None:

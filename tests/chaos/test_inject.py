@@ -139,6 +139,23 @@ def test_a_start_that_ends_before_the_moment_is_not_waited_for(start):
     assert not inject.wait_for(Moment(phase="save", rollout=3, delay_s=0, fraction=0), start)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+def test_a_full_disk_takes_no_byte_more_until_it_is_released(start):
+    disk = start.folders.disk
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "chaos", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        fault = Fault(kind="enospc_permanent", target="disk", at=NOW)
+        assert inject.inject(fault, start) == f"3 MiB of {disk} taken"
+        with pytest.raises(OSError, match="No space left"):
+            (disk / "more").write_bytes(b"x")
+        inject.release_disk(disk)
+        (disk / "more").write_bytes(b"x" * 2**20)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
 def wait_until(condition, timeout=10):
     deadline = time.monotonic() + timeout
     while not condition():
