@@ -52,6 +52,40 @@ def test_processes_end_with_their_command_unless_asked(user):
     assert after == alone and kept == alone + 3 and still == kept and bombed == kept
 
 
+LEFT_BY_ITS_FIRST_THREAD = """
+import ctypes, os, sys, threading, time
+
+def work():
+    data = bytearray(150 << 20)
+    data[::4096] = b"x" * len(data[::4096])
+    time.sleep(600)
+
+if os.fork() == 0:
+    threading.Thread(target=work).start()
+    os.close(1), os.close(2)
+    ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@USERS
+def test_processes_whose_first_thread_has_ended_are_counted_and_killed(user):
+    """Such a process looks like one that has ended, and /proc/PID shows no memory of it."""
+    body = """
+    limits = Limits(memory_bytes=400 << 20, processes=64, forks=True, open_files=256)
+    async with Sandbox(limits=limits) as box:
+        await box.write("leave.py", given.encode())
+        for _ in range(4):
+            await box.run([sys.executable, "leave.py", "0.5"])
+        left = await box.run("ls /proc | grep -c '^[0-9]'")
+        command = " & ".join([f"{sys.executable} leave.py 5"] * 4) + "; wait"
+        return left.stdout, (await box.run(command, time_limit_s=10)).limit
+    """
+    left, limit = call_as(user, body, LEFT_BY_ITS_FIRST_THREAD)
+    assert int(left) <= 4  # the agent, a shell, ls and grep
+    assert limit == "memory"
+
+
 @USERS
 def test_a_command_ends_at_its_limits_and_the_sandbox_goes_on(user):
     body = """

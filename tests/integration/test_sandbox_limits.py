@@ -217,6 +217,19 @@ def test_threads_are_limited(user):
     assert int(done.stdout) == 63
 
 
+@USERS
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_program_that_its_first_thread_has_left_is_killed(user, isolate):
+    """It looks like one that has ended; its supervisor must neither wait for it nor leave it behind."""
+    program = """
+import ctypes, os, threading, time
+threading.Thread(target=time.sleep, args=(600,)).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
+"""
+    done = attack(user, program, time_limit_s=1, isolate=isolate)
+    assert (done.exit_status, done.limit) == (137, "time")
+
+
 DAEMON = """
 import os, sys, time
 if os.fork() == 0:

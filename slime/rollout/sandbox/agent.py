@@ -192,9 +192,9 @@ def _processes() -> dict:
         with contextlib.suppress(OSError, IndexError):
             if name.isdigit() and name != "1":
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    state, parent = file.read().rsplit(b")", 1)[1].split()[:2]
-                if state not in b"ZX":
-                    parents[int(name)] = int(parent)
+                    fields = file.read().rsplit(b")", 1)[1].split()
+                if fields[0] not in b"ZX" or int(fields[17]) > 1:  # threads: the first may have ended
+                    parents[int(name)] = int(fields[1])
     return parents
 
 

@@ -54,7 +54,7 @@ def _descendants(root: int) -> list:
                     fields = file.read().rsplit(b")", 1)[1].split()
             except (OSError, IndexError):
                 continue
-            if fields[0] != b"Z":
+            if fields[0] != b"Z" or int(fields[17]) > 1:  # threads: the first may have ended alone
                 parents[int(name)] = int(fields[1])
     found, wave = [], [root]
     while wave:

@@ -36,7 +36,8 @@ class Meter:
             return "disk"
         pids = [name for name in os.listdir(self._proc) if name.isdigit()]
         used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize + inodes + self._sockets()
-        if self._memory_passes(pids, self._settings["memory_bytes"] - used):
+        places = [self._with_memory(pid) for pid in pids]
+        if self._memory_passes(places, self._settings["memory_bytes"] - used):
             return "memory"
         most = self._settings["cpu_s"]
         return "cpu" if most is not None and self._cpu_s(pids) > most else ""
@@ -55,6 +56,20 @@ class Meter:
         except OSError:
             return False
         return True
+
+    def _with_memory(self, pid: str) -> str:
+        """Return where in /proc the memory of a process is shown.
+
+        That is no longer at its own number when its first thread has ended and others have not.
+        """
+        for _ in range(20):  # threads may come and go meanwhile
+            if self._virtual(pid) or int(_fields(self._read(f"{pid}/stat"))[17]) < 2:
+                return pid
+            with contextlib.suppress(OSError):
+                for thread in os.listdir(f"/proc/self/fd/{self._proc}/{pid}/task"):
+                    if self._virtual(f"{pid}/task/{thread}"):
+                        return f"{pid}/task/{thread}"
+        return pid
 
     def _memory_passes(self, pids: list, most: int) -> bool:
         """Compare cheap upper bounds first; the exact figure takes a walk over the page tables."""
@@ -100,8 +115,8 @@ class Meter:
         """Return the larger of two lower bounds, each of which misses some short-lived processes."""
         with_children = 0.0
         for pid in pids:
-            fields = self._read(f"{pid}/stat").rsplit(b")", 1)[-1].split()
-            if len(fields) > 19:
+            fields = _fields(self._read(f"{pid}/stat"))
+            if fields[17] != b"0":
                 own = int(fields[11]) + int(fields[12])
                 self._cpu_seen[pid, fields[19]] = own
                 with_children += own + int(fields[13]) + int(fields[14])
@@ -122,6 +137,11 @@ class Meter:
             return b""
         finally:
             os.close(descriptor)
+
+
+def _fields(stat: bytes) -> list:
+    """Return the fields of /proc/PID/stat from the state on; zeros if the process has ended."""
+    return stat.rsplit(b")", 1)[-1].split() or [b"0"] * 50
 
 
 def _kilobytes(text: bytes, names: tuple) -> int:
