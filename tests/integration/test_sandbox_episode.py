@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import sys
 
@@ -105,13 +106,18 @@ def test_a_command_ends_at_its_limits_and_the_sandbox_goes_on(user):
 def test_the_agent_inside_cannot_be_attacked(user):
     """Programs have its user id, but can neither kill it nor get at its memory and pipes."""
     attack = """
-import os, signal
+import os, resource, signal
 for path in ("/proc/1/mem", "/proc/1/fd/1", "/proc/1/fd/0", "/proc/1/environ"):
     try:
         os.open(path, os.O_RDWR)
         print("OPENED", path, flush=True)
     except PermissionError:
         print("refused", flush=True)
+try:
+    resource.prlimit(1, resource.RLIMIT_NOFILE, (4, 4))
+    print("LIMITED", flush=True)
+except PermissionError:
+    print("refused", flush=True)
 for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM):
     os.kill(1, number)
 try:
@@ -126,7 +132,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
         second = await box.run("echo alive")
         return first.stdout, second.stdout
     """
-    expected = "refused\n" * 4 + "nobody else\n"
+    expected = "refused\n" * 5 + "nobody else\n"
     assert call_as(user, body, attack) == [expected, "alive\n"]
 
 
@@ -169,6 +175,21 @@ def test_files_are_regular_ones_inside(user):
         "not a regular file", "No such file or directory", "Permission denied",
         "Read-only file system", "No such device or address", "File too large",
     ]  # fmt: skip
+
+
+def test_odd_commands_and_paths_are_errors_and_the_sandbox_goes_on():
+    async def main():
+        async with Sandbox() as box:
+            for command in ("echo a\0b", "echo \ud800", ["x" * 2_000_000], []):
+                assert (await box.run(command)).exit_status == 127
+            for path in ("a\0b", "\ud800", "x" * 2_000_000):
+                with pytest.raises(OSError):
+                    await box.read(path)
+                with pytest.raises(OSError):
+                    await box.write(path, b"x")
+            assert (await box.run("echo fine")).stdout == "fine\n"
+
+    asyncio.run(main())
 
 
 def test_an_ended_sandbox_says_so():
@@ -237,6 +258,32 @@ def test_the_proxy_reaches_listed_hosts_and_no_others():
                 assert "405" in (await ask(f"GET http://127.0.0.1:{port}/{tail}"))[0]
                 assert "400" in (await ask(f"CONNECT 127.0.0.1{tail}"))[0]
                 assert await ask("x" * 20000) == [""]
+
+    asyncio.run(main())
+
+
+def test_connections_to_the_proxy_take_few_descriptors_outside():
+    connect = """
+import os, socket, time
+for _ in range(3):
+    if os.fork() == 0:
+        kept = [socket.create_connection(("127.0.0.1", 3128)) for _ in range(240)]
+        time.sleep(2)
+        os._exit(0)
+for _ in range(3):
+    os.wait()
+"""
+
+    async def main():
+        before = len(os.listdir("/proc/self/fd"))
+        most = 0
+        async with Sandbox(network=Allow(["example.com:443"])) as box:
+            call = asyncio.ensure_future(box.run([sys.executable, "-c", connect]))
+            while not call.done():
+                most = max(most, len(os.listdir("/proc/self/fd")))
+                await asyncio.sleep(0.05)
+            assert (await call).ok
+        assert 100 < most - before < 200
 
     asyncio.run(main())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import subprocess
@@ -215,6 +216,17 @@ def test_threads_are_limited(user):
         """,
     )
     assert int(done.stdout) == 63
+
+
+@USERS
+def test_no_inotify(user):
+    """The kernel counts its instances for the user who runs slime, and allows 128 of them."""
+    program = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.inotify_init1(0), libc.inotify_init(), ctypes.get_errno())
+"""
+    assert attack(user, program).stdout == f"-1 -1 {errno.ENOSYS}\n"
 
 
 @USERS

@@ -34,7 +34,9 @@ def main() -> None:
         try:
             send(*getattr(agent, header.pop("op"))(*bodies, **header))
         except OSError as error:
-            send({"error": f"{error.strerror}: {error.filename}"})
+            send({"error": f"{error.strerror}: {error.filename}"[:1000]})
+        except (ValueError, IndexError) as error:  # a command or path that no system call takes
+            send({"error": str(error)[:1000]})
 
 
 def receive():

@@ -17,7 +17,7 @@ from slime.utils.errors import UserError
 
 PORT = 3128  # inside
 _HEAD_BYTES = 8192
-_CONNECTIONS = 32
+_CONNECTIONS, _WAITING = 32, 96
 _CONNECT_S, _IDLE_S = 20.0, 300.0
 
 
@@ -59,7 +59,9 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket) -> None:
-        self._server = await asyncio.start_server(self._accept, sock=listener, limit=_HEAD_BYTES)
+        self._server = await asyncio.start_server(
+            self._accept, sock=listener, limit=_HEAD_BYTES, backlog=_CONNECTIONS
+        )
 
     async def close(self) -> None:
         if self._server is not None:
@@ -71,6 +73,9 @@ class Proxy:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        if len(self._tasks) >= _CONNECTIONS + _WAITING:  # each takes a descriptor of this process
+            writer.close()
+            return
         self._tasks.add(task)
         try:
             async with self._slots:

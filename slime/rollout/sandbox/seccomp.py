@@ -49,7 +49,8 @@ def build_filter(*, forks: bool, network: bool, machine: str = os.uname().machin
         program += [(_JEQ, 0, len(rule), number), *rule]
     for name, numbers in REFUSED.items():
         code = errno.EOPNOTSUPP if name.endswith("xattr") else errno.ENOSYS
-        program += [(_JEQ, 0, 1, numbers[column]), _refuse(code)]
+        if (number := numbers[column]) is not None:
+            program += [(_JEQ, 0, 1, number), _refuse(code)]
     program += [(_JGT, 0, 1, NEWEST), _refuse(errno.ENOSYS), _refuse(errno.EPERM)]
     return b"".join(struct.pack("=HBBI", *line) for line in program)
 
@@ -65,6 +66,8 @@ def _rule(name: str, forks: bool, network: bool) -> list[Line]:
     if name == "ioctl":
         checks = [line for number in _TERMINAL_IOCTLS for line in _refuse_if(number, errno.EPERM)]
         return [(_LOAD, 0, 0, _argument(1)), *checks, _return(_ALLOW)]
+    if name == "prlimit64":  # the agent of an episode has the same user id as its programs
+        return [(_LOAD, 0, 0, _argument(0)), *_refuse_if(1, errno.EPERM), _return(_ALLOW)]
     if name == "socket":
         jumps = [(_JEQ, len(_FAMILIES) - i, 0, family) for i, family in enumerate(_FAMILIES)]
         return [

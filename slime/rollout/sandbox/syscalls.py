@@ -56,8 +56,7 @@ SYSCALLS: dict[str, tuple[int | None, int | None]] = {
     "timer_delete": (226, 111), "clock_gettime": (228, 113), "clock_getres": (229, 114),
     "clock_nanosleep": (230, 115), "exit_group": (231, 94), "epoll_wait": (232, None),
     "epoll_ctl": (233, 21), "tgkill": (234, 131), "utimes": (235, None),
-    "get_mempolicy": (239, 236), "waitid": (247, 95), "inotify_init": (253, None),
-    "inotify_add_watch": (254, 27), "inotify_rm_watch": (255, 28), "openat": (257, 56),
+    "get_mempolicy": (239, 236), "waitid": (247, 95), "openat": (257, 56),
     "mkdirat": (258, 34), "mknodat": (259, 33), "fchownat": (260, 54), "futimesat": (261, None),
     "newfstatat": (262, 79), "unlinkat": (263, 35), "renameat": (264, 38), "linkat": (265, 37),
     "symlinkat": (266, 36), "readlinkat": (267, 78), "fchmodat": (268, 53),
@@ -67,7 +66,7 @@ SYSCALLS: dict[str, tuple[int | None, int | None]] = {
     "timerfd_create": (283, 85), "eventfd": (284, None), "fallocate": (285, 47),
     "timerfd_settime": (286, 86), "timerfd_gettime": (287, 87), "accept4": (288, 242),
     "signalfd4": (289, 74), "eventfd2": (290, 19), "epoll_create1": (291, 20), "dup3": (292, 24),
-    "pipe2": (293, 59), "inotify_init1": (294, 26), "preadv": (295, 69), "pwritev": (296, 70),
+    "pipe2": (293, 59), "preadv": (295, 69), "pwritev": (296, 70),
     "recvmmsg": (299, 243), "prlimit64": (302, 261), "sendmmsg": (307, 269), "getcpu": (309, 168),
     "sched_getattr": (315, 275), "renameat2": (316, 276), "getrandom": (318, 278),
     "execveat": (322, 281), "membarrier": (324, 283), "mlock2": (325, 284),
@@ -83,8 +82,10 @@ FORKS = frozenset({"fork", "vfork"})
 SOCKETS = frozenset({"socket", "connect", "bind", "listen", "accept", "accept4"})
 
 # Refused with an error that libraries know how to handle; everything else with EPERM.
-REFUSED: dict[str, tuple[int, int]] = {
+REFUSED: dict[str, tuple[int | None, int | None]] = {
     "clone3": (435, 435),  # its flags lie behind a pointer; the C library falls back to clone
+    "inotify_init": (253, None),  # the few that a user may have are counted for the whole machine
+    "inotify_init1": (294, 26),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "setxattr": (188, 5),
