@@ -197,6 +197,25 @@ def test_objects_of_the_program_decide_no_comparison_with_a_constant(test):
     assert grade(ALWAYS_EQUAL + "def f(x): return Any()", [test]) == 0.0
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def f(x): raise StopIteration",
+        "class End(StopIteration): pass\ndef f(x): raise End",
+        "import sys\nchannel = sys.modules['code_values'].Channel\nwrite = channel.write\n"
+        "def f(x):\n    channel.write = lambda self, _: write(self, {'raised': ['StopIteration'], 'text': ''})",
+        "class End:\n    def __bool__(self): raise StopIteration\ndef f(x): return End()",
+    ],
+)
+def test_a_program_does_not_end_the_loops_of_the_tests(program):
+    for test in (
+        "assert all(map(lambda case: f(case[0]) == case[1], [(1, 5), (2, 6)]))",
+        "assert all(map(lambda case: f(case) and f(case) == 5, [1, 2]))",
+        "for given, wanted in zip(map(f, [1, 2]), [5, 6]):\n    assert given == wanted",
+    ):
+        assert grade(program, [test]) == 0.0
+
+
 def test_answers_in_a_data_file_cannot_be_read(tmp_path):
     """The third attack of the review: for input and output, the answers are looked up in the data."""
     tests = [{"input": "4", "output": "8"}]

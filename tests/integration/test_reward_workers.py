@@ -99,6 +99,16 @@ def test_scores_equal_those_of_reasoning_gym_itself():
     ]
 
 
+def test_no_number_is_no_answer():
+    """The task scores by a distance, and min(1.0, exp(-nan)) is 1.0."""
+    pytest.importorskip("reasoning_gym")
+    place = {"reasoning_gym": {"task": "complex_arithmetic", "row": 0}}
+    answers = ["nan", "NaN", "(nan+nanj)", "((3 - nan i))", "n a n", "nani", "-nan"]
+    samples = [Sample(response=f"<answer>{a}</answer>", metadata=place) for a in answers]
+    scores = run(batched_async_rm(make_args(rm_type="reasoning_gym"), samples))
+    assert scores == [0.0] * len(answers)
+
+
 def test_rows_are_the_same_in_every_process():
     """polynomial_multiplication goes through a set: its rows depend on the hash seed of a process."""
     pytest.importorskip("reasoning_gym")

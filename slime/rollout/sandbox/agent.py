@@ -195,7 +195,9 @@ def _processes() -> dict:
             if name.isdigit() and name != "1":
                 with open(f"/proc/{name}/stat", "rb") as file:
                     fields = file.read().rsplit(b")", 1)[1].split()
-                if fields[0] not in b"ZX" or int(fields[17]) > 1:  # threads: the first may have ended
+                if (
+                    fields[0] not in b"ZX" or int(fields[17]) > 1
+                ):  # threads: the first may have ended
                     parents[int(name)] = int(fields[1])
     return parents
 

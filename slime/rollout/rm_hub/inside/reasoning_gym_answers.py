@@ -8,6 +8,7 @@ what an answer can be, and nothing that runs code or remains for the next questi
 import ast
 import contextlib
 import functools
+import re
 import sys
 
 _PLAIN = (
@@ -36,10 +37,17 @@ def load():
         task, seed, size, row, answer = question
         rows = make_dataset(task, seed, size)
         entry = rows[row]
+        if is_no_number(answer) and not is_no_number(str(entry["answer"])):
+            return 0.0
         with nothing_evaluated(sympy_parser):
             return float(rows.score_answer(answer, entry))
 
     return score
+
+
+def is_no_number(text):
+    """Whether the text has a NaN in it, real or imaginary: `min(1.0, nan)`, as tasks score, is 1.0."""
+    return bool(re.search("(?<![a-z])nan[ij]?(?![a-z])", "".join(text.lower().split())))
 
 
 @contextlib.contextmanager
