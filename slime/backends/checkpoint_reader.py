@@ -64,7 +64,7 @@ _CLASSES = (
 def read_metadata(folder: str | os.PathLike, rank: int | None = None) -> Metadata:
     """Return the index of a checkpoint folder; ConfigError if it is more, or less, than an index."""
     file = Path(folder) / (_FILE if rank is None else f"__{rank}{_FILE}")
-    untouched = [(cls, dict(vars(cls))) for cls in _CLASSES]
+    untouched = [(thing, _attributes(thing)) for thing in _CHANGEABLE]
     try:
         with file.open("rb") as stream:
             found = _MetadataUnpickler(stream, file).load()
@@ -219,22 +219,32 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
-def _restore(untouched: list[tuple[type, dict[str, Any]]]) -> str | None:
+_CHANGEABLE: tuple[Any, ...] = (*_CLASSES, *(member for enum in _ENUMS for member in enum))
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """Return what a pickle could set of a class or a member of an Enum; names are not in a class's `vars`."""
+    names = ("__name__", "__qualname__") if isinstance(thing, type) else ()
+    return {**vars(thing), **{name: getattr(thing, name) for name in names}}
+
+
+def _restore(untouched: list[tuple[Any, dict[str, Any]]]) -> str | None:
     """Undo what a pickle did to the classes themselves, and return the name of one it changed.
 
     The opcode that fills in an object's attributes also takes a class for an object.
     """
     changed = None
-    for cls, before in untouched:
-        now = dict(vars(cls))
+    for thing, before in untouched:
+        now = _attributes(thing)
         for key in now.keys() | before.keys():
             if key not in before:
-                delattr(cls, key)
+                delattr(thing, key)
             elif now.get(key) is not before[key]:
-                setattr(cls, key, before[key])
+                setattr(thing, key, before[key])
             else:
                 continue
-            changed = f"{cls.__module__}.{cls.__qualname__}"
+            cls = thing if isinstance(thing, type) else type(thing)
+            changed = f"{cls.__module__}.{before.get('__qualname__', cls.__qualname__)}"
     return changed
 
 
@@ -243,11 +253,14 @@ def _check_index(found: Any, file: Path) -> None:
         raise ConfigError(f"{file} is not the index of a checkpoint")
     for key, value in found.state_dict_metadata.items():
         if type(key) is not str or type(value) not in (TensorStorageMetadata, BytesStorageMetadata):
-            raise ConfigError(f"{file} is not the index of a checkpoint: it has {value!r:.80}")
+            raise ConfigError(
+                f"{file} is not the index of a checkpoint: it has a {type(value).__name__}"
+            )
     for place in (found.storage_data or {}).values():
         name = getattr(place, "relative_path", None)
         if type(name) is not str or os.path.isabs(name) or ".." in Path(name).parts:
-            raise _refusal(file, f"to read the file {name!r:.80}, outside its folder")
+            shown = repr(name[:80]) if type(name) is str else f"of a {type(name).__name__}"
+            raise _refusal(file, f"to read the file {shown}, outside its folder")
 
 
 def _refusal(file: Path, wish: str) -> ConfigError:

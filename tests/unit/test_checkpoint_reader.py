@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from slime.backends import checkpoint_reader
 from slime.backends.checkpoint_reader import (
@@ -142,6 +143,24 @@ def test_a_pickle_cannot_change_the_classes(tmp_path):
     assert dict(vars(metadata.Metadata)) == before
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'__qualname__'\nS'Other'\nstb.",
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'__name__'\nS'Other'\nstb.",
+        b"ctorch.distributed.checkpoint.planner\nWriteItemType\n(I1\ntR(N}S'_value_'\nI2\nstb.",
+        b"ctorch.distributed.checkpoint.planner\nWriteItemType\n(I1\ntR}S'_value_'\nI2\nsb.",
+    ],
+)
+def test_a_pickle_cannot_change_names_and_members(tmp_path, index):
+    """With another name, for one, no checkpoint could be saved any more."""
+    (tmp_path / ".metadata").write_bytes(index)
+    with pytest.raises(ConfigError, match="to change the class torch"):
+        read_metadata(tmp_path)
+    assert (metadata.Metadata.__name__, metadata.Metadata.__qualname__) == ("Metadata", "Metadata")
+    assert [member.value for member in WriteItemType] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other/__0_0.distcp", 3])
 def test_files_outside_the_folder_are_not_read(folder, name):
     index = pickle.loads((folder / ".metadata").read_bytes())
@@ -156,6 +175,24 @@ def test_what_is_no_index_is_said_to_be_none(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ConfigError, match=rf"{tmp_path}/\.metadata is (damaged|not the index)"):
         read_metadata(tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_a_small_index_does_not_become_a_large_message(folder):
+    """Lists that hold each other twice: 300 bytes, and 2^60 brackets if they were written out."""
+    nested: list = []
+    for _ in range(60):
+        nested = [nested, nested]
+    with pytest.raises(ConfigError, match="it has a list"):
+        read_metadata(_written(folder, metadata.Metadata(state_dict_metadata={"a": nested})))
+    place = _StorageInfo(relative_path=nested, offset=0, length=1)
+    with pytest.raises(ConfigError, match="the file of a list, outside"):
+        read_metadata(_written(folder, metadata.Metadata({}, storage_data={0: place})))
+
+
+def _written(folder, index):
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    return folder
 
 
 def test_indexes_of_older_megatron_and_torch_are_read(folder):
