@@ -81,6 +81,18 @@ def control_tokens(path: str, *, special_only: bool = False) -> dict[int, str]:
 
 
 @lru_cache(maxsize=8)
+def spelt_exactly(path: str) -> bool:
+    """Whether control tokens stand in a text as they are spelt, and none is found by normalizing the text."""
+    tokenizer = load_tokenizer(path)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.normalizer is None:
+        return True
+    return not any(
+        tokenizer.added_tokens_decoder[token].normalized for token in control_tokens(path)
+    )
+
+
+@lru_cache(maxsize=8)
 def _content_encoder(path: str) -> Callable[[str], list[int]]:
     tokenizer = load_tokenizer(path)
     backend = getattr(tokenizer, "backend_tokenizer", None)

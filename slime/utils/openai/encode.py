@@ -22,7 +22,7 @@ from typing import Any
 from slime.utils.errors import UserError
 from slime.utils.openai.requests import ApiError, Message
 from slime.utils.openai.tool_calls import with_parsed_arguments
-from slime.utils.tokenizer import control_tokens, encode_content, encode_rendered
+from slime.utils.tokenizer import control_tokens, encode_content, encode_rendered, spelt_exactly
 
 Tools = list[dict[str, Any]]
 Render = Callable[[list[Message], Tools], str]
@@ -100,7 +100,7 @@ class _Texts:
     def _is_hostile(self, text: str, role: str) -> bool:
         """The model's own answers may have its words for thoughts and calls, which are not special."""
         control = control_tokens(self.path, special_only=role == "assistant")
-        if not any(spelling in text for spelling in control.values()):
+        if spelt_exactly(self.path) and not any(word in text for word in control.values()):
             return False
         return not control.keys().isdisjoint(encode_rendered(self.path, text))
 
