@@ -104,7 +104,7 @@ def raylet_socket() -> str:
 
 
 def actor_env(processes: int, *, token: str, several_nodes: bool) -> dict[str, str]:
-    """Environment of an actor: threads, the run's token, importable hooks."""
+    """Environment of an actor: threads, keys, importable hooks."""
     threads = read_env().omp_num_threads or max(1, (os.cpu_count() or 1) // max(1, processes))
     paths = [os.getcwd(), *sys.path[:1], read_env().python_path]
     return {
@@ -115,6 +115,7 @@ def actor_env(processes: int, *, token: str, several_nodes: bool) -> dict[str, s
         "HF_HUB_OFFLINE": "1",
         "TQDM_DISABLE": "1",  # bars of libraries; progress is the display's business
         "SLIME_ENGINE_TOKEN": token,
+        "SLIME_RM_TOKEN": read_env().rm_token or "",
         "SLIME_SEVERAL_NODES": "1" if several_nodes else "0",
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(p for p in paths if p)),
     }

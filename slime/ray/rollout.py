@@ -32,6 +32,8 @@ from slime.rollout.engine_pool import EnginePool, install_pool
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.staleness import WeightClock, set_clock
 from slime.utils.arguments import Args
+from slime.utils.engine_keys import remember_key
+from slime.utils.env import read_env
 from slime.utils.flops import ModelShape, train_flops
 from slime.utils.http import run
 from slime.utils.load_function import load_class, load_function
@@ -66,6 +68,8 @@ class RolloutManager:
             deadline_s=args.rollout_no_engine_timeout,
         )
         install_pool(self.pool)
+        if args.rm_url:
+            remember_key([args.rm_url], read_env().rm_token)
         config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
         self.shape = ModelShape.from_hf_config(config)
         self.dp_size, self.cp_size = 1, 1

@@ -140,6 +140,7 @@ def read_meta(path: Path) -> CheckpointMeta:
         fields = json.loads((path / _META).read_text())
         expected = fields.pop(_OWN_SUM, None)
         meta = CheckpointMeta(**fields)
+        _check_facts(meta)
     except (ValueError, TypeError, AttributeError) as error:
         raise damaged(path, f"{_META} cannot be read ({error})") from None
     if expected is not None and _sum(fields) != expected:
@@ -147,6 +148,15 @@ def read_meta(path: Path) -> CheckpointMeta:
     if problem := wrong_size(path, meta.sizes):
         raise damaged(path, problem)
     return meta
+
+
+def _check_facts(meta: CheckpointMeta) -> None:
+    """ValueError or TypeError for what only a hostile or damaged file says."""
+    if type(meta.rollout_id) is not int or type(meta.weight_version) is not int:
+        raise ValueError("rollout_id and weight_version must be numbers")
+    for name in {**meta.sizes, **meta.checksums}:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"it names the file {name}")
 
 
 def check_quickly(path: Path, meta: CheckpointMeta) -> None:

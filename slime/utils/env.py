@@ -13,6 +13,7 @@ class Env:
     host_ip: str | None  # SLIME_HOST_IP: address other nodes reach this one at
     several_nodes: bool  # SLIME_SEVERAL_NODES=1, set by the run: its processes sit on several nodes
     engine_token: str | None  # SLIME_ENGINE_TOKEN: the run's token for control routes
+    rm_token: str | None  # SLIME_RM_TOKEN: key of the service at --rm-url
     sglang_python: str | None  # SLIME_SGLANG_PYTHON: interpreter of an environment with SGLang
     ray_address: str | None  # RAY_ADDRESS: a cluster that is already running
     head_timeout_s: float  # RAY_gcs_rpc_server_reconnect_timeout_s: how long Ray looks for its head
@@ -37,6 +38,7 @@ def read_env() -> Env:
         host_ip=get("SLIME_HOST_IP"),
         several_nodes=get("SLIME_SEVERAL_NODES") == "1",
         engine_token=get("SLIME_ENGINE_TOKEN"),
+        rm_token=get("SLIME_RM_TOKEN"),
         sglang_python=get("SLIME_SGLANG_PYTHON"),
         ray_address=get("RAY_ADDRESS"),
         head_timeout_s=float(get("RAY_gcs_rpc_server_reconnect_timeout_s") or 60),

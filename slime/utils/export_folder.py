@@ -1,8 +1,8 @@
 """Folders of --save-hf: written aside, renamed when complete, and marked with what they hold.
 
 <path>/                     complete: it has the marker, slime_export.json
-<path>.tmp/                 being written; complete once it has the marker
-<path>.replacing/           the export whose place <path> takes; removed once that is done
+<path>.slime-tmp/           being written; complete once it has the marker
+<path>.slime-replacing/     the export whose place <path> takes; removed once that is done
 <path>.previous/            what was at <path> and was not an export of slime; kept
 
 `export_info(path)` says which run made an export; anyone may ask.
@@ -95,7 +95,8 @@ def _take_place(target: Path, partial: Path, replaced: Path) -> None:
 def _names(path: str | Path) -> tuple[Path, Path, Path]:
     """The export, the folder it is written into, and the one it replaces, on one file system."""
     target = Path(path).resolve()
-    partial, replaced = (target.with_name(f"{target.name}.{end}") for end in ("tmp", "replacing"))
+    ends = ("slime-tmp", "slime-replacing")  # names that nobody else has for their own folders
+    partial, replaced = (target.with_name(f"{target.name}.{end}") for end in ends)
     return target, partial, replaced
 
 

@@ -124,7 +124,7 @@ def _watcher(moment: Moment, start: Start) -> Callable[[], bool]:
             and last_trained(folders) >= min(moment.rollout, start.mode.num_rollout - SAVE_INTERVAL)
         )
     if moment.phase == "export":
-        return lambda: any(p.exists() for p in (folders.hf, folders.hf.with_name("hf.tmp")))
+        return lambda: any(p.exists() for p in (folders.hf, folders.hf.with_name("hf.slime-tmp")))
     if (
         moment.phase == "update"
     ):  # behind the first training of this start, at or behind the rollout

@@ -92,7 +92,7 @@ def end_all(processes: list[psutil.Process]) -> None:
 
 def partial_files(folders: Folders) -> list[str]:
     """Files and folders that were being written, of a run that has come to its end."""
-    return sorted(str(p.relative_to(folders.disk)) for p in folders.disk.rglob("*.tmp"))
+    return sorted(str(p.relative_to(folders.disk)) for p in folders.disk.rglob("*tmp"))
 
 
 def _temporary(folders: Folders) -> list[str]:

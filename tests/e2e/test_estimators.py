@@ -16,7 +16,7 @@ from slime.utils.arguments import parse_args
 from slime.utils.types import Sample
 from tests import naive_rl
 from tests.e2e import runs
-from tests.engines import engine_server
+from tests.engines import TOKEN, engine_server
 from tests.tiny import make_tiny_checkpoint
 
 ROLLOUTS = 3
@@ -43,10 +43,11 @@ def test_every_step_is_that_of_the_naive_loop(name, tiny_model, tiny_data, tmp_p
     _run_and_compare(tiny_model, tiny_data, tmp_path, SETTINGS[name])
 
 
-def test_a_student_follows_a_served_teacher(tiny_model, tiny_data, tmp_path):
+def test_a_student_follows_a_served_teacher(tiny_model, tiny_data, tmp_path, monkeypatch):
     """Without any reward: what is learned is the teacher, and the KL to it falls."""
     teacher = make_tiny_checkpoint(tmp_path / "teacher", "llama", seed=5, weight_scale=2.0)
     with engine_server(teacher) as server:
+        monkeypatch.setenv("SLIME_RM_TOKEN", TOKEN)
         flags = {"use_opd": True, "opd_type": "sglang", "rm_url": server.url, "lr": 3e-3}
         trained = _run_and_compare(
             tiny_model, tiny_data, tmp_path, {**flags, "custom_rm_path": None}

@@ -90,7 +90,7 @@ import os, pathlib, signal, sys
 plan = pathlib.Path(__file__).parent / "plan"
 
 def watch(event, values):
-    if event in ("os.mkdir", "os.rename") and str(values[0]).endswith("hf.tmp"):
+    if event in ("os.mkdir", "os.rename") and str(values[0]).endswith("hf.slime-tmp"):
         first, *rest = plan.read_text().split() or [None]
         if event == first:
             plan.write_text(" ".join(rest))

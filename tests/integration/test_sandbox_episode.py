@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from slime.rollout.sandbox import Allow, Sandbox, SandboxEnded
+from slime.rollout.sandbox import Allow, Limits, Sandbox, SandboxEnded
 from slime.rollout.sandbox.proxy import is_public
 from slime.utils.errors import UserError
 from tests.sandboxes import USERS, call_as
@@ -79,8 +79,8 @@ def test_processes_whose_first_thread_has_ended_are_counted_and_killed(user):
         for _ in range(4):
             await box.run([sys.executable, "leave.py", "0.5"])
         left = await box.run("ls /proc | grep -c '^[0-9]'")
-        command = " & ".join([f"{sys.executable} leave.py 5"] * 4) + "; wait"
-        return left.stdout, (await box.run(command, time_limit_s=10)).limit
+        command = " & ".join([f"{sys.executable} leave.py 50"] * 4) + "; wait"
+        return left.stdout, (await box.run(command, time_limit_s=60)).limit
     """
     left, limit = call_as(user, body, LEFT_BY_ITS_FIRST_THREAD)
     assert int(left) <= 4  # the agent, a shell, ls and grep
@@ -277,7 +277,8 @@ for _ in range(3):
     async def main():
         before = len(os.listdir("/proc/self/fd"))
         most = 0
-        async with Sandbox(network=Allow(["example.com:443"])) as box:
+        limits = Limits(memory_bytes=32 << 30, processes=64, forks=True, open_files=256)
+        async with Sandbox(limits=limits, network=Allow(["example.com:443"])) as box:
             call = asyncio.ensure_future(box.run([sys.executable, "-c", connect]))
             while not call.done():
                 most = max(most, len(os.listdir("/proc/self/fd")))
@@ -332,3 +333,32 @@ def test_private_addresses_are_known(address, public):
 def test_an_allow_list_names_ports():
     with pytest.raises(UserError, match="host:port"):
         Allow(["pypi.org"])
+
+
+FILL_TCP = """
+import socket
+server, kept, total = socket.create_server(("127.0.0.1", 0)), [], 0
+for _ in range(60):
+    client = socket.create_connection(server.getsockname())
+    kept += [client, server.accept()[0]]
+    for end in kept[-2:]:
+        end.setblocking(False)
+        try:
+            while True:
+                total += end.send(b"x" * (1 << 20))
+        except BlockingIOError:
+            pass
+print("held", total >> 20, flush=True)
+import time
+time.sleep(5)
+"""
+
+
+def test_buffers_of_tcp_sockets_count_as_memory():
+    async def fill():
+        limits = Limits(memory_bytes=200 << 20, processes=32, forks=True, open_files=256)
+        async with Sandbox(limits=limits, network=Allow(["packages.example:443"])) as box:
+            await box.write("fill.py", FILL_TCP.encode())
+            return await box.run("python3 fill.py", time_limit_s=30)
+
+    assert asyncio.run(fill()).limit == "memory"

@@ -242,3 +242,23 @@ def test_killed_at_any_moment_of_a_commit_all_that_count_are_whole_and_nothing_s
         shutil.rmtree(root)
         shutil.copytree(origin, root)
     assert CheckpointFolder(root).rollout_ids() == [14]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"rollout_id": "../../x"},
+        {"sizes": []},
+        {"sizes": {"../../../etc/hostname": 1}},
+        {"checksums": {"/etc/passwd": "crc32:0"}},
+    ],
+    ids=str,
+)
+def test_hostile_facts_are_refused_in_one_sentence(tmp_path, facts):
+    folder = CheckpointFolder(tmp_path)
+    write(folder, 4)
+    file = folder.path(4) / "meta.json"
+    known = {"rollout_id": 4, "weight_version": 5, "train_backend": "fsdp"}
+    file.write_text(json.dumps({**known, **facts}))
+    with pytest.raises(ConfigError, match=r"meta\.json cannot be read"):
+        read_meta(folder.path(4))

@@ -77,9 +77,9 @@ def test_killed_at_any_moment_it_is_the_old_export_or_the_new_one(tmp_path, befo
 def test_killed_while_recovering_it_is_recovered_the_next_time(tmp_path):
     origin = tmp_path / "origin"
     export(origin / "hf", 9)
-    (origin / "hf").rename(origin / "hf.replacing")
+    (origin / "hf").rename(origin / "hf.slime-replacing")
     export(origin / "new", 19)
-    (origin / "new").rename(origin / "hf.tmp")
+    (origin / "new").rename(origin / "hf.slime-tmp")
     root = tmp_path / "work"
     shutil.copytree(origin, root)
     for _ in killed_at_each_change(recover_export, root / "hf"):
@@ -160,3 +160,14 @@ def test_the_marker_of_the_origin_is_not_taken_for_the_exports(tmp_path):
         shutil.rmtree(path, ignore_errors=True)
     assert export_info(path) == ExportInfo()
     discard_export(path)
+
+
+def test_folders_of_the_user_beside_an_export_are_left_alone(tmp_path):
+    for name in ("hf.tmp", "hf.replacing", "hf.previous"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").write_text(name)
+    for rollout_id in (1, 2):
+        export(tmp_path / "hf", rollout_id)
+    assert holds(tmp_path / "hf") == 2
+    for name in ("hf.tmp", "hf.replacing", "hf.previous"):
+        assert (tmp_path / name / "precious").read_text() == name

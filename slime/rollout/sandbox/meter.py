@@ -6,6 +6,10 @@ import contextlib
 import os
 import signal
 
+_SOCKET_BYTES = 208 << 10
+_TCP_SOCKET_BYTES = 10 << 20  # the default maxima of tcp_rmem and tcp_wmem
+_FREE_TCP_SOCKETS = 32
+
 
 class Meter:
     """Adds up what the processes of a sandbox use, and ends them all at once.
@@ -107,9 +111,16 @@ class Meter:
         return sizes
 
     def _sockets(self) -> int:
-        """Return the most that the buffers of the sandbox's sockets can hold."""
-        first = self._read("1/net/sockstat").split(b"\n", 1)[0].split()
-        return int(first[-1]) * (208 << 10) if first else 0
+        """Return what the buffers of the sandbox's sockets can hold.
+
+        A TCP socket's grow far beyond the others'. That counts from the number of them on that honest
+        programs do not need.
+        """
+        words = self._read("1/net/sockstat").split() + self._read("1/net/sockstat6").split()
+        pairs = dict(zip(words, words[2:], strict=False))
+        tcp = int(pairs.get(b"TCP:", 0)) + int(pairs.get(b"TCP6:", 0))
+        many = max(0, tcp - _FREE_TCP_SOCKETS)
+        return int(pairs.get(b"sockets:", 0)) * _SOCKET_BYTES + many * _TCP_SOCKET_BYTES
 
     def _cpu_s(self, pids: list) -> float:
         """Return the larger of two lower bounds, each of which misses some short-lived processes."""
