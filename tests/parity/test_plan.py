@@ -161,7 +161,8 @@ def held_by_fsdp(rank: int, args: Args, world_size: int) -> dict[str, int]:
     actor.optimizer.step()
     moments = [
         state[name]
-        for state in actor.optimizer._adam.state.values()
+        for part in actor.optimizer._parts
+        for state in part.state.values()
         for name in ("exp_avg", "exp_avg_sq")
     ]
     return {
