@@ -16,9 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import sys
-import weakref
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from typing import Any
 import orjson
 
 from slime.rollout.rm_hub.settings import RewardArgs, isolated
-from slime.rollout.sandbox import Limits, SandboxProcess, run_python, start
+from slime.rollout.sandbox import Limits, SandboxProcess, program_slots, run_python, start
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
 
@@ -85,7 +83,7 @@ async def _passes_case(program: str, test: dict[str, Any], isolate: bool) -> boo
 
 
 async def _passes_statements(program: str, statements: list[str], isolate: bool) -> bool:
-    async with _slots():
+    async with program_slots():
         try:
             return await asyncio.wait_for(
                 _run_statements(program, statements, isolate), TIME_LIMIT_S + _START_S
@@ -166,16 +164,3 @@ def _as_text(value: object) -> str:
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
-
-
-_by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _slots() -> asyncio.Semaphore:
-    """As many programs with their tests at a time as there are processors."""
-    loop = asyncio.get_running_loop()
-    if loop not in _by_loop:
-        _by_loop[loop] = asyncio.Semaphore(max(1, os.cpu_count() or 1))
-    return _by_loop[loop]

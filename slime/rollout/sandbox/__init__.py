@@ -17,10 +17,8 @@ from slime.rollout.sandbox.checks import check_sandbox
 from slime.rollout.sandbox.episode import Sandbox, SandboxEnded
 from slime.rollout.sandbox.limits import Limits, RunResult
 from slime.rollout.sandbox.process import SandboxProcess, start
-from slime.rollout.sandbox.program import run_python
+from slime.rollout.sandbox.program import program_slots, run_python
 from slime.rollout.sandbox.proxy import Allow
-
-check_isolation = check_sandbox
 
 __all__ = [
     "Allow",
@@ -30,8 +28,8 @@ __all__ = [
     "SandboxEnded",
     "SandboxProcess",
     "bubblewrap_version",
-    "check_isolation",
     "check_sandbox",
+    "program_slots",
     "run_python",
     "start",
 ]

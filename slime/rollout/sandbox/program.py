@@ -32,7 +32,7 @@ async def run_python(
     if isolate:
         check_sandbox()
     limits = Limits(cpu_s=time_limit_s, memory_bytes=memory_bytes)
-    async with _slots():
+    async with program_slots():
         with _working_folder(isolate) as folder:
             process = await start(
                 [sys.executable, "-I", _PROGRAM],
@@ -119,8 +119,8 @@ _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore
 )
 
 
-def _slots() -> asyncio.Semaphore:
-    """As many programs at a time as there are processors."""
+def program_slots() -> asyncio.Semaphore:
+    """Return what limits this event loop to as many programs at a time as there are processors."""
     loop = asyncio.get_running_loop()
     if loop not in _by_loop:
         _by_loop[loop] = asyncio.Semaphore(max(1, os.cpu_count() or 1))
