@@ -24,6 +24,7 @@ from slime.utils.checkpoint import (
     read_meta,
 )
 from slime.utils.errors import ConfigError, UserError
+from slime.utils.export_folder import ExportInfo, export_info, mark_outdated, recover_export
 
 _LITTLE = 1 << 30
 
@@ -156,3 +157,48 @@ def _free_words(folder: Path) -> str:
     except OSError:
         return ""
     return f" ({free / 2**20:.0f} MiB are free there)" if free < _LITTLE else ""
+
+
+class HfExports:
+    """Keeps the folders of `--save-hf` in step with the checkpoints of a run."""
+
+    def __init__(self, args: Args, checkpoints: Checkpointer):
+        self._args, self._checkpoints = args, checkpoints
+
+    @property
+    def each(self) -> bool:
+        """Whether every checkpoint has an export of its own, in place of the last one alone."""
+        return "{rollout_id" in (self._args.save_hf or "")
+
+    def path(self, rollout_id: int) -> Path:
+        assert self._args.save_hf is not None
+        return Path(self._args.save_hf.format(rollout_id=rollout_id))
+
+    def missing(self) -> int | None:
+        """Return the rollout of the loaded checkpoint if its export is due and absent or stale."""
+        saved = self._checkpoints.loaded_rollout_id
+        if not self._args.save_hf or self._args.debug_rollout_only or saved is None:
+            return None
+        recover_export(self.path(saved))
+        info = export_info(self.path(saved))
+        due = self.each or saved + 1 >= self._args.num_rollout
+        return saved if due and (info is None or info.rollout_id != saved) else None
+
+    def mark_outdated(self, rollout_id: int) -> None:
+        """An export of an earlier training on the same rollout no longer counts."""
+        if self._args.save_hf:
+            mark_outdated(self.path(rollout_id), rollout_id)
+
+    def write(self, rollout_id: int, actor: TrainGroup) -> None:
+        path = self.path(rollout_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        run_dir = str(Path(self._args.run_dir).resolve())
+        try:
+            actor.export_hf(str(path), ExportInfo(rollout_id=rollout_id, run_dir=run_dir))
+        except (BrokenRunError, UserError):
+            raise
+        except Exception as error:
+            cause = str(error.__cause__ or error).strip().splitlines()[-1]
+            raise UserError(
+                f"could not write --save-hf {path}: {cause}.\n{self._checkpoints.how_to_continue()}"
+            ) from error

@@ -14,7 +14,7 @@ import ray
 from slime.dashboard.report import write_report
 from slime.dashboard.summary import closing_lines
 from slime.ray import local_ray
-from slime.ray.checkpointing import Checkpointer
+from slime.ray.checkpointing import Checkpointer, HfExports
 from slime.ray.cluster import actor_env, connect, run_facts
 from slime.ray.head_watch import HeadWatch, ProcessWatch
 from slime.ray.log_collection import collect_logs
@@ -32,7 +32,6 @@ from slime.utils.arguments import Args
 from slime.utils.env import read_env, set_env
 from slime.utils.errors import UserError
 from slime.utils.exit_status import add_advice
-from slime.utils.export_folder import ExportInfo, export_info, mark_outdated, recover_export
 from slime.utils.load_function import load_function
 from slime.utils.logging import setup_logging
 from slime.utils.run_folder import hold_folder, hold_run_folder, open_run_folder
@@ -51,6 +50,7 @@ class Run:
         check_inputs(args)
         self.args, self._closing_words = args, closing_words
         self._checkpoints = Checkpointer(args)
+        self._exports = HfExports(args, self._checkpoints)
         self.start_rollout_id = self._checkpoints.start_rollout_id
         self._holds = [hold_run_folder(args.run_dir)]
         try:
@@ -138,8 +138,8 @@ class Run:
     def _nothing_left(self) -> bool:
         """Whether nothing is left to train, to evaluate or to export, so that no process has to start."""
         done = self.start_rollout_id >= self.args.num_rollout
-        missing = self._lacks_export() or self._lacks_eval(self.start_rollout_id - 1)
-        return done and not missing
+        exported = self._exports.missing() is None
+        return done and exported and not self._lacks_eval(self.start_rollout_id - 1)
 
     def save_if_due(self, rollout_id: int, *, stopping: bool = False) -> None:
         """A checkpoint every `--save-interval` rollouts and after the last one.
@@ -151,7 +151,7 @@ class Run:
         if due:
             with self.recorder.phase("save"):
                 self._save(rollout_id)
-        if last or (due and self._exports_each):
+        if last or (due and self._exports.each):
             self._export_hf(rollout_id)
 
     def log(self, rollout_id: int) -> None:
@@ -271,8 +271,7 @@ class Run:
 
     def _save(self, rollout_id: int) -> None:
         """Write a checkpoint; an export of an earlier training on the same rollout no longer counts."""
-        if self.args.save_hf:
-            mark_outdated(self._export_path(rollout_id), rollout_id)
+        self._exports.mark_outdated(rollout_id)
         self._checkpoints.save(rollout_id, self.actor, self.rollout)
 
     def _complete_export(self) -> None:
@@ -280,47 +279,18 @@ class Run:
 
         That is due for the last rollout, and for each where exports have folders of their own.
         """
-        saved = self._checkpoints.loaded_rollout_id
-        if saved is not None and self._lacks_export():
-            path = self._export_path(saved)
-            self.recorder.message(f"writing --save-hf {path}: it does not hold rollout {saved} yet")
-            self._export_hf(saved)
-
-    def _lacks_export(self) -> bool:
-        saved = self._checkpoints.loaded_rollout_id
-        if not self.args.save_hf or self.args.debug_rollout_only or saved is None:
-            return False
-        recover_export(self._export_path(saved))
-        info = export_info(self._export_path(saved))
-        is_last = saved + 1 >= self.args.num_rollout
-        return (is_last or self._exports_each) and (info is None or info.rollout_id != saved)
-
-    @property
-    def _exports_each(self) -> bool:
-        return "{rollout_id" in (self.args.save_hf or "")
-
-    def _export_path(self, rollout_id: int) -> Path:
-        assert self.args.save_hf is not None
-        return Path(self.args.save_hf.format(rollout_id=rollout_id))
+        missing = self._exports.missing()
+        if missing is not None:
+            path = self._exports.path(missing)
+            self.recorder.message(
+                f"writing --save-hf {path}: it does not hold rollout {missing} yet"
+            )
+            self._export_hf(missing)
 
     def _export_hf(self, rollout_id: int) -> None:
         if self.args.save_hf:
-            path = self._export_path(rollout_id)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            run_dir = str(Path(self.args.run_dir).resolve())
             with self.recorder.phase("save"):
-                self._write_hf(str(path), ExportInfo(rollout_id=rollout_id, run_dir=run_dir))
-
-    def _write_hf(self, path: str, info: ExportInfo) -> None:
-        try:
-            self.actor.export_hf(path, info)
-        except (BrokenRunError, UserError):
-            raise
-        except Exception as error:
-            cause = str(error.__cause__ or error).strip().splitlines()[-1]
-            raise UserError(
-                f"could not write --save-hf {path}: {cause}.\n{self._checkpoints.how_to_continue()}"
-            ) from error
+                self._exports.write(rollout_id, self.actor)
 
     def _on_ray_death(self, process: RayProcess) -> None:
         """Called from a thread. Actors survive the GCS for a minute and can save; not so the raylet."""
