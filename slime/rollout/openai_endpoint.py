@@ -186,7 +186,7 @@ class RecordingEndpoint:
     ) -> list[int]:
         """Long texts are tokenized on a thread: other samples are generated meanwhile."""
         path = self.args.hf_checkpoint
-        size = sum(len(message["content"]) for message in asked.messages)
+        size = len(orjson.dumps([asked.messages, asked.tools]))
         if size <= _INLINE_TEXT:
             return _encode_turn(path, past, asked, kwargs)
         return await asyncio.to_thread(_encode_turn, path, past, asked, kwargs)

@@ -94,16 +94,24 @@ def name_owner(args: Args) -> None:
 
 
 def read_earlier_start(run_dir: Path) -> EarlierStart:
-    given, resolved = (_read_yaml(run_dir / name) for name in (CONFIG_FILE, RESOLVED_FILE))
-    return EarlierStart(
-        given=given,
-        values={name: entry["value"] for name, entry in resolved.items()},
-        rollouts={
-            record["rollout_id"]
-            for record in read_lines(run_dir / METRICS_FILE)
-            if record.get("kind") in ("rollout", "train")
-        },
-    )
+    """ConfigError for files that no run can have written."""
+    try:
+        given, resolved = (_read_yaml(run_dir / name) for name in (CONFIG_FILE, RESOLVED_FILE))
+        return EarlierStart(
+            given=dict(given),
+            values={name: entry["value"] for name, entry in resolved.items()},
+            rollouts={
+                int(record["rollout_id"])
+                for record in read_lines(run_dir / METRICS_FILE)
+                if record.get("kind") in ("rollout", "train")
+            },
+        )
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"--run-dir {run_dir}: its records are damaged or not slime's ({reason}): nothing was "
+            "written. Name another --run-dir."
+        ) from None
 
 
 def _refuse_strangers(run_dir: Path) -> None:

@@ -215,3 +215,23 @@ def test_a_start_killed_at_any_moment_leaves_a_folder_it_can_use_again(tmp_path:
             (run_dir / name).write_text("")
     start(args)
     assert (run_dir / "environment.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config_resolved.yaml", "- a list\n"),
+        ("config_resolved.yaml", "lr: 1\n"),
+        ("config.yaml", "just text\n"),
+        ("config.yaml", "a: [unclosed\n"),
+        ("config.yaml", "!!python/object/apply:os.system [id]\n"),
+        ("metrics.jsonl", '{"kind": "train"}\n'),
+        ("metrics.jsonl", '{"kind": "train", "rollout_id": [1]}\n'),
+    ],
+)
+def test_records_that_no_run_wrote_are_refused_in_one_sentence(tmp_path, name, text):
+    args = make_args(run_dir=str(tmp_path / "run"))
+    start(args)
+    (tmp_path / "run" / name).write_text(text)
+    with pytest.raises(ConfigError, match="nothing was written"):
+        start(args)
