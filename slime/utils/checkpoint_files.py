@@ -22,7 +22,7 @@ _WRITER = re.compile(r"__(\d+)_\d+\.distcp$")
 
 def file_checksum(path: str | Path) -> str:
     """Return the CRC-32 of the CRC-32s of the file's blocks of 32 MiB, which threads compute in parallel."""
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO must not block
     try:
         starts = range(0, os.fstat(handle).st_size, _BLOCK)
         with ThreadPoolExecutor(min(_THREADS, max(len(starts), 1))) as pool:
@@ -118,7 +118,7 @@ def sync_tree(root: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO must not block
     try:
         os.fsync(handle)
     finally:

@@ -1,6 +1,7 @@
 """Checkpoint folders: complete or absent, whatever moment the writer dies at."""
 
 import json
+import os
 import shutil
 import zlib
 from pathlib import Path
@@ -262,3 +263,15 @@ def test_hostile_facts_are_refused_in_one_sentence(tmp_path, facts):
     file.write_text(json.dumps({**known, **facts}))
     with pytest.raises(ConfigError, match=r"meta\.json cannot be read"):
         read_meta(folder.path(4))
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    path = write(folder, 4) or folder.path(4)
+    (path / "data").unlink()
+    os.mkfifo(path / "data")
+    facts = {"rollout_id": 4, "weight_version": 5, "train_backend": "fsdp"}
+    hostile = {**facts, "sizes": {"data": 0}, "checksums": {"data": "ffffffff"}}
+    (path / "meta.json").write_text(json.dumps(hostile))
+    with pytest.raises(ConfigError, match="data is not what was written"):
+        check_quickly(path, read_meta(path))
