@@ -66,9 +66,12 @@ def test_what_a_dead_leader_left_is_ended(leader):
 
 def test_a_later_process_with_the_same_pid_is_left_alone(leader):
     known, left = leader
-    other = RayProcess(name="raylet", pid=os.getsid(0), started=known.started)
+    sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    other = RayProcess(name="raylet", pid=sleeper.pid, started=known.started - 1)
     assert not other.running() and session_members([other]) == []
-    assert _is_alive(left)
+    assert _is_alive(left) and session_members([identify("raylet", sleeper.pid)]) == [sleeper.pid]
+    sleeper.kill()
+    sleeper.wait()
 
 
 @pytest.mark.parametrize("group", [False, True], ids=["driver", "group"])
