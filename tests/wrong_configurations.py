@@ -410,6 +410,11 @@ NOT_HONOURED = [
         right="--transformer-impl local",
     ),
     Wrong(
+        what="attention of TransformerEngine's where it is not installed",
+        flags="--attention-backend fused",
+        right="--attention-backend flash",
+    ),
+    Wrong(
         what="Megatron's own FSDP",
         flags="--use-megatron-fsdp",
         right="--train-backend fsdp",

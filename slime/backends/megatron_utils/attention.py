@@ -20,7 +20,6 @@ from megatron.core.transformer.utils import (
 )
 
 from slime.backends.megatron_utils.layout import ContextSegments, PackedRows, packed_rows
-from slime.backends.megatron_utils.routing_replay import Replay
 from slime.backends.packed_attention import (
     attend_packed,
     attend_segments,
@@ -69,7 +68,6 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedRows | None = None,
     ) -> torch.Tensor:
         """Packed [T, heads * Dv], else [S, B, heads * Dv]."""
-        Replay.rows = packed_seq_params
         if packed_seq_params is not None:
             return self._attend(query, key, value, packed_seq_params).flatten(1)
         length, count = query.shape[:2]

@@ -26,8 +26,8 @@ from slime.backends.megatron_utils.flag_fields import flag_fields
 from slime.backends.megatron_utils.gpt_config import GptConfig, yarn_mscale
 from slime.backends.megatron_utils.layer_pattern import layer_pattern
 from slime.utils.errors import ConfigError
-from slime.utils.flags.megatron_support import FUSIONS
 from slime.utils.flags.registry import all_flags
+from slime.utils.flags.te_checks import FUSIONS
 from slime.utils.tokenizer import load_hf_config
 
 if TYPE_CHECKING:

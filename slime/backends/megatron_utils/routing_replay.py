@@ -1,14 +1,15 @@
 """Expert choices that are recorded in one pass, or come from the engine, and are made again in another.
 
-Which micro-batch a router is working on is known to the attention in front of it: in the forward pass, in
-a pipeline with several micro-batches under way, and when a layer is computed a second time.
+A layer is called with its micro-batch: in the forward pass, in a pipeline with several micro-batches under
+way, and when it is computed a second time. A hook notes it before the layer's router runs.
 
-    PackedAttention.forward ── current rows ──▶ Replay.get_replay_topk
+    layer(packed_seq_params=rows) ── current rows ──▶ Replay.get_replay_topk
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Replay:
-    """Takes the place of a router's own top-k; `rows` is what the layer's attention saw last."""
+    """Takes the place of a router's own top-k; `rows` is what a layer was called with last."""
 
     rows: PackedRows | None = None
 
@@ -71,6 +72,12 @@ def install_replay(chunks: Sequence[GPTModel]) -> None:
                 router.router_replay = Replay(
                     layer.layer_number - 1, cuts_sequence=chunk.config.sequence_parallel
                 )
+                layer.register_forward_pre_hook(_note_rows, with_kwargs=True)
+
+
+def _note_rows(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Whoever computes the attention, slime or TransformerEngine, the layer is given the samples."""
+    Replay.rows = kwargs["packed_seq_params"]
 
 
 def recorded_rows(rows: PackedRows, batch: TrainBatch, num_layers: int) -> list[np.ndarray]:

@@ -14,6 +14,7 @@ from slime.utils.errors import ConfigError
 from slime.utils.flags.draft import Draft
 from slime.utils.flags.gpus import is_installed
 from slime.utils.flags.registry import all_flags
+from slime.utils.flags.te_checks import FUSIONS, has_local_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,8 @@ REFUSED: tuple[Reason, ...] = (
         flags=("use_kitchen", "use_kitchen_attention", "kitchen_attention_backend"),
     ),
     Reason(
-        why="TransformerEngine's userbuffers, which it needs, are never initialised",
+        why="TransformerEngine's communication buffers have one size, and packed micro-batches differ "
+        "in length",
         flags=(
             "tp_comm_overlap", "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad", "tp_comm_overlap_ag",
             "tp_comm_overlap_rs", "tp_comm_overlap_rs_dgrad", "tp_comm_split_ag",
@@ -213,11 +215,17 @@ NEEDS_TE: tuple[str, ...] = (
     "fine_grained_activation_offloading", "offload_modules", "min_offloaded_tensor_size",
 )  # fmt: skip
 
-# Fusions of TransformerEngine's: without it torch computes the same, so the field is left alone.
-FUSIONS: tuple[str, ...] = ("moe_permute_fusion", "moe_router_fusion")
-
 HARMLESS: tuple[Reason, ...] = (
     Reason(why="a kernel of TransformerEngine's; torch computes the same", flags=FUSIONS),
+    Reason(
+        why="log-probs are computed in chunks from hidden states, without Megatron's loss; a warning "
+        "says so",
+        flags=("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
+    ),
+    Reason(
+        why="auto, local and flash are FlashAttention in any case; fused and unfused are checked",
+        flags=("attention_backend",),
+    ),
     Reason(
         why="weights come from --hf-checkpoint or a checkpoint, never from an initialisation",
         flags=(
@@ -228,7 +236,6 @@ HARMLESS: tuple[Reason, ...] = (
     Reason(
         why="chooses between kernels of one operation; the result is the same",
         flags=(
-            "attention_backend", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl",
             "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion",
             "persist_layer_norm", "memory_efficient_layer_norm",
         ),
@@ -278,7 +285,7 @@ def check_megatron_flags(draft: Draft) -> None:
                 f"{option} needs TransformerEngine, which is not installed: leave it out, or install "
                 "transformer-engine"
             )
-        if name in NEEDS_TE and name != "transformer_impl" and _has_local_layers(draft):
+        if name in NEEDS_TE and name != "transformer_impl" and has_local_layers(draft):
             raise ConfigError(
                 f"{option} reaches TransformerEngine's layers only: add --transformer-impl "
                 "transformer_engine, or leave it out"
@@ -288,12 +295,6 @@ def check_megatron_flags(draft: Draft) -> None:
             "--transformer-impl inference_optimized cannot be trained: leave it out, or use local or "
             "transformer_engine"
         )
-
-
-def _has_local_layers(draft: Draft) -> bool:
-    """Whether slime's own layers are built although TransformerEngine may be installed."""
-    chosen = draft["transformer_impl"]
-    return chosen == "local" or (chosen is None and draft["precision"] == "fp32")
 
 
 def asks_for_something(name: str, value: Any) -> bool:

@@ -12,6 +12,7 @@ from slime.utils.flags.hf_config import read_hf_config
 from slime.utils.flags.megatron_support import asks_for_something, check_megatron_flags
 from slime.utils.flags.registry import all_flags
 from slime.utils.flags.spec import option_of
+from slime.utils.flags.te_checks import check_kernels
 from slime.utils.megatron_models import check_model_type, check_rope
 
 # Megatron's flag -> its names in config.json, the first one that is there counts
@@ -49,6 +50,7 @@ def check_model(draft: Draft) -> None:
     check_dispatcher(draft)
     check_hooks(draft)
     check_packages(draft)
+    check_kernels(draft)
     check_replay(draft, config)
 
 
@@ -166,6 +168,7 @@ def check_replay(draft: Draft, config: dict[str, Any]) -> None:
             raise ConfigError(f"{option_of(name)} needs packed samples: --qkv-format thd")
         if _found(config, "num_layers") is not None and _found(config, "num_experts") is None:
             raise ConfigError(f"{option_of(name)}: the model of --hf-checkpoint has no experts")
+        _check_replayed_experts(draft, name)
     if draft["use_routing_replay"] and draft["use_rollout_routing_replay"]:
         raise ConfigError(
             "--use-routing-replay and --use-rollout-routing-replay both say whose expert choices training "
@@ -173,14 +176,24 @@ def check_replay(draft: Draft, config: dict[str, Any]) -> None:
         )
 
 
+def _check_replayed_experts(draft: Draft, name: str) -> None:
+    """A router that is computed again on its own does not know its micro-batch."""
+    again = draft["recompute_granularity"] == "selective" and "moe" in (
+        draft["recompute_modules"] or ()
+    )
+    pp = draft["pipeline_model_parallel_size"]
+    if (again or draft["moe_layer_recompute"]) and pp > 1:
+        option = "--recompute-modules moe" if again else "--moe-layer-recompute"
+        raise ConfigError(
+            f"{option_of(name)} with {option} and --pipeline-model-parallel-size {pp}: several "
+            "micro-batches are under way when experts are computed again; use --recompute-granularity "
+            "full"
+        )
+
+
 def check_packages(draft: Draft) -> None:
     if not is_installed("megatron"):
         draft.lacking("--train-backend megatron needs megatron-core: pip install 'slime[megatron]'")
-    if draft["moe_enable_deepep"] and not is_installed("deep_ep"):
-        draft.lacking(
-            "--moe-enable-deepep needs the package deep_ep: install it or leave the flag out, tokens then "
-            "travel by --moe-token-dispatcher-type alltoall"
-        )
 
 
 def check_precision_aware(draft: Draft) -> None:

@@ -6,6 +6,7 @@ for queries and for keys. Given one angle per token it has nothing left to do.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,8 +27,22 @@ def has_packed_rotary(config: TransformerConfig) -> bool:
 
 
 def uses_te_attention(config: TransformerConfig) -> bool:
-    te = config.transformer_impl == "transformer_engine"
-    return te and config.attention_backend is not AttnBackend.auto
+    """Return whether --attention-backend names an attention that TransformerEngine brings.
+
+    flash is the package flash-attn where that computes this model; otherwise torch's FlashAttention.
+    """
+    if config.transformer_impl != "transformer_engine":
+        return False
+    if config.attention_backend in (AttnBackend.fused, AttnBackend.unfused):
+        return True
+    plain = config.softmax_type == "vanilla" and not config.multi_latent_attention
+    whole = config.context_parallel_size == 1 and config.params_dtype is torch.bfloat16
+    return config.attention_backend is AttnBackend.flash and plain and whole and has_flash_attn()
+
+
+def has_flash_attn() -> bool:
+    """FlashAttention 2 or 3, under the names that TransformerEngine imports."""
+    return any(find_spec(package) for package in ("flash_attn", "flash_attn_interface"))
 
 
 class PackedRotary(torch.nn.Module):
