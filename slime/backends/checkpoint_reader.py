@@ -113,19 +113,6 @@ def load_object(stream: Any, file: str | os.PathLike, **options: Any) -> Any:
         raise _refusal(Path(file), f"to load more than tensors: {_cause(error)}") from None
 
 
-def check_extra_state(pickled: bytes, name: str) -> None:
-    """ConfigError unless the `_extra_state` of a TransformerEngine module is FP8 scales and their recipe.
-
-    Such a module unpickles it without limits. Here it is read with stand-ins that run nothing first.
-    """
-    try:
-        _ExtraStateUnpickler(io.BytesIO(pickled), Path(name)).load()
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{name} is damaged: it cannot be read ({error!r})") from None
-
-
 @contextmanager
 def plain_refusals() -> Iterator[None]:
     """Raise a refusal as itself, out of the exception torch collects those of all ranks in."""
@@ -149,42 +136,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         return _ALLOWED[module, name]
 
 
-class _ExtraStateUnpickler(_MetadataUnpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" in _TENSOR_PARTS:
-            return _Inert(self._file)
-        if module == _RECIPES and name in ("DelayedScaling", "Format", "_FormatHelper"):
-            return _InertClass
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        raise _refusal(self._file, f"for {module}.{name}")
-
-
-class _Inert:
-    """Stand in for the functions a pickled tensor is rebuilt by; its data must be a tensor's alone."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def __call__(self, *args: Any) -> None:
-        if args and isinstance(args[0], bytes):
-            load_object(io.BytesIO(args[0]), self._file)
-
-    def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("attributes of a function")
-
-
-class _InertClass:
-    """Stand in for a recipe; a state that is no dict could set attributes of the class itself."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> _InertClass:
-        return object.__new__(cls)
-
-    def __setstate__(self, state: Any) -> None:
-        if type(state) is not dict:
-            raise pickle.UnpicklingError("attributes of a class")
-
-
 def _path(*parts: str) -> str:
     """Stand in for pathlib.PosixPath: where a checkpoint was once written to is not used."""
     return os.path.join(*parts) if parts else ""
@@ -202,8 +153,6 @@ def _member(cls: type[Enum], name: str) -> Enum:
     return cls[name]
 
 
-_RECIPES = "transformer_engine.common.recipe"
-_TENSOR_PARTS = ("torch._utils._rebuild_tensor_v2", "torch.storage._load_from_bytes")
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(cls.__module__, cls.__qualname__): cls for cls in _CLASSES},

@@ -21,13 +21,20 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.checkpoint_check import FileCheck
-from slime.backends.checkpoint_reader import check_extra_state, load_object, plain_refusals
+from slime.backends.checkpoint_reader import load_object, plain_refusals
 from slime.backends.megatron_utils.checkpoint_keys import (
     drop_extra_state,
     use_stored_keys,
     without_extra_state,
+)
+from slime.backends.megatron_utils.fp8_state import (
+    fp8_state,
+    fp8_state_to_load,
+    is_delayed,
+    load_fp8_state,
 )
 from slime.backends.megatron_utils.layers.value_head import ValueHead
 from slime.backends.megatron_utils.mend import patch_checkpoints
@@ -41,6 +48,7 @@ if TYPE_CHECKING:
 
 _FACTS = "trainer.json"
 _HEAD = "output_layer.weight"
+_FP8 = "fp8"  # scales of delayed scaling
 # Optimizer state by parameter and every layer by its own name, so that neither depends on a layout.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True}
 
@@ -144,16 +152,18 @@ class Checkpointer:
         with_optimizer = optimizer if facts.has_optimizer else None
         stored = _shapes_in(path)
         state = _state(chunks, with_optimizer, stored=stored)
+        if optimizer is not None and is_delayed(_config(chunks)):
+            state[_FP8] = fp8_state_to_load(list(_by_key(chunks).values()), stored)
         headless = _drop_foreign_head(state, chunks, path)
         _refuse_other_sizes(state, facts, path, stored)
         _refuse_other_optimizer(state, path, stored)
         with plain_refusals():
             loaded = dist_checkpointing.load(state, str(path))
-        _refuse_pickled_state(loaded, path)
         for key, chunk in _by_key(chunks).items():
             _fill_in(chunk, loaded[key], headless=headless)
         if with_optimizer is not None:
             load_optimizer_state(with_optimizer.inner, loaded["optimizer"], facts.num_steps)
+        load_fp8_state(list(_by_key(chunks).values()), loaded.get(_FP8, {}))
         return facts
 
 
@@ -213,14 +223,20 @@ def _state(
     state: dict[str, Any] = {}
     for key, chunk in _by_key(chunks).items():
         state[key] = chunk.sharded_state_dict(metadata=dict(_METADATA))
-        drop_extra_state(state[key], chunk.config)
+        drop_extra_state(state[key])
         if stored is not None:
             use_stored_keys(state[key], stored)
     if optimizer is not None:
         state["optimizer"] = optimizer_state(
             optimizer.inner, dict(state), _METADATA, is_loading=stored is not None
         )
+    if stored is None and is_delayed(_config(chunks)):
+        state[_FP8] = fp8_state(list(_by_key(chunks).values()))
     return state
+
+
+def _config(chunks: Chunks) -> TransformerConfig:
+    return next(iter(_by_key(chunks).values())).config  # type: ignore[return-value]
 
 
 def _fill_in(chunk: torch.nn.Module, loaded: dict[str, Any], *, headless: bool) -> None:
@@ -283,15 +299,6 @@ def _refuse_other_optimizer(state: dict[str, Any], path: str | Path, stored: Sha
             "--optimizer, --use-distributed-optimizer or frozen parameters. Choose as then, or start anew from its "
             "weights with --ref-load in place of --load"
         )
-
-
-def _refuse_pickled_state(loaded: dict[str, Any], path: str | Path) -> None:
-    """TransformerEngine unpickles the `_extra_state` of its modules, which FP8 recipes fill."""
-    for key, value in loaded.items():
-        if isinstance(value, dict):
-            _refuse_pickled_state(value, path)
-        elif str(key).endswith("_extra_state") and torch.is_tensor(value) and value.numel():
-            check_extra_state(value.cpu().numpy().tobytes(), f"{path}, {key}")
 
 
 def _tensors(state: Any) -> Iterator[ShardedTensor]:

@@ -11,7 +11,6 @@ from collections.abc import Container, Iterator
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 _EXTRA_STATE = "._extra_state"
 # (norm of its own, norm fused into a linear layer)
@@ -23,10 +22,8 @@ _NORMS = (
 )
 
 
-def drop_extra_state(state: dict[str, Any], config: TransformerConfig) -> None:
-    """Remove what TransformerEngine's layers store besides parameters, unless it is FP8's history."""
-    if config.fp8 and config.fp8_recipe == "delayed":
-        return
+def drop_extra_state(state: dict[str, Any]) -> None:
+    """Remove what TransformerEngine's layers pickle; `fp8_state` keeps what matters of it as tensors."""
     for name in [name for name, value in state.items() if _is_extra(name, value)]:
         del state[name]
 

@@ -18,6 +18,7 @@ from slime.backends.checkpoint_reader import DataReader, load_object
 if TYPE_CHECKING:
     from io import BytesIO
 
+    import torch
     from torch.distributed.checkpoint import DefaultLoadPlanner, ReadItem
 
 
@@ -32,6 +33,7 @@ def mend_megatron() -> None:
     if utils.get_te_version() is None:  # is_te_min_version compares it with a version
         utils.get_te_version = lambda: Version("0.0.0")
     _mend_recomputation()
+    _patch_expert_state()
     patch_checkpoints()
 
 
@@ -86,6 +88,21 @@ def _mend_recomputation() -> None:
 
     init.mended = True  # type: ignore[attr-defined]
     random.CheckpointWithoutOutput.__init__ = init
+
+
+def _patch_expert_state() -> None:
+    """Leave out the pickled `_extra_state` of grouped experts, which checkpoints here have no use for.
+
+    megatron-core unpickles it in order to split it, and fails where TransformerEngine left it empty: with
+    every FP8 recipe but delayed scaling.
+    """
+    from megatron.core.extensions import transformer_engine
+
+    def split(self: Any, state: torch.Tensor) -> list[torch.Tensor]:
+        return [state.new_empty(0)] * self.num_gemms
+
+    if transformer_engine.TEGroupedLinear is not None:
+        transformer_engine.TEGroupedLinear._split_extra_state = split
 
 
 @functools.cache

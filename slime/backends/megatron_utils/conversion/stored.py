@@ -46,7 +46,7 @@ class StoredTensors:
         refuse_other_format(folder)
         self._places: dict[str, _Place] = {}
         for key, tensor in dist_checkpointing.load_tensors_metadata(self._folder).items():
-            if not key.startswith(("optimizer.", "chained_")) and "_extra_state" not in key:
+            if not key.startswith(("optimizer.", "chained_", "fp8.")) and "_extra_state" not in key:
                 self._add(key, tensor)
 
     def shape(self, name: str) -> tuple[int, ...]:
