@@ -11,13 +11,14 @@ import platform
 import shutil
 import socket
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from slime.utils import machine
 from slime.utils.errors import UserError
 from slime.utils.requirements import allows, requirement_of
+from slime.utils.te_probe import probe_te
 
 GIB = 2**30
 # Ports people reach for: Ray's head and dashboard, and an engine started by hand.
@@ -109,12 +110,7 @@ def examine(folder: str | Path = ".") -> list[Check]:
         check_other_packages(),
         check_extra("sglang", "SGLang", "the embedded engine serves instead"),
         check_extra("megatron-core", "Megatron-core", "--train-backend fsdp trains without it"),
-        check_extra(
-            "transformer-engine",
-            "TransformerEngine",
-            "Megatron uses slime's own layers",
-            f"{_pip()} install --no-build-isolation 'transformer_engine[pytorch]'",
-        ),
+        check_te(),
         check_bubblewrap(),
         check_ports(),
         check_shared_memory(),
@@ -231,6 +227,29 @@ def check_extra(package: str, name: str, without: str, command: str = "") -> Che
         advice = f"slime is tested with {wanted}: {command}"
         return Check(name=name, status="warning", found=version, advice=advice, needed=False)
     return Check(name=name, status="ok", found=version, needed=False)
+
+
+def check_te() -> Check:
+    """Whether its compiled extension can be loaded with this torch, and what FP8 the GPU has."""
+    command = f"{_pip()} install --no-build-isolation 'transformer_engine[pytorch]'"
+    check = check_extra(
+        "transformer-engine", "TransformerEngine", "Megatron uses slime's own layers", command
+    )
+    if check.status == "missing":
+        return check
+    probe = probe_te()
+    if probe.error:
+        return replace(
+            check,
+            status="warning",
+            found=f"{check.found}, cannot be imported: {probe.error}",
+            advice=f"build its extension for this torch: {command} --force-reinstall --no-deps "
+            "--no-binary transformer-engine-torch; until then Megatron uses slime's own layers",
+        )
+    if probe.fp8:
+        return replace(check, found=f"{check.found}, no FP8: {probe.fp8}")
+    blocks = f"; not in blocks: {probe.blocks}" if probe.blocks else ", in blocks too"
+    return replace(check, found=f"{check.found}, FP8 supported{blocks}")
 
 
 def check_bubblewrap() -> Check:

@@ -14,6 +14,10 @@ widths of queries and of keys, F the MLP's, all over TP; H over TP under sequenc
     gate and up             2 F       silu(gate) * up is computed again
 
 Attention's scores never exist. An expert keeps its input and gate and up, for every token sent to it.
+
+TransformerEngine's layers keep the same, but a norm that is fused into a linear layer (all but those before
+experts) is not computed again. In FP8 a linear layer keeps its input in one byte per element beside what
+others keep in bf16, and silu(gate) * up is kept so too.
 """
 
 from __future__ import annotations
@@ -22,7 +26,10 @@ from dataclasses import dataclass
 
 from slime.planner.layout import Sizes
 from slime.planner.model_shape import Shape
+from slime.planner.te import uses_te
 from slime.utils.arguments import Args
+
+_FP8_SHARE = 0.5  # of an element of two bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +60,16 @@ def layer_cost(args: Args, shape: Shape, sizes: Sizes, *, repeats_keys: bool) ->
     megatron = args.train_backend == "megatron"
     sp = sizes.tp if megatron and args.sequence_parallel else 1
     hidden = shape.hidden / sp
-    recomputed = _recomputed(args)
-    norms = 0.0 if "layernorm" in recomputed else hidden
+    recomputed, te = _recomputed(args), uses_te(args)
+    fp8 = _FP8_SHARE if te and args.fp8_format else 0.0
+    normed = hidden * (fp8 or 1.0)  # what a linear layer keeps of the norm's output
+    norms = 0.0 if "layernorm" in recomputed and not te else normed
     attention = norms + _attention(shape, sizes, megatron=megatron, repeats_keys=repeats_keys)
-    around_mlp = hidden + norms  # the norm before it: in and out
-    dense = 0.0 if "mlp" in recomputed else around_mlp + 2 * shape.ffn / sizes.tp
-    moe = 0.0 if "moe" in recomputed else around_mlp + _experts(shape, sizes, sp, recomputed)
+    attention += fp8 * shape.heads * (shape.v_dim or shape.head_dim) / sizes.tp
+    before_mlp = hidden + norms  # the norm before it: in and out
+    before_moe = hidden + (0.0 if "layernorm" in recomputed else hidden)
+    dense = 0.0 if "mlp" in recomputed else before_mlp + (2 + fp8) * shape.ffn / sizes.tp
+    moe = 0.0 if "moe" in recomputed else before_moe + _experts(shape, sizes, sp, recomputed, fp8)
     if shape.post_norms:
         dense += 2 * hidden
     widest = max(shape.ffn / sizes.tp, shape.experts_per_token * shape.expert_ffn / sp)
@@ -103,9 +114,10 @@ def _latent_attention(shape: Shape, sizes: Sizes) -> float:
     return latents + wide + assembled
 
 
-def _experts(shape: Shape, sizes: Sizes, sp: int, recomputed: set[str]) -> float:
+def _experts(shape: Shape, sizes: Sizes, sp: int, recomputed: set[str], fp8: float) -> float:
     sent = shape.experts_per_token / sp * sizes.etp  # tokens an even router sends to this rank
-    each = shape.hidden + (0 if "moe_act" in recomputed else 2 * shape.expert_ffn / sizes.etp)
+    inner = 0 if "moe_act" in recomputed else (2 + fp8) * shape.expert_ffn / sizes.etp
+    each = shape.hidden * (fp8 or 1.0) + inner
     router = 3 * 2 * shape.num_experts / sp  # scores and probabilities in fp32
-    shared = 0.0 if "shared_experts" in recomputed else 3 * shape.shared_ffn / sizes.tp
+    shared = 0.0 if "shared_experts" in recomputed else (3 + fp8) * shape.shared_ffn / sizes.tp
     return sent * each + router + shared

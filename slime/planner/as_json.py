@@ -8,10 +8,11 @@ from typing import Any
 from slime.backends.rank_model import RankModel
 from slime.planner.memory import Item, Phase
 from slime.planner.plan import Plan
+from slime.planner.te import layers_line
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    layout = plan.layout
+    layout, megatron = plan.layout, plan.args.train_backend == "megatron"
     return {
         "version": 1,
         "verdict": plan.verdict,
@@ -26,6 +27,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "parallel": layout.sizes.as_dict(),
         "groups": {axis: layout.groups(axis) for axis in ("tp", "pp", "cp", "dp", "ep")},
         "ranks": [asdict(place) for place in layout.ranks],
+        "layers": layers_line(plan.args, plan.shape) if megatron else None,
         "engines": [asdict(engine) for engine in layout.engines],
         "batches": asdict(plan.batches),
         "per_rank": [_rank(rank) for rank in plan.count.ranks],

@@ -8,6 +8,7 @@ from rich.table import Table
 from slime.planner.layout import ClusterLayout
 from slime.planner.memory import GIB, Item, Phase, gib
 from slime.planner.plan import Plan
+from slime.planner.te import layers_line
 
 _REPORTED_SIZE = 300_000_000_000
 REPORTED_HOST_BYTES = (1.4e12, 1.5e12)
@@ -39,6 +40,7 @@ def summary_lines(plan: Plan) -> list[str]:
         f"trainer    {sizes.world} GPUs = TP {sizes.tp} x PP {sizes.pp} x CP {sizes.cp} x DP {sizes.dp}"
         + (f"; experts EP {sizes.ep} x TP {sizes.etp} x DP {sizes.expert_dp}" if _moe(plan) else "")
         + f" on {len({p.node for p in plan.layout.ranks})} machines, {plan.args.train_backend}",
+        *_layer_lines(plan),
         *_group_lines(plan.layout),
         *_engine_lines(plan),
         f"batches    {batches.samples_per_rollout} samples = {batches.steps_per_rollout} steps x "
@@ -54,6 +56,12 @@ def closing_lines(plan: Plan) -> list[str]:
     lines = [f"[{colour} bold]{plan.verdict}[/]: {plan.reason}"]
     lines += [f"  try: {advice}" for advice in plan.advice]
     return [*lines, *(f"[dim]note: {warning}[/]" for warning in plan.args.warnings)]
+
+
+def _layer_lines(plan: Plan) -> list[str]:
+    if plan.args.train_backend != "megatron":
+        return []
+    return [f"layers     {layers_line(plan.args, plan.shape)}"]
 
 
 def _moe(plan: Plan) -> bool:

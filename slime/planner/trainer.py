@@ -11,6 +11,7 @@ from slime.planner.batches import Batches
 from slime.planner.layout import Sizes
 from slime.planner.memory import GIB, Item
 from slime.planner.model_shape import Shape
+from slime.planner.te import fp8_copy_bytes, optimizer_bytes
 from slime.utils.arguments import Args
 
 # Assumed, not derived: what a CUDA process takes before its first tensor, and a communicator's buffers.
@@ -39,6 +40,8 @@ class Trainer:
         master, moments = self._optimizer(rank)
         items.append(Item(name="fp32 master weights", nbytes=master))
         items.append(Item(name=moments_name(self.args), nbytes=moments))
+        copies = fp8_copy_bytes(self.args, self.shape, rank, self.sizes.tp)
+        items.append(Item(name="FP8 copies of weights", nbytes=copies, note="both ways"))
         items += self._frozen(rank)
         if has_critic(self.args) and not self.args.offload_train:  # else they take turns
             both = sum(item.nbytes for item in items)
@@ -139,7 +142,7 @@ class Trainer:
             # Without the precision-aware optimizer the masters stay here and only moments leave.
             master = rank.master_bytes if not self.args.use_precision_aware_optimizer else 0
             return max(master, int(rank.master_bytes * left)), int(rank.moment_bytes * left)
-        return rank.master_bytes, rank.moment_bytes
+        return optimizer_bytes(self.args, rank)
 
     def _frozen(self, rank: RankModel) -> list[Item]:
         """FSDP keeps reference and teacher on the GPU, in the run's precision; Megatron on the host."""

@@ -120,3 +120,46 @@ def test_a_missing_bubblewrap_is_named_with_what_to_type(monkeypatch: pytest.Mon
     check = doctor.check_bubblewrap()
     assert check.status == "missing" and not check.needed
     assert "apt-get install bubblewrap" in check.advice
+
+
+def install_te(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Put a TransformerEngine 2.20.2 on the path whose torch part is `body`."""
+    package = folder / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("__version__ = '2.20.2'\n")
+    (package / "__init__.py").write_text(body)
+    (package / "quantization.py").write_text(
+        "def check_fp8_support():\n    return True, ''\n"
+        "def check_fp8_block_scaling_support():\n    return False, 'needs CUDA 12.9'\n"
+    )
+    info = folder / "transformer_engine-2.20.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.20.2\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(doctor.__file__).parents[1]}")
+
+
+def test_an_extension_made_for_another_torch_is_said_in_one_line(tmp_path: Path, monkeypatch):
+    install_te(tmp_path, monkeypatch, "raise ImportError('x.so: undefined symbol: _ZN3c10')\n")
+    check = doctor.check_te()
+    assert check.status == "warning" and "\n" not in check.found
+    assert "2.20.2, cannot be imported: ImportError: x.so: undefined symbol" in check.found
+    assert "slime's own layers" in check.advice
+
+
+def test_a_crash_while_importing_is_survived(tmp_path: Path, monkeypatch):
+    install_te(tmp_path, monkeypatch, "import os\nos._exit(7)\n")
+    assert "the import ended with 7" in doctor.check_te().found
+
+
+def test_the_cards_fp8_is_told(tmp_path: Path, monkeypatch):
+    import torch
+
+    install_te(tmp_path, monkeypatch, "")
+    check = doctor.check_te()
+    wanted = "FP8 supported; not in blocks: needs CUDA 12.9"
+    if not torch.cuda.is_available():
+        wanted = "no FP8: no GPU"
+    assert check.status == "ok" and check.found == f"2.20.2, {wanted}"

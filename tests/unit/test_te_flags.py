@@ -129,6 +129,14 @@ def test_userbuffers_are_refused_with_transformer_engine_too(megatron, install):
     assert "--tp-comm-overlap" in said and "differ in length" in said
 
 
+def test_norms_inside_linear_layers_are_not_computed_again(megatron, install):
+    flags = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    assert not about(megatron(**flags), "--recompute-modules")
+    install(TE)
+    assert "norms before experts only" in about(megatron(**flags), "--recompute-modules")[0]
+    assert not about(megatron(transformer_impl="local", **flags), "--recompute-modules")
+
+
 FLEX = {"moe_token_dispatcher_type": "flex", "expert_model_parallel_size": 8}
 
 

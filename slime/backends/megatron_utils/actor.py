@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -40,6 +41,7 @@ from slime.backends.megatron_utils.hf_weights.families import weight_map  # noqa
 from slime.backends.megatron_utils.hf_weights.load import load_hf  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
 from slime.backends.megatron_utils.host_weights import HostWeights  # noqa: E402
+from slime.backends.megatron_utils.layer_spec import layers_line  # noqa: E402
 from slime.backends.megatron_utils.layout import PackedRows  # noqa: E402
 from slime.backends.megatron_utils.model import Head, build_chunks, wrap_chunks  # noqa: E402
 from slime.backends.megatron_utils.model_config import (  # noqa: E402
@@ -67,6 +69,7 @@ from slime.backends.megatron_utils.update_weight import (  # noqa: E402
 if TYPE_CHECKING:
     from slime.utils.arguments import Args
 
+logger = logging.getLogger(__name__)
 _REF = "ref"  # folder, inside a checkpoint, of a reference that --ref-update-interval changed
 
 
@@ -87,6 +90,8 @@ class MegatronTrainRayActor(TrainRayActor):
         options = gpt_options(hf_config, args)
         padded = args.qkv_format == "bshd"
         prepare_config(self.config)
+        if self.rank == 0 and role == "actor":
+            logger.info("layers: %s", layers_line(self.config))
         self.passes = Passes(self.config, self.parallel, padded=padded)
         self.head = Head(
             vocab_size=options.true_vocab_size,

@@ -18,6 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.backends.layer_summary import layer_summary
 from slime.backends.megatron_utils.attention import PackedAttention
 from slime.backends.megatron_utils.gpt_config import GptConfig
 from slime.backends.megatron_utils.layers.grouped_experts import GroupedExperts
@@ -61,6 +62,20 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     layers = [own[id(layer)] for layer in spec.layer_specs]
     return TransformerBlockSubmodules(
         layer_specs=layers, layer_norm=spec.layer_norm if te else RMSNorm
+    )
+
+
+def layers_line(config: TransformerConfig) -> str:
+    """Return whose layers `block_spec` builds, for the log."""
+    te = config.transformer_impl == "transformer_engine"
+    backend = config.attention_backend.name
+    return layer_summary(
+        te=te,
+        attention=backend,
+        experts=bool(config.num_moe_experts),
+        post_norms=isinstance(config, GptConfig) and config.post_norms,
+        fp8=(str(config.fp8), str(config.fp8_recipe)) if config.fp8 else None,
+        te_flash=backend == "flash" and uses_te_attention(config),
     )
 
 

@@ -48,7 +48,13 @@ _WITHOUT = {"moe_enable_deepep": False, "moe_grouped_gemm": False, **dict.fromke
 
 
 def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) -> RankModel:
-    args = args.replace(**_WITHOUT, moe_token_dispatcher_type="alltoall")
+    aware = args.use_precision_aware_optimizer and args.optimizer_cpu_offload  # else TE's FusedAdam
+    args = args.replace(
+        **_WITHOUT,
+        moe_token_dispatcher_type="alltoall",
+        use_precision_aware_optimizer=aware,
+        attention_backend="auto",
+    )
     hf_config = read_config(args.hf_checkpoint)
     with _as_rank(rank, world_size), TorchCalls(_with_short_types), use_device(_META):
         init_parallel(args, virtual_stages(args, hf_config.num_hidden_layers))

@@ -166,26 +166,36 @@ def model_flags(model: Architecture) -> dict[str, Any]:
 
 
 def transformer_impl(args: Args) -> str:
-    """Return whose layers the model is made of: TransformerEngine's where it is installed.
+    """Return whose layers the model is made of: TransformerEngine's where it can be used.
 
     Not in fp32, which it multiplies in TF32, unless the flag asks for it.
     """
-    if args.transformer_impl:
-        return args.transformer_impl
+    asked = args.transformer_impl
+    if asked == "transformer_engine" and (error := te_error()):
+        raise ConfigError(
+            f"--transformer-impl transformer_engine: it cannot be imported ({error}): leave the flag "
+            "out, or see `slime doctor`"
+        )
+    if asked:
+        return asked
     return "transformer_engine" if args.precision == "bf16" and has_te() else "local"
 
 
-@functools.cache
 def has_te() -> bool:
     """Return whether TransformerEngine can be used: its torch extension must match this torch."""
+    return te_error() is None
+
+
+@functools.cache
+def te_error() -> str | None:
     if find_spec("transformer_engine") is None:
-        return False
+        return "it is not installed"
     try:
         import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError) as error:
         logger.warning("TransformerEngine is installed but cannot be imported: %s", error)
-        return False
-    return True
+        return " ".join(str(error).split()) or type(error).__name__
+    return None
 
 
 def _position_embedding(model: Architecture) -> str:

@@ -69,6 +69,12 @@ def check_fusions(draft: Draft) -> None:
                 f"{option_of(name)} has no effect: log-probs are computed in chunks from hidden states, "
                 "without Megatron's loss"
             )
+    te = is_installed("transformer_engine") and not has_local_layers(draft)
+    if te and "layernorm" in (draft["recompute_modules"] or ()):
+        draft.warn(
+            "--recompute-modules layernorm reaches the norms before experts only: TransformerEngine fuses "
+            "the others into linear layers"
+        )
     replay = next((name for name in _REPLAYS if draft[name]), None)
     if replay and draft["moe_router_fusion"]:
         raise ConfigError(

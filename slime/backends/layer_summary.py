@@ -1,0 +1,42 @@
+"""One line that says which layers of a Megatron model are TransformerEngine's and which are slime's."""
+
+from __future__ import annotations
+
+_ATTENTION = {"fused": "fused attention (cuDNN)", "unfused": "unfused attention"}
+_PACKED = "packed attention (torch's FlashAttention)"
+
+
+def layer_summary(
+    *,
+    te: bool,
+    attention: str,
+    experts: bool,
+    post_norms: bool,
+    fp8: tuple[str, str | None] | None = None,
+    te_flash: bool = False,
+) -> str:
+    """Return whose layers there are; `attention` is --attention-backend.
+
+    TransformerEngine: linear layers, norms, grouped experts; slime: packed attention (torch's
+    FlashAttention), log-probs
+    """
+    if not te:
+        with_experts = ", grouped experts" if experts else ""
+        return (
+            f"megatron-core: linear layers; slime: norms{with_experts}, {_PACKED}, log-probs; "
+            "TransformerEngine is not used"
+        )
+    theirs = ["linear layers", "norms"] + (["grouped experts"] if experts else [])
+    ours = ["log-probs"]
+    if te_flash:
+        theirs.append("attention (flash-attn)")
+    elif attention in _ATTENTION:
+        theirs.append(_ATTENTION[attention])
+    else:
+        ours.insert(0, _PACKED)
+    if post_norms:
+        ours.append("norms behind attention and MLP")
+    precision = ""
+    if fp8 is not None:
+        precision = f"; linear layers in FP8 ({fp8[0]}, {fp8[1] or 'delayed'})"
+    return f"TransformerEngine: {', '.join(theirs)}; slime: {', '.join(ours)}{precision}"
