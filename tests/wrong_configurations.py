@@ -400,7 +400,22 @@ NOT_HONOURED = [
         right="--bf16",
     ),
     Wrong(
-        what="FP4 layers without the package that has them",
+        what="an FP8 recipe without FP8",
+        flags="--fp8-recipe blockwise",
+        right="--bf16",
+    ),
+    Wrong(
+        what="weights that are stored in FP8",
+        flags="--fp8-param-gather",
+        right="--bf16",
+    ),
+    Wrong(
+        what="moments in bf16 without the optimizer that has them",
+        flags="--exp-avg-dtype bf16",
+        right="--exp-avg-dtype fp32",
+    ),
+    Wrong(
+        what="FP4 layers",
         flags="--fp4-format e2m1",
         right="--bf16",
     ),

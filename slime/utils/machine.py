@@ -65,6 +65,19 @@ def gpus() -> list[Gpu]:
     return [Gpu(name=name, memory_mib=int(mib), driver=driver) for name, mib, driver in rows]
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """Return the lowest of this machine's GPUs, such as (9, 0) for Hopper; None where nothing tells it."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        reply = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.findall(r"^(\d+)\.(\d+)$", reply.stdout, re.MULTILINE)
+    return min(((int(major), int(minor)) for major, minor in found), default=None)
+
+
 def busy_gpus() -> int:
     """GPUs with more memory in use than a driver takes for itself."""
     if shutil.which("nvidia-smi") is None:

@@ -223,3 +223,29 @@ def test_a_checkpoint_of_another_optimizer_is_refused(results: list[dict]) -> No
 
 def test_checkpoint_of_another_precision(results: list[dict]) -> None:
     assert all(rank["other precision"] for rank in results)
+
+
+def save_before_the_first_step(rank: int, folder: str, flags: dict[str, Any]) -> bool:
+    """Whether a run that resumes from such a checkpoint trains as the one that went on."""
+    from slime.backends.megatron_utils.checkpoint import Checkpointer
+    from tests.parity.megatron_model import MegatronTrainer
+
+    checkpoint = Path(folder) / "model"
+    first = MegatronTrainer(args_for(checkpoint, flags))
+    first.load(checkpoint)
+    saved = new_folder(Path(folder) / "saved", rank)
+    Checkpointer("qwen3").save(saved, 0, first.model, first.optimizer)
+    second = MegatronTrainer(args_for(checkpoint, flags))
+    facts = Checkpointer("qwen3").load(saved, second.model, second.optimizer)
+    for trainer in (first, second):
+        trainer.train(tokens())
+    wanted, found = first.exported(), second.exported()
+    return not facts.has_optimizer and all(torch.equal(found[n], wanted[n]) for n in wanted)
+
+
+@pytest.mark.parametrize("flags", [{}, PLAIN | {"bf16": True}], ids=["distributed", "plain"])
+def test_a_checkpoint_before_the_first_update(tmp_path, flags):
+    """As after a first step that was skipped, or of an actor that waits for its critic."""
+    make_family(tmp_path / "model", "qwen3")
+    found = run_megatron_ranks(save_before_the_first_step, 4, str(tmp_path), flags)
+    assert found == [True] * 4

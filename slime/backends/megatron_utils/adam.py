@@ -1,16 +1,19 @@
 """AdamW as megatron's optimizers expect it: the number of steps belongs to the group.
 
 torch's keeps it per parameter, and a distributed optimizer's checkpoint then cannot be loaded under
-another layout. TransformerEngine's and Apex's keep it in the group, and so does this one.
+another layout. TransformerEngine's keeps it in the group, and so does this one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
+
+from slime.backends.megatron_utils.fused_adam import install_fused_state
+from slime.backends.megatron_utils.model_config import has_te
+from slime.utils.device import device_type
 
 
 class GroupStepAdamW(torch.optim.Optimizer):
@@ -60,8 +63,9 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
 
 def install_adam() -> None:
-    """Make megatron use it, unless TransformerEngine or Apex brings one."""
-    if find_spec("transformer_engine") or find_spec("apex"):
+    """Make megatron use it, unless there is TransformerEngine's FusedAdam, which needs a GPU."""
+    if has_te() and device_type() == "cuda":
+        install_fused_state()
         return
     import megatron.core.optimizer as optimizer
     from megatron.core.optimizer import distrib_optimizer

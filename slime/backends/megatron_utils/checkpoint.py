@@ -92,10 +92,13 @@ class Checkpointer:
     ) -> None:
         """Into the folder `path`, which exists; without `optimizer` only the model.
 
+        Nor is an optimizer saved that has updated nothing yet: its main parameters are the parameters.
         With `consume` the model is of no use afterwards, and saving takes hardly any memory.
         """
         self.wait()
         folder = Path(path)
+        if optimizer is not None and not optimizer.has_moments:
+            optimizer = None
         facts = CheckpointFacts(
             rollout_id=rollout_id,
             num_steps=num_steps,
@@ -140,6 +143,7 @@ class Checkpointer:
         if not facts.has_optimizer:
             optimizer.inner.reload_model_params()
         optimizer.set_num_steps(facts.num_steps)
+        optimizer.has_moments = facts.has_optimizer
         if facts.layout == _layout():
             _restore_rng(Path(path) / f"rng_{dist.get_rank()}.pt")
         return facts

@@ -54,7 +54,7 @@ def wrap_chunks(
 ) -> list[DistributedDataParallel]:
     """Chunks whose gradients are summed over the data-parallel ranks."""
     fields = flag_fields(args, DistributedDataParallelConfig)
-    fields.setdefault("grad_reduce_in_fp32", True)
+    fields.setdefault("grad_reduce_in_fp32", args.main_grads_dtype != "bf16")
     ddp_config = DistributedDataParallelConfig(**fields)
     return [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)

@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPE_FIELDS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_GPU_FIELDS = (
+    "optimizer_cpu_offload",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "use_precision_aware_optimizer",
+    *_DTYPE_FIELDS,
+)
+
 
 class ScheduledOptimizer:
     def __init__(
@@ -33,6 +42,7 @@ class ScheduledOptimizer:
         install_adam()
         self.schedule = schedule
         self.num_steps = 0
+        self.has_moments = False  # on any rank: since the first update, or loaded
         self._weight_decay = args.weight_decay
         self._chunks = chunks
         config = optimizer_config(args)
@@ -79,6 +89,7 @@ class ScheduledOptimizer:
         if isinstance(self.inner, LayerWiseDistributedOptimizer):
             _share_params(self.inner)
         self.num_steps += 1
+        self.has_moments = True
         if self._gathers_late:  # weights are read next by others than the forward pass
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -169,10 +180,11 @@ def _num_moments(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int
 
 def optimizer_config(args: Args) -> OptimizerConfig:
     fields = flag_fields(args, OptimizerConfig)
-    if device_type() == "cpu" and fields.pop("optimizer_cpu_offload", False):
-        logger.info("--optimizer-cpu-offload: everything is in host memory already")
-        fields.pop("overlap_cpu_optimizer_d2h_h2d", None)
-        fields.pop("use_precision_aware_optimizer", None)
+    if device_type() == "cpu":
+        fields = _fields_on_cpu(fields)
+    fields |= {name: _DTYPES[fields[name]] for name in _DTYPE_FIELDS if name in fields}
+    # It says how parameters in FP8 are updated, and those here are bf16.
+    fields.pop("fp8_recipe", None)
     half = args.precision == "bf16"
     return OptimizerConfig(
         **{
@@ -197,3 +209,14 @@ def optimizer_config(args: Args) -> OptimizerConfig:
             "overlap_param_gather": bool(args.overlap_param_gather),
         }
     )
+
+
+def _fields_on_cpu(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return them for a rehearsal or a plan without GPUs, whose optimizer is ours and computes in fp32."""
+    if fields.get("optimizer_cpu_offload"):
+        logger.info("--optimizer-cpu-offload: everything is in host memory already")
+    elif fields.get("use_precision_aware_optimizer"):
+        logger.info(
+            "--use-precision-aware-optimizer: without a GPU the optimizer's tensors are fp32"
+        )
+    return {name: value for name, value in fields.items() if name not in _GPU_FIELDS}

@@ -56,6 +56,10 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "grad_reduce_in_fp32": {"name": "accumulate_allreduce_grads_in_fp32"},
     "moe_layer_freq": {"kind": "str", "many": False, "default": "1"},
     "use_distributed_optimizer": {"default": True},
+    "main_grads_dtype": {"default": "fp32", "choices": ("fp32", "bf16")},
+    "main_params_dtype": {"default": "fp32", "choices": ("fp32", "fp16")},
+    "exp_avg_dtype": {"default": "fp32", "choices": ("fp32", "fp16", "bf16", "fp8")},
+    "exp_avg_sq_dtype": {"default": "fp32", "choices": ("fp32", "fp16", "bf16", "fp8")},
     "muon_tp_mode": {"choices": ("blockwise", "duplicated", "distributed")},
     "muon_fp32_matmul_prec": {"choices": ("medium", "high", "highest")},
 }

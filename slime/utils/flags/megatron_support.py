@@ -101,8 +101,23 @@ REFUSED: tuple[Reason, ...] = (
         ),
     ),
     Reason(
-        why="the optimizer's tensors are fp32",
-        flags=("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+        why="weights are loaded, synchronized, checksummed, saved and put to sleep as bf16 tensors; "
+        "matmuls are in FP8 without it",
+        flags=(
+            "fp8_param", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "fp4_param_gather",
+        ),
+    ),
+    Reason(
+        why="TransformerEngine ignores it since 1.8",
+        flags=("fp8_interval",),
+    ),
+    Reason(
+        why="attention is computed in bf16",
+        flags=("fp8_dot_product_attention", "fp8_multi_head_attention"),
+    ),
+    Reason(
+        why="micro-batches are padded for the FP8 recipes delayed, tensorwise, blockwise and mxfp8",
+        flags=("fp8_quantizer_factory", "fp4_format", "fp4_recipe", "fp4_quantizer_factory"),
     ),
     Reason(
         why="all parameters follow one schedule, that of --lr and --min-lr",
@@ -202,12 +217,9 @@ REFUSED: tuple[Reason, ...] = (
 
 # Refused where TransformerEngine is not installed; with it they reach its layers.
 NEEDS_TE: tuple[str, ...] = (
-    "transformer_impl", "fp8_format", "fp8_recipe", "fp8_param", "fp8_param_gather",
-    "fp8_quantizer_factory", "fp8_margin", "fp8_interval", "fp8_amax_history_len",
-    "fp8_amax_compute_algo", "fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention",
-    "tp_only_amax_red", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
-    "num_layers_at_end_in_bf16", "fp4_format", "fp4_recipe", "fp4_param_gather",
-    "fp4_quantizer_factory", "reuse_grad_buf_for_mxfp8_param_ag", "store_param_remainders",
+    "transformer_impl", "fp8_format", "fp8_recipe", "fp8_margin", "fp8_amax_history_len",
+    "fp8_amax_compute_algo", "fp8_wgrad", "tp_only_amax_red", "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
     "activation_func_fp8_input_store", "moe_router_padding_for_quantization",
     "moe_router_padding_for_fp8", "use_te_activation_func", "disable_parameter_transpose_cache",
     "apply_rope_fusion", "fused_single_qkv_rope", "cpu_offloading", "cpu_offloading_num_layers",

@@ -10,6 +10,7 @@ from slime.utils.flags.draft import Draft
 from slime.utils.flags.gpus import is_installed
 from slime.utils.flags.hf_config import read_hf_config
 from slime.utils.flags.megatron_support import asks_for_something, check_megatron_flags
+from slime.utils.flags.precision_checks import check_fp8, check_precision_aware
 from slime.utils.flags.registry import all_flags
 from slime.utils.flags.spec import option_of
 from slime.utils.flags.te_checks import check_kernels
@@ -46,6 +47,7 @@ def check_model(draft: Draft) -> None:
     check_expert_flags(draft, config)
     check_parallel(draft, config)
     check_precision_aware(draft)
+    check_fp8(draft, config)
     check_recompute(draft)
     check_dispatcher(draft)
     check_hooks(draft)
@@ -194,21 +196,6 @@ def _check_replayed_experts(draft: Draft, name: str) -> None:
 def check_packages(draft: Draft) -> None:
     if not is_installed("megatron"):
         draft.lacking("--train-backend megatron needs megatron-core: pip install 'slime[megatron]'")
-
-
-def check_precision_aware(draft: Draft) -> None:
-    if not draft["use_precision_aware_optimizer"]:
-        return
-    if not draft["use_distributed_optimizer"]:
-        raise ConfigError(
-            "--use-precision-aware-optimizer needs the distributed optimizer: leave out "
-            "--no-use-distributed-optimizer"
-        )
-    if not draft["optimizer_cpu_offload"] and not is_installed("transformer_engine"):
-        draft.lacking(
-            "--use-precision-aware-optimizer needs TransformerEngine's FusedAdam unless "
-            "--optimizer-cpu-offload is set: install transformer-engine or add that flag"
-        )
 
 
 _AXES = ("tensor_model", "pipeline_model", "context")
