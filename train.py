@@ -13,9 +13,9 @@ import runpy
 import sys
 from pathlib import Path
 
-from slime.planner.dry_run import dry_run, is_dry_run
-from slime.utils.arguments import Args, parse_args
-from slime.utils.exit_status import run_command
+from slime.cli.plan.dry_run import dry_run, is_dry_run
+from slime.config.arguments import Args, parse_args
+from slime.diagnosis.exit_status import run_command
 
 
 def train(args: Args, *, closing_words: bool = True) -> int:

@@ -11,10 +11,10 @@ one version of the weights and trained on by the next. With a rollout function t
 
 import sys
 
-from slime.planner.dry_run import dry_run, is_dry_run
-from slime.utils.arguments import Args, parse_args
-from slime.utils.errors import ConfigError
-from slime.utils.exit_status import run_command
+from slime.cli.plan.dry_run import dry_run, is_dry_run
+from slime.config.arguments import Args, parse_args
+from slime.core.errors import ConfigError
+from slime.diagnosis.exit_status import run_command
 
 
 def train(args: Args, *, closing_words: bool = True) -> int:

@@ -146,7 +146,13 @@ class EngineSide:
         self, checkpoint: Path, folder: Path, env: dict[str, str], deterministic: bool
     ) -> None:
         port_file = folder / "port.json"
-        command = [sys.executable, "-m", "slime.engine.server", "--model-path", str(checkpoint)]
+        command = [
+            sys.executable,
+            "-m",
+            "slime.engine.server.main",
+            "--model-path",
+            str(checkpoint),
+        ]
         command += ["--port", "0", "--port-file", str(port_file), "--log-level", "warning"]
         command += ["--enable-deterministic-inference"] if deterministic else []
         self._process = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)

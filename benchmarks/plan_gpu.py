@@ -27,9 +27,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import train_gpu  # noqa: E402
 
-from slime.planner.memory import GIB, Phase  # noqa: E402
-from slime.planner.plan import Machine, Plan, make_plan  # noqa: E402
-from slime.utils.env import child_env  # noqa: E402
+from slime.cli.plan.memory import GIB, Phase  # noqa: E402
+from slime.cli.plan.plan import Machine, Plan, make_plan  # noqa: E402
+from slime.config.env import child_env  # noqa: E402
 from slime.utils.machine import gpus  # noqa: E402
 
 CASES = ("engine", "0.6B-fsdp", "4B-megatron", "0.6B-megatron", "4B-fsdp")

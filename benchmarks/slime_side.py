@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from benchmarks.arithmetic import response_length, score
+from slime.core.types import Sample
 from slime.rollout.sglang_rollout import generate as generate_one
-from slime.utils.types import Sample
 
 LENGTHS = "SLIME_BENCH_LENGTHS"
 

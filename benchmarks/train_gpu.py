@@ -161,7 +161,7 @@ def write_model(folder: Path, shape: str) -> Path:
 
 
 def measure(options: argparse.Namespace, backend: str, model: str) -> None:
-    from slime.utils.flops import ModelShape, train_flops
+    from slime.runlog.flops import ModelShape, train_flops
 
     args = make_arguments(options, backend, model)
     actor = start(args, backend)
@@ -247,8 +247,8 @@ def start(args: Any, backend: str) -> Any:
 
 def make_batch(args: Any, options: argparse.Namespace) -> Any:
     """A function, as training fills columns of the batch in."""
-    from slime.ray.train_data import split_batch
-    from slime.utils.types import RolloutBatch
+    from slime.core.types import RolloutBatch
+    from slime.rollout.train_data import split_batch
 
     count = args.global_batch_size
     length = options.sample_len

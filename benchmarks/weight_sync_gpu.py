@@ -35,12 +35,12 @@ os.environ.setdefault("SLIME_ENGINE_TOKEN", "benchmark")
 import torch  # noqa: E402
 
 from benchmarks.train_gpu import SHAPES, start, synchronize, write_model  # noqa: E402
+from slime.core.types import EngineInfo  # noqa: E402
 from slime.utils.device import device_id  # noqa: E402
-from slime.utils.types import EngineInfo  # noqa: E402
 from tests.args import make_args  # noqa: E402
 from tests.engines import engine_server  # noqa: E402
 
-# What an update consists of, in the files of slime/backends/weight_sync and where buckets are made.
+# What an update consists of, in the files of slime/weights and where buckets are made.
 PHASES = r"(sync|tensor|engine_client|verify|ipc|gathering|update_weight)\.py"
 
 

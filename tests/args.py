@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slime.utils.arguments import Args, parse_args
-from slime.utils.flags.registry import all_flags
-from slime.utils.flags.spec import option_of
+from slime.config.arguments import Args, parse_args
+from slime.config.flags.registry import all_flags
+from slime.config.flags.spec import option_of
 
 
 def make_args(**overrides: Any) -> Args:

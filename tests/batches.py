@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from slime.utils.dp_schedule import executions_of_steps, loss_weights
-from slime.utils.types import RolloutBatch
+from slime.core.dp_schedule import executions_of_steps, loss_weights
+from slime.core.types import RolloutBatch
 
 VOCAB_SIZE = 50
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.config.env import child_env
 from slime.engine.arguments import EngineArgs
 from slime.engine.engine import Engine
-from slime.engine.request import Request
-from slime.engine.sampling_params import parse_sampling_params
+from slime.engine.scheduler.request import Request
+from slime.engine.scheduler.sampling_params import parse_sampling_params
 from slime.utils.engine_keys import forget_keys, remember_key
-from slime.utils.env import child_env
 from slime.utils.sync_http import get_json, post_json
 from tests.waiting import wait_for
 
@@ -131,11 +131,17 @@ class EngineServer:
 def engine_server(
     model_path: str | Path, *options: str, token: str | None = TOKEN
 ) -> Iterator[EngineServer]:
-    """`python -m slime.engine.server` at a free port; ended with the `with`."""
+    """`python -m slime.engine.server.main` at a free port; ended with the `with`."""
     with tempfile.TemporaryDirectory() as folder:
         port_file = Path(folder) / "port.json"
         log_file = Path(folder) / "log"
-        command = [sys.executable, "-m", "slime.engine.server", "--model-path", str(model_path)]
+        command = [
+            sys.executable,
+            "-m",
+            "slime.engine.server.main",
+            "--model-path",
+            str(model_path),
+        ]
         command += ["--port", "0", "--port-file", str(port_file), *options]
         env = child_env(OMP_NUM_THREADS="1", SLIME_ENGINE_TOKEN=token or "")
         with log_file.open("w") as log:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.sglang_utils.external import find_external
-from slime.utils.arguments import Args
-from slime.utils.errors import UserError
+from slime.config.arguments import Args
+from slime.core.errors import UserError
+from slime.serving.external import find_external
 from tests.args import make_args
 from tests.tiny import make_tiny_checkpoint
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from slime.utils.checksum import format_checksum, tensor_checksum
-from slime.utils.ipc import import_buffer
-from slime.utils.types import EngineInfo
+from slime.core.types import EngineInfo
+from slime.weights.checksum import format_checksum, tensor_checksum
+from slime.weights.ipc import import_buffer
 
 
 class FakeEngine:

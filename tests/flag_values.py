@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.utils.flags.spec import Flag
+from slime.config.flags.spec import Flag
 
 _SPECIAL: dict[str, Any] = {
     "pipeline_model_parallel_layout": ["Et|tL"],

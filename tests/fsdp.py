@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
-from slime.ray.train_data import split_batch
-from slime.utils.arguments import Args
-from slime.utils.types import RolloutBatch
+from slime.config.arguments import Args
+from slime.core.types import RolloutBatch
+from slime.rollout.train_data import split_batch
 from tests.args import make_args
 
 ROLLOUT_IDS = [0, 0, 1, 2, 3, 3, 4, 5, 6, 7]  # ten rows of eight executions

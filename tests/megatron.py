@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from slime.ray.train_data import split_batch
-from slime.utils.arguments import Args
-from slime.utils.types import RolloutBatch
+from slime.config.arguments import Args
+from slime.core.types import RolloutBatch
+from slime.rollout.train_data import split_batch
 from tests.fsdp import Case, Outcome, make_rows
 
 TP = {"tensor_model_parallel_size": 2}

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from slime.utils.dp_schedule import make_schedule
-from slime.utils.metrics import add_up
-from slime.utils.packing import pack, unpack
-from slime.utils.types import LossInputs, ParallelInfo
+from slime.core.dp_schedule import make_schedule
+from slime.core.metrics import add_up
+from slime.core.packing import pack, unpack
+from slime.core.types import LossInputs, ParallelInfo
 from tests.batches import random_batch
 
 N = 10

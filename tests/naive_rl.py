@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime.utils.arguments import Args
-from slime.utils.types import Sample, Status
+from slime.config.arguments import Args
+from slime.core.types import Sample, Status
 
 GROUPS = [0, 0, 0, 0, 5, 5, 5, 9, 3, 3]  # uneven, and one sample alone
 EXECUTIONS = [0, 0, 1, 2, 3, 4, 4, 5, 6, 7]  # ten samples of eight executions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from slime.core.types import Sample, Status
 from slime.rollout.sglang_rollout import generate
-from slime.utils.types import Sample, Status
 
 
 class Unusual(BaseException):

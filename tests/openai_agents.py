@@ -6,7 +6,7 @@ import json
 
 import openai
 
-from slime.rollout.openai_endpoint import record_agent
+from slime.rollout.agents.openai_endpoint import record_agent
 
 seen: list[object] = []
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

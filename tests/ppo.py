@@ -12,9 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
-from slime.ray.train_data import split_batch
-from slime.utils.arguments import Args
-from slime.utils.types import RolloutBatch
+from slime.config.arguments import Args
+from slime.core.types import RolloutBatch
+from slime.rollout.train_data import split_batch
 from tests.fsdp import DECAY, EPS, ROLLOUT_IDS, Case, make_rows, naive_log_probs, whole_weights
 
 ROLLOUTS = 3

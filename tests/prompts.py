@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from slime.config.arguments import Args
+from slime.core.types import Sample
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.utils.arguments import Args
-from slime.utils.types import Sample
 from tests.args import make_args
 from tests.tiny import make_byte_tokenizer
 

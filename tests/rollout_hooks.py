@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from slime.core.types import Sample, Status
 from slime.rollout.base_types import DynamicFilterOutput
 from slime.rollout.rm_hub import async_rm
 from slime.rollout.samples import clone_sample
 from slime.rollout.sglang_rollout import generate
-from slime.utils.types import Sample, Status
 from tests.fake_engine import Reply
 
 seen: list[object] = []  # what hooks want tests to know; tests clear it

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils.command import Node, cpu_env, server_command
-from slime.backends.sglang_utils.ports import Ports, find_ports
-from slime.backends.sglang_utils.process import ServerProcess
-from slime.backends.sglang_utils.readiness import wait_until_ready
-from slime.utils.arguments import Args
-from slime.utils.sglang_install import find_sglang
+from slime.config.arguments import Args
+from slime.config.sglang_install import find_sglang
+from slime.serving.readiness import wait_until_ready
+from slime.serving.server_process import ServerProcess
+from slime.utils.ports import Ports, find_ports
 from tests.args import make_args
 from tests.engines import TOKEN, EngineServer
 

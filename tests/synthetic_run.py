@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from slime.utils.sample_log import SampleRow, append_samples
+from slime.runlog.sample_log import SampleRow, append_samples
 
 CONFIG = {
     "hf_checkpoint": ("runs/quickstart/tiny-qwen3", "command line"),

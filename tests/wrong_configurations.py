@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
-from slime.utils.arguments import Args, resolve
-from slime.utils.errors import ConfigError
-from slime.utils.flags.draft import Draft
-from slime.utils.flags.parser import read_command_line
+from slime.config.arguments import Args, resolve
+from slime.config.flags.draft import Draft
+from slime.config.flags.parser import read_command_line
+from slime.core.errors import ConfigError
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "refusals.md"
 

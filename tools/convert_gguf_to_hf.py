@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.errors import ConfigError, UserError
+from slime.core.errors import ConfigError, UserError
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.errors import UserError
-from slime.utils.fp8 import Fp8Format
-from slime.utils.fp8_checkpoint import convert_to_fp8
+from slime.core.errors import UserError
+from slime.weights.fp8 import Fp8Format
+from slime.weights.fp8_checkpoint import convert_to_fp8
 
 
 def main() -> int:

@@ -21,9 +21,9 @@ from typing import Any
 
 import orjson
 
+from slime.core.errors import ConfigError, UserError
+from slime.data.prompt_data import read_rows
 from slime.rollout.rm_hub.boxed import last_boxed
-from slime.utils.data import read_rows
-from slime.utils.errors import ConfigError, UserError
 
 Row = dict[str, Any]
 BOXED = "Reason step by step, and put your final answer within \\boxed{}."

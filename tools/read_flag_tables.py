@@ -1,4 +1,4 @@
-"""Write the flag tables in slime/utils/flags from the wheels of the packages they describe.
+"""Write the flag tables in slime/config/flags from the wheels of the packages they describe.
 
     pip download --no-deps --dest wheels megatron-core==0.16.1 sglang-router==0.3.2
     pip download --no-deps --dest wheels sglang==0.5.16

@@ -49,7 +49,7 @@ say_head_is_gone() {  # the command line of train.py
 
 how_to_continue() {
     "$PYTHON" -S -c 'import argparse, sys
-from slime.utils.checkpoint import how_to_continue
+from slime.runlog.checkpoint_folder import how_to_continue
 parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 parser.add_argument("--save")
 parser.add_argument("--load")

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from slime.algorithms.estimators import RECIPES, Estimator
 from slime.algorithms.kl import KLKind, kl_estimate
-from slime.utils.dp_schedule import counted_rows
-from slime.utils.types import RolloutBatch
+from slime.core.dp_schedule import counted_rows
+from slime.core.types import RolloutBatch
 
 Rows = list[np.ndarray]  # one entry per trained token of each row
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.utils.dp_schedule import counted_rows
-from slime.utils.types import MetricSum, RolloutBatch
+from slime.core.dp_schedule import counted_rows
+from slime.core.types import MetricSum, RolloutBatch
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "mask"]

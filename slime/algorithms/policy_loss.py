@@ -1,5 +1,5 @@
 """Losses over one packed micro-batch. Each is sum(loss_weights * token loss), see `loss_weights` in
-slime.utils.dp_schedule: the loss of a step is the plain sum over its micro-batches and ranks.
+slime.core.dp_schedule: the loss of a step is the plain sum over its micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from slime.algorithms.correction import Correction, sequence_log_ratio
 from slime.algorithms.estimators import RECIPES, Estimator
 from slime.algorithms.kl import KLKind, kl_estimate
 from slime.algorithms.pg_loss import PgInputs
-from slime.utils.types import LossInputs, LossOutput, MetricSum
+from slime.core.types import LossInputs, LossOutput, MetricSum
 
 Reducer = Callable[[torch.Tensor], torch.Tensor]  # token losses [T] -> their share of the loss []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slime.utils.types import LossOutput, MetricSum
+from slime.core.types import LossOutput, MetricSum
 
 
 def value_loss(

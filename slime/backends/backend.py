@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.step import StepResult
-from slime.utils.errors import UserError
-from slime.utils.export_folder import ExportInfo
-from slime.utils.types import ParallelInfo, RolloutBatch, TrainBatch
+from slime.core.errors import UserError
+from slime.core.types import ParallelInfo, RolloutBatch, TrainBatch
+from slime.runlog.export_folder import ExportInfo
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 HFBucket = list[tuple[str, torch.Tensor]]
 ModelName = Literal["actor", "ref", "teacher"]

@@ -40,31 +40,31 @@ import torch
 from slime.algorithms.advantages import compute_advantages
 from slime.backends.backend import Backend
 from slime.backends.hooks import TrainHooks
+from slime.backends.log_prob_probe import score_probe
 from slime.backends.losses import TrainLoss
-from slime.backends.probe import score_probe
 from slime.backends.profiling import Profiler
 from slime.backends.rendezvous import Rendezvous
 from slime.backends.reporting import Reporter
 from slime.backends.step import StepResult
-from slime.backends.weight_sync import SyncReport, WeightSync, make_weight_sync
-from slime.utils.debug_train_data import save_train_data
-from slime.utils.device import device_type
-from slime.utils.errors import UserError
-from slime.utils.packing import pack, unpack
-from slime.utils.process_log import open_process_log
-from slime.utils.reports import TrainReport
-from slime.utils.timer import Timer
-from slime.utils.tokenizer import refuse_other_vocabulary
-from slime.utils.types import (
+from slime.core.errors import UserError
+from slime.core.packing import pack, unpack
+from slime.core.reports import SyncReport, TrainReport
+from slime.core.types import (
     CriticColumns,
     EngineInfo,
     ParallelInfo,
     RolloutBatch,
     TrainBatch,
 )
+from slime.data.debug_train_data import save_train_data
+from slime.data.tokenizer import refuse_other_vocabulary
+from slime.runlog.process_log import open_process_log
+from slime.runlog.timer import Timer
+from slime.utils.device import device_type
+from slime.weights.sync import WeightSync, make_weight_sync
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 def first_weights(args: Args, role: str) -> str:

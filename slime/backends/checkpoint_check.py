@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from slime.utils.checkpoint import check_share, damaged
+from slime.runlog.checkpoint_folder import check_share, damaged
 
 
 class FileCheck:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from slime.utils.errors import ConfigError
+from slime.core.errors import ConfigError
 
 _FILE = ".metadata"
 _ENUMS = (

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from slime.backends.weight_sync.disk import copy_model_files
-from slime.utils.export_folder import ExportInfo, begin_export, commit_export, discard_export
+from slime.runlog.export_folder import ExportInfo, begin_export, commit_export, discard_export
+from slime.weights.disk_transport import copy_model_files
 
 FILE_BYTES = 4 << 30
 

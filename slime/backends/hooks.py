@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from slime.algorithms.correction import Corrected, Correction, importance_correction
 from slime.backends.whole_rows import WholeRows
-from slime.utils import hook_types
+from slime.config import hook_types
+from slime.core.types import TrainBatch
 from slime.utils.load_function import load_function
-from slime.utils.types import TrainBatch
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 Reducer = Callable[[torch.Tensor], torch.Tensor]
 

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from slime.algorithms.policy_loss import policy_loss, sft_loss
 from slime.algorithms.value_loss import value_loss
 from slime.backends.hooks import TrainHooks
-from slime.utils.types import LossInputs, LossOutput, MetricSum, TrainBatch
+from slime.core.types import LossInputs, LossOutput, MetricSum, TrainBatch
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 class TrainLoss:

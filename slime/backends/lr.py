@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slime.utils.errors import ConfigError
-from slime.utils.lr_schedule import LrSchedule, warmup_steps
+from slime.backends.lr_schedule import LrSchedule, warmup_steps
+from slime.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 def lr_schedule(args: Args) -> LrSchedule:

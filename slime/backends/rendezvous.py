@@ -6,9 +6,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from slime.backends.addresses import choose_interface, own_host
+from slime.utils.addresses import choose_interface, own_host
 from slime.utils.device import collective_backend, current_device, device_type
-from slime.utils.process_group import serve_store
+from slime.weights.process_group import serve_store
 
 
 class Rendezvous:

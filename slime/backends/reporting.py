@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from slime.algorithms.correction import mismatch_metrics
 from slime.backends.step import StepResult
-from slime.utils.metrics import add_up, prefixed, reduce_metrics
-from slime.utils.reports import TrainReport
-from slime.utils.types import MetricSum, ParallelInfo, RolloutBatch
+from slime.core.metrics import add_up, prefixed, reduce_metrics
+from slime.core.reports import TrainReport
+from slime.core.types import MetricSum, ParallelInfo, RolloutBatch
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 class Reporter:

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from slime.utils.errors import UserError
-from slime.utils.metrics import add_up
-from slime.utils.types import MetricSum
+from slime.core.errors import UserError
+from slime.core.metrics import add_up
+from slime.core.types import MetricSum
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NoReturn
 
-from slime.utils.errors import ConfigError
+from slime.core.errors import ConfigError
 
 
 def trained_names(names: list[str], only: list[str] | None, freeze: list[str] | None) -> list[str]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from slime.utils.packing import join_slices, zigzag_index
-from slime.utils.types import TrainBatch
+from slime.core.packing import join_slices, zigzag_index
+from slime.core.types import TrainBatch
 
 
 class WholeRows:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field
 
-from slime.utils.errors import ConfigError
-from slime.utils.flags.embedded import HARMLESS
+from slime.config.checks.embedded_engine import HARMLESS
+from slime.core.errors import ConfigError
 
 MOST_DRAFT_TOKENS = 128
 

@@ -18,16 +18,16 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from slime.engine.arguments import EngineArgs
-from slime.engine.loading import eos_token_ids
-from slime.engine.memory import MemoryReleaser, choose_sizes
-from slime.engine.model_runner import ModelRunner
-from slime.engine.page_pool import PagePool
-from slime.engine.request import FinishReason, Request
-from slime.engine.sampling_params import RequestError
-from slime.engine.scheduler import Scheduler
-from slime.engine.speculation import DEFAULT_WINDOW, Drafter
-from slime.engine.step_output import Flight, StepOutput
-from slime.engine.text import TextCodec, load_codec
+from slime.engine.cache.memory import MemoryReleaser, choose_sizes
+from slime.engine.cache.page_pool import PagePool
+from slime.engine.models.loading import eos_token_ids
+from slime.engine.models.model_runner import ModelRunner
+from slime.engine.scheduler.request import FinishReason, Request
+from slime.engine.scheduler.sampling_params import RequestError
+from slime.engine.scheduler.scheduler import Scheduler
+from slime.engine.scheduler.speculation import DEFAULT_WINDOW, Drafter
+from slime.engine.scheduler.step_output import Flight, StepOutput
+from slime.engine.server.text import TextCodec, load_codec
 from slime.engine.weights import WeightStore
 
 logger = logging.getLogger(__name__)

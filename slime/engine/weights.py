@@ -17,11 +17,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from slime.engine.sampling_params import RequestError
-from slime.utils.checksum import tensor_checksums
-from slime.utils.hf_views import hf_views
-from slime.utils.ipc import ImportedBuffers, finish_reading
-from slime.utils.process_group import destroy_side_group, init_side_group
+from slime.engine.scheduler.sampling_params import RequestError
+from slime.weights.checksum import tensor_checksums
+from slime.weights.hf_views import hf_views
+from slime.weights.ipc import ImportedBuffers, finish_reading
+from slime.weights.process_group import destroy_side_group, init_side_group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from slime.config.arguments import Args
+from slime.core.errors import ConfigError, UserError
 from slime.ray.placement_group import needs_critic
 from slime.ray.rollout_group import RolloutGroup
 from slime.ray.train_group import TrainGroup
 from slime.ray.watch import BrokenRunError
-from slime.utils.arguments import Args
-from slime.utils.checkpoint import (
+from slime.runlog.checkpoint_folder import (
     CRITIC,
     CheckpointFolder,
     CheckpointMeta,
@@ -23,8 +24,7 @@ from slime.utils.checkpoint import (
     how_to_continue,
     read_meta,
 )
-from slime.utils.errors import ConfigError, UserError
-from slime.utils.export_folder import ExportInfo, export_info, mark_outdated, recover_export
+from slime.runlog.export_folder import ExportInfo, export_info, mark_outdated, recover_export
 
 _LITTLE = 1 << 30
 

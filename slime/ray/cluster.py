@@ -13,11 +13,11 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from slime.config.arguments import Args
+from slime.config.env import read_env
+from slime.core.errors import UserError
+from slime.diagnosis.run_monitor import RunFacts
 from slime.ray import local_ray
-from slime.ray.run_monitor import RunFacts
-from slime.utils.arguments import Args
-from slime.utils.env import read_env
-from slime.utils.errors import UserError
 
 _KNOCK_S = 10.0
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # as gRPC begins

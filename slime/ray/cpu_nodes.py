@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from slime.utils.errors import ConfigError
+from slime.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from slime.ray.placement_group import Layout

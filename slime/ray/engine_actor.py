@@ -11,18 +11,18 @@ from pathlib import Path
 
 import ray
 
-from slime.backends.addresses import choose_interface, own_host
 from slime.backends.sglang_utils.command import Node, cpu_env, server_command
-from slime.backends.sglang_utils.ports import Ports, find_ports, says_port_taken
-from slime.backends.sglang_utils.process import ServerProcess
-from slime.backends.sglang_utils.readiness import StartError, wait_until_ready
-from slime.utils.arguments import Args
+from slime.config.arguments import Args
+from slime.config.checks.embedded_engine import HONOURED
+from slime.config.env import read_env
+from slime.config.sglang_install import find_sglang
+from slime.core.errors import UserError
+from slime.core.types import EngineInfo
+from slime.serving.readiness import StartError, wait_until_ready
+from slime.serving.server_process import ServerProcess
+from slime.utils.addresses import choose_interface, own_host
 from slime.utils.device import device_id, device_type
-from slime.utils.env import read_env
-from slime.utils.errors import UserError
-from slime.utils.flags.embedded import HONOURED
-from slime.utils.sglang_install import find_sglang
-from slime.utils.types import EngineInfo
+from slime.utils.ports import Ports, find_ports, says_port_taken
 
 _START_TIMEOUT_S = 3600  # as with SGLang: reading a large model from a slow disk
 _SEARCHED_LINES = 300
@@ -172,7 +172,7 @@ class EngineActor:
 
 def engine_command(args: Args, *, index: int, host: str, port_file: Path) -> list[str]:
     """The command line of one of this run's embedded engines."""
-    command = [sys.executable, "-m", "slime.engine.server"]
+    command = [sys.executable, "-m", "slime.engine.server.main"]
     command += ["--model-path", args.hf_checkpoint, "--host", host, "--port", "0"]
     command += ["--port-file", str(port_file)]
     for option in _SERVER_OPTIONS:

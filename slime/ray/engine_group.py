@@ -9,19 +9,19 @@ from typing import Any
 
 import ray
 
-from slime.backends.addresses import own_host
-from slime.backends.sglang_utils.flush import flush_until_idle
-from slime.backends.sglang_utils.router import Router, make_router
+from slime.config.arguments import Args
+from slime.core.errors import UserError
+from slime.core.types import EngineInfo
 from slime.ray.engine_handle import EngineHandle
 from slime.ray.external_group import ExternalGroup
-from slime.ray.health import failed_engines, health_route
 from slime.ray.stacks import Member
 from slime.ray.watch import LostError
-from slime.utils.arguments import Args
+from slime.serving.flush import flush_until_idle
+from slime.serving.health import failed_engines, health_route
+from slime.serving.router import Router, make_router
+from slime.utils.addresses import own_host
 from slime.utils.engine_keys import remember_key
-from slime.utils.errors import UserError
 from slime.utils.sync_http import HttpError, post_json
-from slime.utils.types import EngineInfo
 
 _CONTROL_TIMEOUT_S = 120
 _WORD_EVERY_S = 20.0

@@ -9,12 +9,12 @@ from typing import Any
 import ray
 
 from slime.backends.sglang_utils.command import nodes_of_engine
+from slime.config.arguments import Args
+from slime.core.errors import UserError
+from slime.core.types import EngineInfo
 from slime.ray.engine_actor import PortTakenError
 from slime.ray.remote import Remote
 from slime.ray.stacks import Member
-from slime.utils.arguments import Args
-from slime.utils.errors import UserError
-from slime.utils.types import EngineInfo
 
 _PORT_TRIES = 3
 _NODE_POLL_S = 5.0

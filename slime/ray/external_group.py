@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from slime.backends.sglang_utils.external import find_external, normalise, version_warning
-from slime.ray.health import answers, health_route
+from slime.config.arguments import Args
+from slime.core.types import EngineInfo
 from slime.ray.stacks import Member
-from slime.utils.arguments import Args
+from slime.serving.external import find_external, normalise, version_warning
+from slime.serving.health import answers, health_route
 from slime.utils.engine_keys import remember_key
-from slime.utils.types import EngineInfo
 
 
 class ExternalGroup:

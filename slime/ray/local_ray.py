@@ -21,10 +21,10 @@ from typing import Any
 import ray
 from ray._private import node, ray_constants, services, utils
 
-from slime.ray.private_folder import PrivateFolder
-from slime.ray.ray_processes import Keeper, RayProcess
-from slime.utils.env import looks_secret, replace_env, set_env
-from slime.utils.errors import UserError
+from slime.config.env import looks_secret, replace_env, set_env
+from slime.core.errors import UserError
+from slime.diagnosis.private_folder import PrivateFolder
+from slime.diagnosis.ray_processes import Keeper, RayProcess
 from slime.utils.machine import available_memory
 
 _FIRST_WITH_TOKENS = (2, 52)

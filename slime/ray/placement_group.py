@@ -20,9 +20,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime.config.arguments import Args
+from slime.core.errors import ConfigError, UserError
 from slime.ray.cpu_nodes import Node, alive_nodes, node_of_bundle
-from slime.utils.arguments import Args
-from slime.utils.errors import ConfigError, UserError
 
 # A slot is a process, not a core: any layout can be rehearsed on a laptop.
 _CPU_SLOT = 0.01

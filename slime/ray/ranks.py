@@ -6,11 +6,11 @@ from typing import Any
 
 import ray
 
+from slime.config.arguments import Args
 from slime.ray.placement_group import Placement
 from slime.ray.remote import Remote
 from slime.ray.stacks import Member
 from slime.ray.watch import Watch
-from slime.utils.arguments import Args
 
 
 class Ranks:

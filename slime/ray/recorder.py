@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from slime.dashboard.live import LiveDisplay
+from slime.config.arguments import Args
 from slime.ray.watch import Watch
-from slime.utils.arguments import Args
-from slime.utils.flops import peak_flops
+from slime.runlog.flops import peak_flops
+from slime.runlog.live import LiveDisplay
+from slime.runlog.throughput import throughput_metrics
+from slime.runlog.timer import Timer
+from slime.runlog.tracking import Tracker
 from slime.utils.machine import gpus
-from slime.utils.throughput import throughput_metrics
-from slime.utils.timer import Timer
-from slime.utils.tracking import Tracker
 
 _LEARNING = ("rollout", "train")
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import ray
 
-from slime.ray.head_watch import HeadWatch
+from slime.diagnosis.head_watch import HeadWatch
+from slime.diagnosis.process_status import answer_questions, doing
 from slime.ray.local_ray import adopt, dead_process, take_variables
-from slime.utils.collector import collector_off
-from slime.utils.whereabouts import answer_questions, doing
+from slime.utils.gc_tuning import collector_off
 
 logger = logging.getLogger(__name__)
 

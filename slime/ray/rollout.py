@@ -16,9 +16,10 @@ from typing import Any
 
 import ray
 
-from slime.ray.debug_data import load_debug_samples, save_debug_samples
-from slime.ray.sample_rows import batch_rows, sample_row
-from slime.ray.train_data import samples_to_batch, split_batch
+from slime.config.arguments import Args
+from slime.config.env import read_env
+from slime.core.reports import RolloutResult
+from slime.core.types import Sample
 from slime.rollout import progress
 from slime.rollout.base_types import (
     DataSource,
@@ -28,19 +29,18 @@ from slime.rollout.base_types import (
     as_eval_output,
     as_train_output,
 )
+from slime.rollout.debug_data import load_debug_samples, save_debug_samples
 from slime.rollout.engine_pool import EnginePool, install_pool
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.staleness import WeightClock, set_clock
-from slime.utils.arguments import Args
+from slime.rollout.train_data import samples_to_batch, split_batch
+from slime.runlog.flops import ModelShape, train_flops
+from slime.runlog.process_log import open_process_log
+from slime.runlog.sample_log import append_samples
+from slime.runlog.sample_rows import batch_rows, sample_row
 from slime.utils.engine_keys import remember_key
-from slime.utils.env import read_env
-from slime.utils.flops import ModelShape, train_flops
 from slime.utils.http import run
 from slime.utils.load_function import load_class, load_function
-from slime.utils.process_log import open_process_log
-from slime.utils.reports import RolloutResult
-from slime.utils.sample_log import append_samples
-from slime.utils.types import Sample
 
 _STATE_FILE = "rollout.json"
 _OF_SAMPLING = ("rollout/reward_mean", "rollout/zero_std_groups")

@@ -9,19 +9,19 @@ from typing import Any, TypeVar
 
 import ray
 
+from slime.config.arguments import Args
+from slime.core.errors import UserError, WeightMismatchError, WeightSyncError
+from slime.core.reports import Probe
+from slime.core.types import EngineInfo
+from slime.diagnosis.stop_signal import StopSignal
 from slime.ray.cluster import beside_driver
 from slime.ray.engine_group import EngineCallError, make_engine_group
-from slime.ray.probe_check import check_probe
 from slime.ray.recorder import Recorder
 from slime.ray.remote import Remote
 from slime.ray.stacks import Member
-from slime.ray.stop_signal import StopSignal
 from slime.ray.watch import StallError
-from slime.utils.arguments import Args
-from slime.utils.errors import UserError, WeightMismatchError, WeightSyncError
-from slime.utils.reports import Probe
+from slime.serving.probe_check import check_probe
 from slime.utils.sync_http import HttpError
-from slime.utils.types import EngineInfo
 
 _UPDATE_TRIES = 5  # of one update, each with the engines that are left or were started again
 _ANSWER_S = 10.0  # for a question that is answered at once

@@ -11,31 +11,31 @@ from types import TracebackType
 
 import ray
 
-from slime.dashboard.report import write_report
-from slime.dashboard.summary import closing_lines
+from slime.config.arguments import Args
+from slime.config.env import read_env, set_env
+from slime.core.errors import UserError
+from slime.diagnosis.exit_status import add_advice
+from slime.diagnosis.head_watch import HeadWatch, ProcessWatch
+from slime.diagnosis.ray_processes import RayProcess
+from slime.diagnosis.run_monitor import RunMonitor, died
+from slime.diagnosis.stop_signal import StopSignal, Terminated
 from slime.ray import local_ray
 from slime.ray.checkpointing import Checkpointer, HfExports
 from slime.ray.cluster import actor_env, connect, run_facts
-from slime.ray.head_watch import HeadWatch, ProcessWatch
 from slime.ray.log_collection import collect_logs
 from slime.ray.placement_group import Placement, needs_critic, plan_layout
-from slime.ray.ray_processes import RayProcess
 from slime.ray.recorder import Recorder
 from slime.ray.rollout_group import RolloutGroup
-from slime.ray.run_monitor import RunMonitor, died
 from slime.ray.start_checks import check_inputs, check_outputs
-from slime.ray.stop_signal import StopSignal, Terminated
 from slime.ray.train_group import TrainGroup
 from slime.ray.watch import BrokenRunError, LostError
 from slime.rollout.base_types import RolloutFunction
-from slime.utils.arguments import Args
-from slime.utils.env import read_env, set_env
-from slime.utils.errors import UserError
-from slime.utils.exit_status import add_advice
+from slime.runlog.logging import setup_logging
+from slime.runlog.report.page import write_report
+from slime.runlog.run_folder import hold_folder, hold_run_folder, open_run_folder
+from slime.runlog.summary import closing_lines
+from slime.runlog.tracking import cut_back, logged_rollouts
 from slime.utils.load_function import load_function
-from slime.utils.logging import setup_logging
-from slime.utils.run_folder import hold_folder, hold_run_folder, open_run_folder
-from slime.utils.tracking import cut_back, logged_rollouts
 
 logger = logging.getLogger(__name__)
 

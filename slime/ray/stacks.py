@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from slime.diagnosis.process_status import Whereabouts, ask
+from slime.diagnosis.stall import Answer
 from slime.ray.remote import Place, Remote
-from slime.ray.stall import Answer
-from slime.utils.whereabouts import Whereabouts, ask
 
 _ASK_TIMEOUT_S = 40.0  # a node may have to start a process for it
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime.rollout.data_source import data_format_of
-from slime.rollout.evaluation import dataset_args, eval_format
-from slime.rollout.hooks import check_hooks
-from slime.utils.arguments import Args
-from slime.utils.data import check_prompts
-from slime.utils.data_spec import DataSpec
-from slime.utils.earlier_runs import name_owner
-from slime.utils.errors import ConfigError
-from slime.utils.flags.derive import ASYNC_ROLLOUT, PLAIN_ROLLOUT
-from slime.utils.flags.gpus import is_installed
-from slime.utils.preflight import (
+from slime.config.arguments import Args
+from slime.config.checks.installed import is_installed
+from slime.config.checks.preflight import (
     check_chat_template,
     check_tokenizer,
     check_weights,
     check_writable,
 )
+from slime.config.data_spec import DataSpec
+from slime.config.derive import ASYNC_ROLLOUT, PLAIN_ROLLOUT
+from slime.core.errors import ConfigError
+from slime.data.prompt_data import check_prompts
+from slime.rollout.data_source import data_format_of
+from slime.rollout.evaluation import dataset_args, eval_format
+from slime.rollout.hooks import check_hooks
+from slime.runlog.earlier_runs import name_owner
 
 
 def check_inputs(args: Args) -> None:

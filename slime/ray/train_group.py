@@ -6,15 +6,15 @@ from typing import Any
 
 import ray
 
+from slime.config.arguments import Args
+from slime.core.errors import UserError
+from slime.core.types import EngineInfo
 from slime.ray.placement_group import Placement
 from slime.ray.ranks import Ranks
 from slime.ray.recorder import Recorder
 from slime.ray.rollout_group import RolloutGroup
-from slime.utils.arguments import Args
-from slime.utils.errors import UserError
-from slime.utils.export_folder import ExportInfo
+from slime.runlog.export_folder import ExportInfo
 from slime.utils.sync_http import HttpError
-from slime.utils.types import EngineInfo
 
 BACKENDS = {
     "fsdp": "slime.backends.fsdp_utils.actor.FSDPTrainRayActor",

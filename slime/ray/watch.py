@@ -19,14 +19,14 @@ from typing import Any
 
 import ray
 
+from slime.config.arguments import Args
+from slime.config.phase_timeouts import phase_timeouts
+from slime.core.errors import UserError
+from slime.diagnosis.run_monitor import died, raylet_answers
+from slime.diagnosis.stall import describe
 from slime.ray import local_ray
 from slime.ray.cluster import raylet_socket
-from slime.ray.run_monitor import died, raylet_answers
 from slime.ray.stacks import Member, ask_members
-from slime.ray.stall import describe
-from slime.utils.arguments import Args
-from slime.utils.errors import UserError
-from slime.utils.phase_timeouts import phase_timeouts
 
 _CONNECTION = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|DistBackendError|timed out|TCPStore|broken pipe",

@@ -1,6 +1,6 @@
 """What rollout functions return, and one Protocol per hook of the rollout side.
 
-Hooks are the calls slime makes into user code; those of the trainer are in `slime/utils/hook_types.py`.
+Hooks are the calls slime makes into user code; those of the trainer are in `slime/config/hook_types.py`.
 Parameters with a default may be missing from a hook. `tests/contracts` has a good, a minimal and a
 wrong implementation of each.
 """
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slime.utils.errors import UserError
-from slime.utils.types import Group, Sample
+from slime.core.errors import UserError
+from slime.core.types import Group, Sample
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 @dataclass(kw_only=True)

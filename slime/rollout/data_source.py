@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 import orjson
 
+from slime.config.derive import OPD_REWARD
+from slime.config.reward_types import needs_label
+from slime.core.errors import ConfigError, UserError
+from slime.core.types import Group
+from slime.data.prompt_data import DataFormat, PromptDataset, load_prompts
+from slime.data.tokenizer import load_tokenizer
 from slime.rollout.base_types import BufferFilter
 from slime.rollout.filter_hub.buffer_filters import pop_first
 from slime.rollout.hooks import check_stored_functions
 from slime.rollout.samples import clone_group
 from slime.rollout.stored_groups import decode_groups, encode_groups
-from slime.utils.data import DataFormat, PromptDataset, load_prompts
-from slime.utils.errors import ConfigError, UserError
-from slime.utils.flags.derive import OPD_REWARD
 from slime.utils.load_function import load_function
-from slime.utils.reward_types import needs_label
-from slime.utils.tokenizer import load_tokenizer
-from slime.utils.types import Group
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 logger = logging.getLogger(__name__)
 

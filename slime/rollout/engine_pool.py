@@ -15,8 +15,8 @@ from typing import Any
 
 import aiohttp
 
+from slime.core.errors import UserError
 from slime.utils.engine_keys import remember_key
-from slime.utils.errors import UserError
 from slime.utils.http import HttpStatusError, is_temporary, post_once
 
 logger = logging.getLogger(__name__)

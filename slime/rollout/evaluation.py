@@ -5,23 +5,23 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from slime.core.errors import UserError
+from slime.core.types import Group, Sample, Status
+from slime.data.prompt_data import DataFormat, PromptDataset, load_prompts
+from slime.data.tokenizer import load_tokenizer
 from slime.rollout import progress as progress_report
 from slime.rollout.base_types import EvalResult, RolloutFnEvalOutput
 from slime.rollout.data_source import label_needed_by, row_rm_types
+from slime.rollout.generate_call import Run, current_run
 from slime.rollout.group_task import run_group
 from slime.rollout.metrics import eval_metrics
 from slime.rollout.progress import Progress
 from slime.rollout.sampling import eval_sampling_params
-from slime.rollout.turn import Run, current_run
-from slime.utils.data import DataFormat, PromptDataset, load_prompts
-from slime.utils.errors import UserError
+from slime.rollout.user_code import in_thread
 from slime.utils.http import gather
-from slime.utils.tokenizer import load_tokenizer
-from slime.utils.types import Group, Sample, Status
-from slime.utils.user_code import in_thread
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args, EvalDataset
+    from slime.config.arguments import Args, EvalDataset
 
 logger = logging.getLogger(__name__)
 

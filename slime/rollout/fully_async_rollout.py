@@ -18,23 +18,23 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from slime.core.errors import UserError
+from slime.core.types import Group, Sample
+from slime.rollout.abort import end_all
 from slime.rollout.base_types import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.batch_filter import Verdicts, group_index
 from slime.rollout.data_source import TracksRollouts
-from slime.rollout.ending import end_all
 from slime.rollout.evaluation import evaluate
-from slime.rollout.garbage import calm_garbage_collector
+from slime.rollout.gc_thresholds import calm_garbage_collector
+from slime.rollout.generate_call import Run, current_run
 from slime.rollout.group_task import run_group
 from slime.rollout.samples import clone_group, restart
 from slime.rollout.sampling import rollout_sampling_params
 from slime.rollout.staleness import current_clock, is_too_old
-from slime.rollout.turn import Run, current_run
-from slime.rollout.verdicts import Verdicts, group_index
 from slime.utils import http
-from slime.utils.errors import UserError
-from slime.utils.types import Group, Sample
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 _STALENESS = 1  # without --max-weight-staleness: updates that generation may run ahead
 _LOOK_AGAIN_S = 0.2

@@ -6,20 +6,20 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from slime.core.errors import UserError
+from slime.core.types import Group, Sample, Status
+from slime.data.tokenizer import eos_token_id
 from slime.rollout.base_types import GenerateFunction
+from slime.rollout.generate_call import current_calls, generate, is_aborting
 from slime.rollout.rm_hub import Reward, async_rm, check_number, group_rm
 from slime.rollout.samples import clone_sample, fill_empty_response, mark_failed
 from slime.rollout.sampling import SamplingParams
-from slime.rollout.turn import current_calls, generate, is_aborting
-from slime.utils.errors import UserError
+from slime.rollout.user_code import contain
 from slime.utils.http import gather
 from slime.utils.load_function import accepts, load_function
-from slime.utils.tokenizer import eos_token_id
-from slime.utils.types import Group, Sample, Status
-from slime.utils.user_code import contain
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 logger = logging.getLogger(__name__)
 

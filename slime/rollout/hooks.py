@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from slime.config import hook_types as trainer
+from slime.config.data_spec import DataSpec
+from slime.config.reward_types import REWARD_TYPES, reward_type
+from slime.core.errors import ConfigError, UserError
+from slime.core.types import Group
 from slime.rollout import base_types as rollout
 from slime.rollout.sandbox import check_sandbox
-from slime.utils import hook_types as trainer
-from slime.utils.data_spec import DataSpec
-from slime.utils.errors import ConfigError, UserError
 from slime.utils.load_function import load_class, load_function
-from slime.utils.reward_types import REWARD_TYPES, reward_type
-from slime.utils.types import Group
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 HOOKS: dict[str, type] = {
     "rollout_function_path": rollout.RolloutFunction,

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
+from slime.core.types import Group, Sample, Status
 from slime.rollout.base_types import EvalResult
-from slime.utils.types import Group, Sample, Status
 
 
 class MetricArgs(Protocol):

@@ -6,12 +6,12 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+from slime.core.types import Sample, Status
+from slime.data.tokenizer import encode_content, load_tokenizer
 from slime.rollout.sampling import SamplingParams
-from slime.utils.tokenizer import encode_content, load_tokenizer
-from slime.utils.types import Sample, Status
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 def add_observation(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from slime.core.errors import UserError
+from slime.core.types import Sample
 from slime.rollout.rm_hub import Reward, async_rm
-from slime.utils.errors import UserError
 from slime.utils.http import post
-from slime.utils.types import Sample
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 async def reward_func(args: Args, sample: Sample) -> Reward:

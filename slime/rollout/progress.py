@@ -6,8 +6,8 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 
-from slime.utils.types import Sample, Status
-from slime.utils.user_code import Calls
+from slime.core.types import Sample, Status
+from slime.rollout.user_code import Calls
 
 logger = logging.getLogger(__name__)
 

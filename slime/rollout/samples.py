@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import traceback
 
+from slime.core.types import Group, Sample, Status
 from slime.rollout.engine_pool import EngineRefusedError
-from slime.utils.types import Group, Sample, Status
 
 _TRACEBACK_LINES = 6
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from slime.core.errors import UserError
+from slime.core.types import Sample, Status
+from slime.data.sft_loss_mask import masked_conversation
+from slime.data.tokenizer import eos_token_id, load_tokenizer
 from slime.rollout.base_types import DataSource, RolloutFnTrainOutput
 from slime.rollout.data_source import TracksRollouts
-from slime.utils.errors import UserError
-from slime.utils.loss_mask import masked_conversation
-from slime.utils.tokenizer import eos_token_id, load_tokenizer
-from slime.utils.types import Sample, Status
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 def generate_rollout(

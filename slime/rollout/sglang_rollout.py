@@ -16,22 +16,22 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from slime.core.errors import UserError
+from slime.core.types import Group
+from slime.rollout.abort import end_all
 from slime.rollout.base_types import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.batch_filter import Verdicts, group_index
 from slime.rollout.data_source import TracksRollouts
-from slime.rollout.ending import end_all
 from slime.rollout.evaluation import evaluate
-from slime.rollout.garbage import calm_garbage_collector
+from slime.rollout.gc_thresholds import calm_garbage_collector
+from slime.rollout.generate_call import Run, current_run, generate
 from slime.rollout.group_task import run_group
 from slime.rollout.samples import clone_group
 from slime.rollout.sampling import rollout_sampling_params
-from slime.rollout.turn import Run, current_run, generate
-from slime.rollout.verdicts import Verdicts, group_index
 from slime.utils import http
-from slime.utils.errors import UserError
-from slime.utils.types import Group
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 __all__ = ["generate", "generate_rollout"]
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slime.utils.types import Group, Sample
+from slime.core.types import Group, Sample
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from slime.utils.types import Group, Sample
+from slime.core.types import Group, Sample
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.utils.env import read_env
+from slime.config.env import read_env
 
 if TYPE_CHECKING:
     import torch

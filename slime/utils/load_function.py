@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from slime.utils.errors import ConfigError
+from slime.core.errors import ConfigError
 
 
 @cache

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slime.utils.errors import ConfigError
+from slime.core.errors import ConfigError
 
 DEFAULT_ROWS = 1000
 METADATA_KEY = "reasoning_gym"  # of a sample's metadata: {"task": name, "row": number}

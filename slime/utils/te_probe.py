@@ -11,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from slime.utils.env import child_env
+from slime.config.env import child_env
 
 _TIMEOUT_S = 120
 _ANSWER = "TE "

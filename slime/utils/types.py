@@ -1,175 +1,31 @@
-"""The nouns every part of slime shares; data only, no behaviour beyond keeping themselves consistent.
+"""Public import path of `slime.core.types`."""
 
-Shape letters used across the project: N samples, G group size, T packed tokens, R response tokens,
-V vocabulary, H hidden size. Here are samples and where things are; batches of training rows are in
-rollout_batch.py, packed ones in train_batch.py.
-"""
-
-from __future__ import annotations
-
-from dataclasses import dataclass, field, fields
-from enum import Enum
-from typing import Any
-
-import numpy as np
-
-from slime.utils.rollout_batch import CriticColumns, RolloutBatch, Schedule
-from slime.utils.train_batch import LossInputs, LossOutput, MetricSum, TrainBatch
+from slime.core.types import (
+    CriticColumns,
+    EngineInfo,
+    Group,
+    LossInputs,
+    LossOutput,
+    MetricSum,
+    ParallelInfo,
+    RolloutBatch,
+    Sample,
+    Schedule,
+    Status,
+    TrainBatch,
+)
 
 __all__ = [
-    "CriticColumns", "EngineInfo", "Group", "LossInputs", "LossOutput", "MetricSum", "ParallelInfo",
-    "RolloutBatch", "Sample", "Schedule", "Status", "TrainBatch",
-]  # fmt: skip
-
-
-class Status(str, Enum):
-    PENDING = "pending"
-    COMPLETED = "completed"
-    TRUNCATED = "truncated"
-    ABORTED = "aborted"
-    FAILED = "failed"
-
-
-# Fields with lists and dictionaries inside; in all others there are numbers.
-_NESTED = ("prompt", "label", "metadata", "train_metadata", "multimodal_inputs", "reward")
-
-
-@dataclass(kw_only=True)
-class Sample:
-    """One response to one prompt; what user hooks see, so the field names are public.
-
-    Example: the prompt "1+1=" is tokens [5, 9, 5, 7]; the response "2" is [6], then end-of-text [0]::
-
-        tokens = [5, 9, 5, 7, 6, 0]      prompt and response together
-        response_length = 2              the last two of them
-        loss_mask = [1, 1]               one entry per response token
-        rollout_log_probs = [-0.7, -0.1] what the engine gave each response token
-        weight_versions = [3, 3]         the weights that produced each response token
-    """
-
-    # set by the data source
-    group_index: int | None = None  # which prompt of the run; siblings share it
-    index: int | None = None  # unique per sample over the whole run
-    rollout_id: int | None = None  # the execution this came from; default: index
-    prompt: str | list[dict[str, Any]] = ""
-    label: Any = None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    session_id: str | None = None
-    generate_function_path: str | None = None
-    custom_rm_path: str | None = None
-    multimodal_inputs: dict[str, Any] | None = None
-    # set by generation
-    tokens: list[int] = field(default_factory=list)
-    response: str = ""
-    response_length: int = 0
-    loss_mask: list[int] | None = None  # None: every response token is trained on
-    rollout_log_probs: list[float] | None = None
-    rollout_routed_experts: np.ndarray | None = None
-    weight_versions: list[int] = field(default_factory=list)
-    status: Status = Status.PENDING
-    # set by scoring and filtering
-    reward: float | dict[str, Any] | None = None
-    teacher_log_probs: list[float] | None = None
-    remove_sample: bool = False  # kept for the statistics, trained on with weight 0
-    train_metadata: dict[str, Any] | None = None
-
-    Status = Status
-
-    def append_response_tokens(
-        self,
-        *,
-        tokens: list[int],
-        log_probs: list[float] | None = None,
-        trainable: bool = True,
-        weight_versions: list[int] | None = None,
-    ) -> None:
-        """Add tokens to the response, keeping tokens, loss mask, log-probs and versions aligned.
-
-        Tokens the model did not produce (tool output) are `trainable=False`; their log-probs may be
-        left out and become 0.
-        """
-        count = len(tokens)
-        if log_probs is None and trainable:
-            raise ValueError("trainable tokens need the log-probs they were sampled with")
-        log_probs = [0.0] * count if log_probs is None else log_probs
-        if weight_versions is None:
-            weight_versions = [self.weight_versions[-1] if self.weight_versions else 0] * count
-        for name, column in (("log_probs", log_probs), ("weight_versions", weight_versions)):
-            if len(column) != count:
-                raise ValueError(f"{count} tokens but {len(column)} {name}")
-        if self.loss_mask is None:
-            self.loss_mask = [1] * self.response_length
-        if self.rollout_log_probs is None:
-            self.rollout_log_probs = [0.0] * self.response_length
-        self.tokens = self.tokens + list(tokens)
-        self.response_length += count
-        self.loss_mask += [int(trainable)] * count
-        self.rollout_log_probs += log_probs
-        self.weight_versions += weight_versions
-
-    def clone(self) -> Sample:
-        """A copy whose lists and dictionaries are its own, nested ones too."""
-        clone = object.__new__(type(self))
-        for name, value in self.__dict__.items():
-            if name in _NESTED:
-                value = _copied(value)
-            clone.__dict__[name] = value.copy() if isinstance(value, list) else value
-        return clone
-
-    def get_reward_value(self, key: str | None) -> float:
-        """The scalar the trainer uses: `reward` itself, or `reward[key]` when it is a dictionary."""
-        if isinstance(self.reward, dict):
-            if key is None or key not in self.reward:
-                raise KeyError(
-                    f"the reward is a dictionary with keys {sorted(self.reward)}; "
-                    f"--reward-key is {key!r}: set it to one of them"
-                )
-            return float(self.reward[key])
-        if self.reward is None:
-            raise ValueError(f"sample {self.index} has no reward")
-        return float(self.reward)
-
-    def to_dict(self) -> dict[str, Any]:
-        record = {f.name: getattr(self, f.name) for f in fields(self)}
-        record["status"] = self.status.value
-        return record
-
-    @classmethod
-    def from_dict(cls, record: dict[str, Any]) -> Sample:
-        return cls(**{**record, "status": Status(record["status"])})
-
-
-def _copied(value: Any) -> Any:
-    """Lists and dictionaries anew; whatever else a hook keeps there, such as a connection, is shared."""
-    if isinstance(value, dict):
-        return {key: _copied(inner) for key, inner in value.items()}
-    return [_copied(inner) for inner in value] if isinstance(value, list) else value
-
-
-Group = list[Sample]  # siblings of one prompt
-
-
-@dataclass(kw_only=True, frozen=True)
-class ParallelInfo:
-    """Where one rank stands in the training layout. DP2 x CP2, third rank: dp_rank=1, cp_rank=0."""
-
-    rank: int = 0
-    world_size: int = 1
-    dp_rank: int = 0
-    dp_size: int = 1
-    cp_rank: int = 0
-    cp_size: int = 1
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-
-
-@dataclass(kw_only=True, frozen=True)
-class EngineInfo:
-    """How to reach one inference engine, and which device it sits on ("cpu", or a GPU's uuid)."""
-
-    url: str
-    device_ids: tuple[str, ...] = ("cpu",)
-    kind: str = "slime"  # "slime" or "sglang"
-    version: str = ""  # of the server, where somebody else runs it
+    "CriticColumns",
+    "EngineInfo",
+    "Group",
+    "LossInputs",
+    "LossOutput",
+    "MetricSum",
+    "ParallelInfo",
+    "RolloutBatch",
+    "Sample",
+    "Schedule",
+    "Status",
+    "TrainBatch",
+]

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slime.utils.types import Sample
+from slime.core.types import Sample
 from tests.chaos.modes import Folders
 from tests.e2e.rewards import dense
 

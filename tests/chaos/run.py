@@ -197,7 +197,7 @@ def make_inputs(folder: Path) -> Path:
     """Quickstart's model with random weights, and sums as prompts; made once."""
     if (folder / "held.jsonl").exists():
         return folder
-    from slime.quickstart_task import write_model
+    from slime.cli.quickstart_task import write_model
     from tests.chaos.hooks import EVAL_LABEL
 
     write_model(folder / "model", seed=1)

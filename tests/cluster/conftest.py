@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.quickstart_task import write_data, write_model
+from slime.cli.quickstart_task import write_data, write_model
 from tests.cluster.hosts import Network, why_not
 from tests.cluster.ray_cluster import RayCluster
 from tests.cluster.task import Task

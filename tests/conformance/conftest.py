@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.types import EngineInfo
+from slime.core.types import EngineInfo
 from tests.conftest import SGLANG_LABEL
 from tests.engines import LONG_CONTEXT, ROOM, EngineServer, engine_server
 from tests.sglang_server import HERE

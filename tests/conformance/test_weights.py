@@ -11,19 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.backends.weight_sync.disk import DiskTransport
-from slime.backends.weight_sync.distributed import DistributedTransport
-from slime.backends.weight_sync.liveness import Patience
-from slime.backends.weight_sync.sglang_tensor import SGLangTensorTransport
-from slime.backends.weight_sync.sync import WeightSync
-from slime.backends.weight_sync.tensor import TensorTransport
-from slime.backends.weight_sync.types import WeightSyncError
-from slime.ray.health import answers, health_route
-from slime.ray.probe_check import check_probe
-from slime.utils.errors import WeightMismatchError
-from slime.utils.reports import Probe
+from slime.core.errors import WeightMismatchError
+from slime.core.reports import Probe
+from slime.core.types import EngineInfo
+from slime.serving.health import answers, health_route
+from slime.serving.probe_check import check_probe
 from slime.utils.sync_http import post_json
-from slime.utils.types import EngineInfo
+from slime.weights.disk_transport import DiskTransport
+from slime.weights.distributed_transport import DistributedTransport
+from slime.weights.liveness import Patience
+from slime.weights.sglang_tensor import SGLangTensorTransport
+from slime.weights.sync import WeightSync
+from slime.weights.tensor_transport import TensorTransport
+from slime.weights.transport import WeightSyncError
 from tests.conformance.calls import (
     GREEDY,
     Running,

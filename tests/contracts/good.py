@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from slime.core.types import Sample, Status
 from slime.rollout.base_types import (
     DynamicFilterOutput,
     EvalResult,
@@ -15,7 +16,6 @@ from slime.rollout.base_types import (
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.rm_hub import async_rm
 from slime.rollout.sglang_rollout import generate
-from slime.utils.types import Sample, Status
 
 
 def rollout_function_path(args, rollout_id, data_source, evaluation=False):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from slime.core.types import Sample
 from slime.rollout.sglang_rollout import generate
-from slime.utils.types import Sample
 
 
 def rollout_function_path(args, i, source, *, evaluation):

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.ray.train_data import samples_to_batch
+from slime.core.types import Status
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine_pool import EnginePool, install_pool
 from slime.rollout.hooks import HOOKS, check_hooks
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils.types import Status
+from slime.rollout.train_data import samples_to_batch
 from tests.args import make_args
 from tests.fake_engine import FakeEngine, Reply
 from tests.prompts import flat, rollout_args

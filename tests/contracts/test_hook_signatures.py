@@ -6,9 +6,9 @@ import inspect
 
 import pytest
 
+from slime.config.flags.registry import own_flags
+from slime.core.errors import ConfigError
 from slime.rollout.hooks import HOOKS, check_hooks
-from slime.utils.errors import ConfigError
-from slime.utils.flags.registry import own_flags
 from tests.args import make_args
 from tests.contracts import good, minimal, wrong
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from slime.core.errors import UserError
+from slime.core.types import Sample, Status
 from slime.rollout.base_types import (
     RolloutFnTrainOutput,
     RolloutFunction,
@@ -15,9 +17,7 @@ from slime.rollout.engine_pool import EnginePool, install_pool
 from slime.rollout.hooks import check_hooks
 from slime.rollout.metrics import eval_metrics
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils.errors import UserError
 from slime.utils.load_function import load_function
-from slime.utils.types import Sample, Status
 from tests.contracts import good, minimal
 from tests.fake_engine import FakeEngine
 from tests.prompts import flat, rollout_args

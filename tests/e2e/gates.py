@@ -18,8 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from slime.core.types import Sample
 from slime.rollout.sglang_rollout import generate as generate_freely
-from slime.utils.types import Sample
 from tests.e2e import runs
 from tests.e2e.rewards import dense
 

@@ -1,6 +1,6 @@
 """Rewards for whole runs, loaded by import path as a user's would be."""
 
-from slime.utils.types import Sample
+from slime.core.types import Sample
 
 
 async def dense(args: object, sample: Sample) -> float:

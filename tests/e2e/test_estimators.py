@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from slime.ray.debug_data import load_debug_samples
-from slime.utils.arguments import parse_args
-from slime.utils.types import Sample
+from slime.config.arguments import parse_args
+from slime.core.types import Sample
+from slime.rollout.debug_data import load_debug_samples
 from tests import naive_rl
 from tests.e2e import runs
 from tests.engines import TOKEN, engine_server

@@ -47,7 +47,7 @@ class Held:
 def _ray_folder(processes: list[psutil.Process]) -> Path:
     """The private folder of the run's own Ray, from its keeper's command line."""
     lines = [process.cmdline() for process in processes]
-    return Path(next(words[-1] for words in lines if "slime.ray.ray_processes" in words))
+    return Path(next(words[-1] for words in lines if "slime.diagnosis.ray_processes" in words))
 
 
 @pytest.fixture

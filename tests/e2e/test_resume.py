@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.utils.export_folder import ExportInfo, export_info
+from slime.runlog.export_folder import ExportInfo, export_info
 from tests.e2e import gates, runs
 
 ROLLOUTS = 5

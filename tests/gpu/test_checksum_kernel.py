@@ -1,4 +1,4 @@
-"""Checksums of many tensors in one launch, against the definition of slime/utils/checksum.py.
+"""Checksums of many tensors in one launch, against the definition of slime/weights/checksum.py.
 
 On a GPU, or in Triton's interpreter with TRITON_INTERPRET=1, as tests/integration/test_engine_triton.py does.
 """
@@ -15,8 +15,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not INTERPRETED:
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from slime.utils.checksum import tensor_checksum, tensor_checksums  # noqa: E402
-from slime.utils.checksum_kernel import many_sums  # noqa: E402
+from slime.weights.checksum import tensor_checksum, tensor_checksums  # noqa: E402
+from slime.weights.checksum_kernel import many_sums  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SIZES = [1, 3, 1024, 16384, 16385, 100_001, 0, 7]

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slime.engine.weights import TensorMeta
-from slime.utils.fp8 import Fp8Format
-from slime.utils.fp8_checkpoint import convert_to_fp8
+from slime.weights.fp8 import Fp8Format
+from slime.weights.fp8_checkpoint import convert_to_fp8
 from tests.engines import LocalEngine, local_engine
 from tests.tiny import make_tiny_checkpoint
 
@@ -152,7 +152,7 @@ def _greedy(engine: LocalEngine) -> list[list[int]]:
 
 _EXPORT = """
 import json, sys, torch
-from slime.utils.ipc import SharedBuffer
+from slime.weights.ipc import SharedBuffer
 buffer = SharedBuffer(256, "cuda")
 buffer.tensor.copy_(torch.full((64,), 2.5, device="cuda").view(torch.uint8))
 print(json.dumps(buffer.export()), flush=True)

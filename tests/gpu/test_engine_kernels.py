@@ -17,10 +17,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from slime.engine.fast import cuda_kernels, cuda_products  # noqa: E402
-from slime.engine.fast.cuda_blocks import Blocks  # noqa: E402
-from slime.engine.fast.cuda_kernels import CudaKernels  # noqa: E402
-from slime.engine.fast.kernels import (  # noqa: E402
+from slime.engine.kernels import cuda_kernels  # noqa: E402
+from slime.engine.kernels import cuda_matmuls as cuda_products  # noqa: E402
+from slime.engine.kernels.cuda_kernels import CudaKernels  # noqa: E402
+from slime.engine.kernels.cuda_tiles import Blocks  # noqa: E402
+from slime.engine.kernels.interface import (  # noqa: E402
     DrawSettings,
     Heads,
     Pages,
@@ -28,7 +29,7 @@ from slime.engine.fast.kernels import (  # noqa: E402
     Rotary,
     Tokens,
 )
-from slime.engine.sampling import uniforms  # noqa: E402
+from slime.engine.scheduler.sampling import uniforms  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from slime.backends.fsdp_utils import attention
-from slime.backends.packed_attention import PackedLayout, packed_layout
-from slime.ray.train_data import split_batch
+from slime.backends.kernels.packed_attention import PackedLayout, packed_layout
+from slime.rollout.train_data import split_batch
 from tests.fsdp import Case, first_gradient, make_rows, start_actor, train_naively, whole_weights
 from tests.tiny import make_tiny_checkpoint
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slime.backends.grouped_linear import expert_rows, grouped_linear, make_groups
-from slime.utils.hf_views import hf_views
+from slime.backends.kernels.grouped_linear import expert_rows, grouped_linear, make_groups
+from slime.weights.hf_views import hf_views
 from tests.fsdp import Case, train_naively
 
 pytest.importorskip("megatron.core")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.ray.train_data import split_batch
-from slime.utils.arguments import Args
+from slime.config.arguments import Args
+from slime.rollout.train_data import split_batch
 from tests import fsdp
 from tests.fsdp import Case, make_rows
 from tests.tiny import make_tiny_checkpoint

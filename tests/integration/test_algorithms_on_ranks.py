@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from slime.algorithms.advantages import compute_advantages
 from slime.algorithms.correction import sequence_log_ratio
 from slime.algorithms.log_probs import log_probs_from_hidden
-from slime.utils.dp_schedule import counted_rows, make_schedule
-from slime.utils.packing import join_slices, pack, unpack
-from slime.utils.types import ParallelInfo
+from slime.core.dp_schedule import counted_rows, make_schedule
+from slime.core.packing import join_slices, pack, unpack
+from slime.core.types import ParallelInfo
 from tests.batches import random_batch
 from tests.ranks import run_ranks
 from tests.unit.test_log_probs import V, gradients, reference, tensors

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from slime.core.types import Sample
 from slime.rollout.rm_hub import async_rm
 from slime.utils.http import run
-from slime.utils.types import Sample
 from tests.args import make_args
 from tests.prompts import write_rows
 

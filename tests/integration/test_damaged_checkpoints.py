@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from slime.ray.train_data import split_batch
-from slime.utils.checkpoint import CheckpointFolder, CheckpointMeta, read_meta
-from slime.utils.checkpoint_files import file_checksum
-from slime.utils.errors import ConfigError
+from slime.core.errors import ConfigError
+from slime.rollout.train_data import split_batch
+from slime.runlog.checkpoint_files import file_checksum
+from slime.runlog.checkpoint_folder import CheckpointFolder, CheckpointMeta, read_meta
 from tests import fsdp, megatron
 from tests.rank_pool import run_megatron_ranks
 from tests.ranks import run_ranks

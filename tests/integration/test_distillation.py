@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
-from slime.ray.train_data import samples_to_batch, split_batch
+from slime.core.errors import ConfigError, UserError
+from slime.core.types import Sample
 from slime.rollout.on_policy_distillation import reward_func
-from slime.utils.errors import ConfigError, UserError
+from slime.rollout.train_data import samples_to_batch, split_batch
 from slime.utils.http import run
-from slime.utils.types import Sample
 from tests import naive_rl
 from tests.args import make_args
 from tests.engines import engine_server

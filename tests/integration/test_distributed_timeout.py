@@ -47,7 +47,7 @@ def _trainer(_: int, backend: str, model: str, file: str) -> None:
 
 
 def _side_group(_: int, file: str) -> None:
-    from slime.backends.weight_sync.sync import _make_transport
+    from slime.weights.sync import _make_transport
 
     args = make_args(update_weight_transport="distributed", distributed_timeout_minutes=MINUTES)
     transport = _make_transport(args)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime.utils.errors import UserError
+from slime.core.errors import UserError
 from tests.engines import local_engine
 from tests.tiny import make_tiny_checkpoint
 

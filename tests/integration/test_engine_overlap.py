@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from slime.engine.model_runner import ModelRunner
-from slime.engine.request import Request
-from slime.engine.sampling_params import SamplingParams
-from slime.engine.scheduler import Step
-from slime.engine.step_output import Flight, StepOutput
+from slime.engine.models.model_runner import ModelRunner
+from slime.engine.scheduler.request import Request
+from slime.engine.scheduler.sampling_params import SamplingParams
+from slime.engine.scheduler.scheduler import Step
+from slime.engine.scheduler.step_output import Flight, StepOutput
 from tests.engines import LocalEngine, local_engine
 from tests.tiny import make_tiny_checkpoint
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime.rollout.turn import decode_experts
-from slime.utils.errors import UserError
+from slime.core.errors import UserError
+from slime.rollout.generate_call import decode_experts
 from slime.utils.sync_http import post_json
 from tests.engines import TOKEN, LocalEngine, engine_server
 from tests.tiny import make_tiny_checkpoint

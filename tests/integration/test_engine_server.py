@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.engine.server import main
+from slime.engine.server.main import main
 from tests.tiny import make_tiny_checkpoint
 
 
@@ -22,7 +22,13 @@ def checkpoint(tmp_path_factory) -> Path:
 def test_a_taken_port_ends_the_process_with_one_sentence(checkpoint: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "slime.engine.server", "--model-path", str(checkpoint)]
+        command = [
+            sys.executable,
+            "-m",
+            "slime.engine.server.main",
+            "--model-path",
+            str(checkpoint),
+        ]
         result = subprocess.run(
             [*command, "--port", port], capture_output=True, text=True, timeout=120
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.engine.request import Request
+from slime.engine.scheduler.request import Request
 from tests.engines import engine_server, local_engine
 from tests.tiny import make_tiny_checkpoint
 

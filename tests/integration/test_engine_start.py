@@ -13,15 +13,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from slime.backends.sglang_utils.process import ServerProcess
-from slime.backends.sglang_utils.readiness import StartError, wait_until_ready
+from slime.config.env import child_env
+from slime.core.errors import UserError
 from slime.ray import local_ray
 from slime.ray.cluster import connect
 from slime.ray.engine_actor import engine_command
 from slime.ray.engine_group import EngineGroup
+from slime.serving.readiness import StartError, wait_until_ready
+from slime.serving.server_process import ServerProcess
 from slime.utils.engine_keys import remember_key
-from slime.utils.env import child_env
-from slime.utils.errors import UserError
 from tests.args import make_args
 from tests.stand_in_sglang import starts, write_stand_in
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slime.utils.env import child_env
+from slime.config.env import child_env
 
 REPO = Path(__file__).resolve().parents[2]
 KERNELS = [

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from slime.engine.request import Request
-from slime.engine.sampling_params import SamplingParams
-from slime.utils.checksum import format_checksum, tensor_checksum
-from slime.utils.hf_views import hf_views, module_weights
-from slime.utils.ipc import SharedBuffer
-from slime.utils.process_group import destroy_side_group, init_side_group, serve_store
+from slime.engine.scheduler.request import Request
+from slime.engine.scheduler.sampling_params import SamplingParams
 from slime.utils.sync_http import HttpError, post_json
+from slime.weights.checksum import format_checksum, tensor_checksum
+from slime.weights.hf_views import hf_views, module_weights
+from slime.weights.ipc import SharedBuffer
+from slime.weights.process_group import destroy_side_group, init_side_group, serve_store
 from tests.engines import (
     LONG_CONTEXT,
     ROOM,

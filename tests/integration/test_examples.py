@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from slime.ray.train_data import samples_to_batch, split_batch
+from slime.core.types import Status
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils.types import Status
+from slime.rollout.train_data import samples_to_batch, split_batch
 from tests.fake_engine import Reply
 from tests.prompts import flat, rollout_args
 from tests.tiny import EOS_ID, make_byte_tokenizer

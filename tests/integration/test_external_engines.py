@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import slime
-from slime.backends.sglang_utils.external import find_external, normalise, version_warning
+from slime.core.errors import UserError
+from slime.core.types import EngineInfo
+from slime.serving.external import find_external, normalise, version_warning
 from slime.utils.engine_keys import remember_key
-from slime.utils.errors import UserError
-from slime.utils.types import EngineInfo
 from tests.engines import engine_server
 from tests.external import check_refusals, external
 from tests.tiny import make_tiny_checkpoint

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
-from slime.ray.train_data import samples_to_batch, split_batch
-from slime.utils.arguments import Args
-from slime.utils.types import Sample
+from slime.config.arguments import Args
+from slime.core.types import Sample
+from slime.rollout.train_data import samples_to_batch, split_batch
 from tests import naive_rl
 from tests.args import make_args
 from tests.fsdp import whole_weights

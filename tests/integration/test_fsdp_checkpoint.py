@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.ray.train_data import split_batch
-from slime.utils.errors import UserError
+from slime.core.errors import UserError
+from slime.rollout.train_data import split_batch
 from tests.fsdp import Case, make_rows, start_actor, whole_weights
 from tests.ranks import run_ranks
 from tests.tiny import make_tiny_checkpoint

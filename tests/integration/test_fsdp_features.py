@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slime.ray.train_data import split_batch
-from slime.utils.errors import ConfigError, UserError
+from slime.core.errors import ConfigError, UserError
+from slime.rollout.train_data import split_batch
 from tests.fsdp import (
     Case,
     make_rows,

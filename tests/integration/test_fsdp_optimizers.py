@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor import distribute_tensor
 
 from slime.backends.fsdp_utils.meta_model import count_rank
-from slime.ray.train_data import split_batch
-from slime.utils.errors import UserError
+from slime.core.errors import UserError
+from slime.rollout.train_data import split_batch
 from tests.fsdp import Case, make_rows, start_actor, whole_weights
 from tests.naive_optimizers import SIMPLE, NaiveMuon, newton_schulz, relative_error
 from tests.ranks import run_ranks

@@ -16,8 +16,8 @@ from tests.e2e.runs import ROOT
 # A driver that Ray, or somebody else, ends on the spot; its facts and its end are the arguments.
 DRIVER = """
 import json, os, subprocess, sys, time
-from slime.ray.run_monitor import RunFacts, RunMonitor
-from slime.ray.ray_processes import identify
+from slime.diagnosis.run_monitor import RunFacts, RunMonitor
+from slime.diagnosis.ray_processes import identify
 known = json.loads(sys.argv[1])
 children = [subprocess.Popen(["sleep", "60"]) for _ in known["own_ray"]]
 known["own_ray"] = [identify(n, c.pid) for n, c in zip(known["own_ray"], children)]
@@ -35,7 +35,7 @@ os._exit(1)
 """
 WATCHED = """
 import sys, threading, time
-from slime.ray.head_watch import HeadWatch
+from slime.diagnosis.head_watch import HeadWatch
 watch = HeadWatch(sys.argv[1])
 if sys.argv[2] == "stop":
     watch.stop()

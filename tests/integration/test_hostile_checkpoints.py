@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime.ray.train_data import split_batch
-from slime.utils.env import child_env
-from slime.utils.errors import UserError
+from slime.config.env import child_env
+from slime.core.errors import UserError
+from slime.rollout.train_data import split_batch
 from tests import fsdp, hostile, megatron
 from tests.rank_pool import run_megatron_ranks
 from tests.ranks import run_ranks
@@ -162,7 +162,7 @@ def _stored_objects(rank: int, folder: str) -> str:
 
 def test_weights_of_a_model_folder_that_are_a_pickle(tmp_path):
     """transformers reads pytorch_model.bin with weights_only; Megatron's reader takes safetensors alone."""
-    from slime.utils.fp8_checkpoint import load_causal_lm
+    from slime.weights.fp8_checkpoint import load_causal_lm
 
     model = make_tiny_checkpoint(tmp_path / "model")
     (model / "model.safetensors").unlink()

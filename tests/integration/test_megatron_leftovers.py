@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 
 def _rank(connection) -> None:
     import slime.backends.megatron_utils.cpu  # noqa: F401 - before megatron-core
-    from slime.backends.megatron_utils.mend import mend_megatron
+    from slime.backends.megatron_utils.patches import mend_megatron
 
     mend_megatron()
     from megatron.core.dist_checkpointing.strategies import filesystem_async

@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
+from slime.config.reward_types import REWARD_TYPES
+from slime.core.errors import UserError
+from slime.core.types import Sample
 from slime.rollout.hooks import check_hooks
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.workers import Workers
 from slime.rollout.sandbox import check_sandbox
-from slime.utils.errors import UserError
 from slime.utils.http import run
 from slime.utils.reasoning_tasks import HASH_SEED, MOST_ROWS, SEED, task_rows
-from slime.utils.reward_types import REWARD_TYPES
-from slime.utils.types import Sample
 from tests.args import make_args
 
 # Tasks of reasoning-gym 0.1.25 that pass the answer to eval or to sympy.parse_expr.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
+from slime.core.types import Status
 from slime.rollout import progress
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sampling import hash32
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils.types import Status
 from tests import rollout_hooks
 from tests.fake_engine import Reply
 from tests.prompts import flat, rollout_args, sums

@@ -9,12 +9,12 @@ from collections import Counter
 
 import pytest
 
+from slime.core.types import Status
 from slime.rollout import fully_async_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine_pool import current_pool, install_pool
 from slime.rollout.staleness import WeightClock, set_clock
 from slime.utils import http
-from slime.utils.types import Status
 from tests.prompts import rollout_args, sums
 from tests.scripted_pool import EQUALS, ScriptedPool, response_of
 from tests.tiny import make_byte_tokenizer

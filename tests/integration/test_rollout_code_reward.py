@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from slime.core.errors import UserError
+from slime.core.types import Sample
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.rm_hub import async_rm, code
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils.errors import UserError
 from slime.utils.http import run
-from slime.utils.types import Sample
 from tests import rollout_hooks
 from tests.args import make_args
 from tests.fake_engine import Reply

@@ -7,12 +7,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from slime.core.errors import ConfigError, UserError
+from slime.core.types import Status
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.hooks import check_hooks
 from slime.rollout.sampling import hash32
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils.errors import ConfigError, UserError
-from slime.utils.types import Status
 from tests import rollout_hooks
 from tests.fake_engine import Reply
 from tests.prompts import rollout_args, sums, write_rows

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
+from slime.core.errors import UserError
+from slime.core.types import Status
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine_pool import EnginePool, EngineUnreachableError, install_pool
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import WeightClock, is_too_old, set_clock
-from slime.utils.errors import UserError
-from slime.utils.types import Status
 from tests import rollout_hooks
 from tests.fake_engine import FakeEngine, Reply
 from tests.prompts import flat, rollout_args

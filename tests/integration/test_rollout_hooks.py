@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from aiohttp import web
 
+from slime.core.errors import ConfigError, UserError
+from slime.core.types import Status
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils.errors import ConfigError, UserError
-from slime.utils.types import Status
 from tests import rollout_hooks
 from tests.fake_engine import Reply
 from tests.prompts import flat, rollout_args

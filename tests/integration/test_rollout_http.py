@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 from aiohttp import web
 
+from slime.rollout.user_code import in_thread
 from slime.utils.http import HttpStatusError, gather, post, post_once, run
-from slime.utils.user_code import in_thread
 
 
 @pytest.fixture

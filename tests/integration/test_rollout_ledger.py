@@ -8,12 +8,12 @@ from collections import Counter
 
 import pytest
 
+from slime.core.errors import UserError
+from slime.core.types import Status
 from slime.rollout import sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine_pool import install_pool
 from slime.rollout.staleness import WeightClock, set_clock
-from slime.utils.errors import UserError
-from slime.utils.types import Status
 from tests.prompts import rollout_args, sums
 from tests.scripted_pool import EQUALS, ScriptedPool, response_of
 

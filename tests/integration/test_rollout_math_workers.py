@@ -8,10 +8,10 @@ import time
 import psutil
 import pytest
 
+from slime.core.errors import UserError
 from slime.rollout.rm_hub import deepscaler, math_boxed
 from slime.rollout.rm_hub.math_equal import TIME_LIMIT_S
 from slime.rollout.rm_hub.workers import Workers
-from slime.utils.errors import UserError
 from slime.utils.http import run
 from tests.odd_texts import ODD
 

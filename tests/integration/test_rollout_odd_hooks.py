@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from slime.ray.train_data import samples_to_batch
+from slime.core.errors import UserError
+from slime.core.types import Status
 from slime.rollout import progress
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils.errors import UserError
-from slime.utils.types import Status
-from slime.utils.user_code import Call, Calls, Turn, contain, in_thread
+from slime.rollout.train_data import samples_to_batch
+from slime.rollout.user_code import Call, Calls, Turn, contain, in_thread
 from tests.fake_engine import Reply
 from tests.prompts import flat, rollout_args
 

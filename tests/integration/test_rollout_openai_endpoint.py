@@ -10,12 +10,12 @@ import pytest
 
 openai = pytest.importorskip("openai")
 
+from slime.core.errors import UserError  # noqa: E402
+from slime.core.types import Status  # noqa: E402
+from slime.rollout.agents.openai_endpoint import _endpoint, _endpoints  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
 from slime.rollout.engine_pool import EnginePool, EngineUnreachableError, install_pool  # noqa: E402
-from slime.rollout.openai_endpoint import _endpoint, _endpoints  # noqa: E402
 from slime.rollout.sglang_rollout import generate_rollout  # noqa: E402
-from slime.utils.errors import UserError  # noqa: E402
-from slime.utils.types import Status  # noqa: E402
 from tests import openai_agents  # noqa: E402
 from tests.engines import engine_server  # noqa: E402
 from tests.fake_engine import Reply  # noqa: E402

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slime.core.types import Status
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine_pool import EnginePool, install_pool
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.http import run
-from slime.utils.types import Status
 from tests.engines import TOKEN, engine_server
 from tests.prompts import flat, rollout_args, sums
 from tests.tiny import make_tiny_checkpoint

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
+from slime.core.errors import UserError
+from slime.core.types import Sample
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.rm_hub import remote_rm
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils.errors import UserError
 from slime.utils.http import run
-from slime.utils.types import Sample
 from tests.fake_service import SILENCE, FakeService
 from tests.prompts import flat, rollout_args
 

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
+from slime.core.errors import UserError
 from slime.rollout.sandbox import Allow, Limits, Sandbox, SandboxEnded
 from slime.rollout.sandbox.proxy import is_public
-from slime.utils.errors import UserError
 from tests.sandboxes import USERS, call_as
 
 

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
-from slime.backends.weight_sync import SyncReport
-from slime.backends.weight_sync.tensor import TensorTransport
-from slime.utils import ipc
-from slime.utils.checksum import format_checksum, tensor_checksum
-from slime.utils.errors import WeightMismatchError
+from slime.core.errors import WeightMismatchError
+from slime.core.reports import SyncReport
+from slime.core.types import EngineInfo
 from slime.utils.sync_http import get_json, post_json
-from slime.utils.types import EngineInfo
+from slime.weights import ipc
+from slime.weights.checksum import format_checksum, tensor_checksum
+from slime.weights.tensor_transport import TensorTransport
 from tests.args import make_args
 from tests.engines import TOKEN, engine_server
 from tests.ranks import run_ranks

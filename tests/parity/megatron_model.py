@@ -30,10 +30,10 @@ from slime.backends.megatron_utils.model_config import (  # noqa: E402
 from slime.backends.megatron_utils.optimizer import ScheduledOptimizer  # noqa: E402
 from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
 from slime.backends.megatron_utils.passes import Passes, prepare_config  # noqa: E402
-from slime.utils.arguments import Args  # noqa: E402
+from slime.config.arguments import Args  # noqa: E402
+from slime.core.packing import pack  # noqa: E402
+from slime.core.types import ParallelInfo, RolloutBatch, TrainBatch  # noqa: E402
 from slime.utils.device import current_device  # noqa: E402
-from slime.utils.packing import pack  # noqa: E402
-from slime.utils.types import ParallelInfo, RolloutBatch, TrainBatch  # noqa: E402
 
 
 class MegatronModel:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime.ray.train_data import samples_to_batch, split_batch
-from slime.utils.arguments import Args
-from slime.utils.types import Sample
+from slime.config.arguments import Args
+from slime.core.types import Sample
+from slime.rollout.train_data import samples_to_batch, split_batch
 from tests import naive_rl
 from tests.integration.test_distillation import taught
 from tests.integration.test_fsdp_algorithms import make

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.utils.errors import UserError
+from slime.core.errors import UserError
 from tests.args import make_args
 from tests.parity.test_families import different_tensors, tokens
 from tests.parity.tiny_families import FAMILIES, MOE, make_family

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.utils.arguments import Args
-from slime.utils.checkpoint import TRACKER, find_checkpoint, read_meta
-from slime.utils.env import child_env
+from slime.config.arguments import Args
+from slime.config.env import child_env
+from slime.runlog.checkpoint_folder import TRACKER, find_checkpoint, read_meta
 from tests.args import make_args
 from tests.megatron import whole_weights
 from tests.parity.tiny_families import UNTRAINED, make_family

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from slime.utils.errors import UserError
-from slime.utils.hf_views import hf_views
+from slime.core.errors import UserError
+from slime.weights.hf_views import hf_views
 from tests.args import make_args
 from tests.parity.tiny_families import (
     FAMILIES,

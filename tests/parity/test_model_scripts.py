@@ -9,10 +9,10 @@ import pytest
 from slime.backends.megatron_utils.architecture import architecture
 from slime.backends.megatron_utils.layer_pattern import layer_pattern
 from slime.backends.megatron_utils.model_config import check_flags, model_flags
-from slime.utils.arguments import Args
-from slime.utils.errors import ConfigError
-from slime.utils.flags.parser import read_command_line
-from slime.utils.flags.registry import all_flags
+from slime.config.arguments import Args
+from slime.config.flags.parser import read_command_line
+from slime.config.flags.registry import all_flags
+from slime.core.errors import ConfigError
 from tests.parity.model_facts import MODELS
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "models"

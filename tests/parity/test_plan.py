@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.count_model import CountRequest, count_models
-from slime.backends.rank_model import ModelCount
-from slime.planner.layout import cluster_layout
-from slime.planner.model_args import config_from_flags, write_config
-from slime.utils.arguments import Args
-from slime.utils.flags.parser import read_command_line
+from slime.backends.model_size.count_model import CountRequest, count_models
+from slime.backends.model_size.rank_model import ModelCount
+from slime.cli.plan.model_args import config_from_flags, write_config
+from slime.cli.plan.rank_layout import cluster_layout
+from slime.config.arguments import Args
+from slime.config.flags.parser import read_command_line
 from tests.fsdp import Case, make_rows
 from tests.megatron import DIST_OPT, EP, ETP1, PP, SP, megatron_args, my_rows, start_actor
 from tests.parity.test_model_scripts import model_args
@@ -148,7 +148,7 @@ def test_megatron_ranks_hold_what_the_plan_says(tmp_path):
 
 def held_by_fsdp(rank: int, args: Args, world_size: int) -> dict[str, int]:
     from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
-    from slime.ray.train_data import split_batch
+    from slime.rollout.train_data import split_batch
 
     actor = FSDPTrainRayActor(args, rank, world_size)
     actor.init(args)

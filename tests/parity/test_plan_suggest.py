@@ -4,10 +4,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from slime.planner.plan import Machine, Plan, make_plans
-from slime.planner.request import PlanOptions, planned_args
-from slime.planner.suggest import find_suggestions
-from slime.utils.errors import UserError
+from slime.cli.plan.plan import Machine, Plan, make_plans
+from slime.cli.plan.request import PlanOptions, planned_args
+from slime.cli.plan.suggest import find_suggestions
+from slime.core.errors import UserError
 from tests.parity.test_model_scripts import model_args
 
 GIB = 2**30

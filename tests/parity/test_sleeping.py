@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.utils.arguments import Args
+from slime.config.arguments import Args
 from tests import fsdp, megatron
 from tests.fsdp import Case, make_rows
 from tests.megatron import DIST_OPT, EP, ETP1, OVERLAP, PP, SP, megatron_args, my_rows

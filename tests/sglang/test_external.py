@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slime.backends.sglang_utils.external import find_external
-from slime.utils.sglang_install import find_sglang
+from slime.config.sglang_install import find_sglang
+from slime.serving.external import find_external
 from tests.external import check_refusals, external
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.backends.sglang_utils.layout import model_facts
-from slime.backends.weight_sync.distributed import DistributedTransport
-from slime.backends.weight_sync.sync import WeightSync
-from slime.utils.fp8 import Fp8Format
-from slime.utils.fp8_checkpoint import convert_to_fp8
-from slime.utils.types import EngineInfo
+from slime.core.types import EngineInfo
+from slime.weights.distributed_transport import DistributedTransport
+from slime.weights.fp8 import Fp8Format
+from slime.weights.fp8_checkpoint import convert_to_fp8
+from slime.weights.sglang_layout import model_facts
+from slime.weights.sync import WeightSync
 from tests.conformance.test_weights import buckets
 from tests.engines import TOKEN, EngineServer
 from tests.integration.test_engine_fp8 import unpacked

@@ -7,10 +7,10 @@ import subprocess
 import pytest
 import torch
 
-from slime.backends.sglang_utils.gpu_hash import gpu_hash
 from slime.backends.sglang_utils.installed import differences, installed_options
-from slime.backends.sglang_utils.router import router_argv
-from slime.utils.sglang_install import find_sglang
+from slime.config.sglang_install import find_sglang
+from slime.serving.router import router_argv
+from slime.weights.sglang_hash import gpu_hash
 from tests.args import make_args
 from tests.unit.test_sglang_command import SEED, command
 

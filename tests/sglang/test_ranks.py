@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.sglang_utils.layout import model_facts
-from slime.backends.weight_sync.distributed import DistributedTransport
-from slime.backends.weight_sync.sync import WeightSync
-from slime.backends.weight_sync.types import Bucket, WeightTransport
-from slime.utils.errors import WeightMismatchError
+from slime.core.errors import WeightMismatchError
+from slime.core.types import EngineInfo
 from slime.utils.sync_http import post_json
-from slime.utils.types import EngineInfo
+from slime.weights.distributed_transport import DistributedTransport
+from slime.weights.sglang_layout import model_facts
+from slime.weights.sync import WeightSync
+from slime.weights.transport import Bucket, WeightTransport
 from tests.conformance.reference import greedy
 from tests.conformance.test_weights import buckets
 from tests.engines import TOKEN

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.sglang_utils.router import Router, make_router
 from slime.rollout.engine_pool import EnginePool
+from slime.serving.router import Router, make_router
 from slime.utils import http
 from tests.args import make_args
 from tests.engines import TOKEN, EngineServer, engine_server

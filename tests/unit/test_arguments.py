@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.arguments import parse_args, print_resolved
-from slime.utils.errors import ConfigError
+from slime.config.arguments import parse_args, print_resolved
+from slime.core.errors import ConfigError
 from tests.args import make_args, make_argv
 
 ROOT = Path(__file__).parents[2]
@@ -197,7 +197,7 @@ def test_help_shows_every_group(capsys):
 def test_parsing_needs_no_heavy_package():
     program = (
         "import sys\n"
-        "from slime.utils.arguments import parse_args\n"
+        "from slime.config.arguments import parse_args\n"
         f"parse_args({make_argv()!r})\n"
         "heavy = {'torch', 'transformers', 'ray', 'sglang', 'megatron', 'numpy'}\n"
         "print(heavy & set(sys.modules))\n"

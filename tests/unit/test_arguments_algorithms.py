@@ -2,8 +2,8 @@
 
 import pytest
 
+from slime.core.errors import ConfigError
 from slime.ray.placement_group import needs_critic, plan_layout
-from slime.utils.errors import ConfigError
 from tests.args import make_args
 
 OPD = {"use_opd": True, "opd_type": "sglang", "rm_url": "http://teacher:30000"}

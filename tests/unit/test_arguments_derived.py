@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.arguments import Args, resolve
-from slime.utils.flags.draft import Draft
-from slime.utils.flags.gpus import visible_gpus
-from slime.utils.flags.parser import read_command_line
+from slime.config.arguments import Args, resolve
+from slime.config.checks.installed import visible_gpus
+from slime.config.flags.draft import Draft
+from slime.config.flags.parser import read_command_line
 from tests.args import make_args, make_argv
 
 
@@ -95,7 +95,7 @@ def test_the_engines_tensor_parallel_size_has_two_names():
     assert make_args(sglang_tp_size=1).rollout_num_gpus_per_engine == 1
     given = read_command_line(make_argv(sglang_tp_size=4, rollout_engine="sglang"))
     draft = Draft(given, dict.fromkeys(given, "command line"), gpus=0)
-    from slime.utils.flags.derive import derive
+    from slime.config.derive import derive
 
     derive(draft)
     assert draft["rollout_num_gpus_per_engine"] == 4

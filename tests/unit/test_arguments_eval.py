@@ -2,8 +2,8 @@
 
 import pytest
 
-from slime.utils.arguments import EvalDataset
-from slime.utils.errors import ConfigError
+from slime.config.arguments import EvalDataset
+from slime.core.errors import ConfigError
 from tests.args import make_args
 
 HERE = __file__

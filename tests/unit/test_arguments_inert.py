@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from slime.utils.flags.inert import _NEEDED, _RULES
-from slime.utils.flags.registry import all_flags
+from slime.config.checks.inactive_flags import _NEEDED, _RULES
+from slime.config.flags.registry import all_flags
 from tests.args import make_args
 
 SFT = {

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from slime.utils.arguments import parse_args
-from slime.utils.errors import ConfigError
+from slime.config.arguments import parse_args
+from slime.core.errors import ConfigError
 from tests.args import make_args, make_argv
 
 MODEL = {

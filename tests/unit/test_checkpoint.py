@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.checkpoint import (
+from slime.core.errors import ConfigError
+from slime.runlog.checkpoint_files import file_checksum, record_checksums, share_of_rank
+from slime.runlog.checkpoint_folder import (
     TRACKER,
     CheckpointFolder,
     CheckpointMeta,
@@ -17,8 +19,6 @@ from slime.utils.checkpoint import (
     find_checkpoint,
     read_meta,
 )
-from slime.utils.checkpoint_files import file_checksum, record_checksums, share_of_rank
-from slime.utils.errors import ConfigError
 from tests.killed import killed_at_each_change
 
 

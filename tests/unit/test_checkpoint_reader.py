@@ -22,7 +22,7 @@ from slime.backends.checkpoint_reader import (
     load_object,
     read_metadata,
 )
-from slime.utils.errors import ConfigError
+from slime.core.errors import ConfigError
 from tests import hostile
 
 GLOBAL = b"\x80\x02c%s\n%s\n"

@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from slime.core.errors import ConfigError, UserError
 from slime.ray.checkpointing import Checkpointer
-from slime.utils.checkpoint import CheckpointFolder, CheckpointMeta, find_checkpoint, read_meta
-from slime.utils.errors import ConfigError, UserError
+from slime.runlog.checkpoint_folder import (
+    CheckpointFolder,
+    CheckpointMeta,
+    find_checkpoint,
+    read_meta,
+)
 from tests.args import make_args
 
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from slime.utils.checksum import format_checksum, tensor_checksum, tensor_checksums
+from slime.weights.checksum import format_checksum, tensor_checksum, tensor_checksums
 
 DTYPES = [
     torch.float32,

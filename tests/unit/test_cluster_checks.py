@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from slime.ray import cluster_checks as checks
-from slime.ray.scout import NodeFacts
+from slime.cli.doctor import cluster_checks as checks
+from slime.cli.doctor.node_facts import NodeFacts
 
 NODE = NodeFacts(
     address="10.0.0.1",

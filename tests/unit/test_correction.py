@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from slime.algorithms.correction import importance_correction, mismatch_metrics
-from slime.utils.packing import pack, unpack
-from slime.utils.types import ParallelInfo, Schedule
+from slime.core.packing import pack, unpack
+from slime.core.types import ParallelInfo, Schedule
 from tests.batches import random_batch
 
 ROWS = [2, 0, 3, 7, 6, 1]

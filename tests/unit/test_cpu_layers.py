@@ -19,10 +19,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from slime.backends.cpu_ops import add_rms_norm, cpu_library, silu_mul
 from slime.backends.fsdp_utils.attention import PACKED_ATTENTION
 from slime.backends.fsdp_utils.cpu_layers import fuse_layers
-from slime.backends.packed_attention import packed_layout
+from slime.backends.kernels.cpu_ops import add_rms_norm, cpu_library, silu_mul
+from slime.backends.kernels.packed_attention import packed_layout
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no gcc here")
 

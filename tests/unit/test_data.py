@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from slime.utils.data import DataFormat, DataSpec, load_prompts
-from slime.utils.errors import ConfigError
+from slime.core.errors import ConfigError
+from slime.data.prompt_data import DataFormat, DataSpec, load_prompts
 from tests.prompts import sums, write_rows
 from tests.tiny import make_byte_tokenizer
 

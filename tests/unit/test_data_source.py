@@ -8,9 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from slime.core.errors import ConfigError, UserError
+from slime.core.types import Sample, Status
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.utils.errors import ConfigError, UserError
-from slime.utils.types import Sample, Status
 from tests.prompts import rollout_args, sums, write_rows
 
 

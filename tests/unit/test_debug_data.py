@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slime.ray.debug_data import load_debug_samples, save_debug_samples
-from slime.utils.errors import ConfigError
-from slime.utils.types import Sample, Status
+from slime.core.errors import ConfigError
+from slime.core.types import Sample, Status
+from slime.rollout.debug_data import load_debug_samples, save_debug_samples
 
 
 def test_samples_come_back_with_experts_and_what_hooks_left(tmp_path):

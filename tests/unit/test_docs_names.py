@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.flags.registry import all_flags
+from slime.config.flags.registry import all_flags
 
 ROOT = Path(__file__).parents[2]
 # docs/LOG.md tells of what was.

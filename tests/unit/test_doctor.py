@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slime import doctor
-from slime.doctor import Check, can_run_quickstart, main, print_checks
+from slime.cli.doctor import command as doctor
+from slime.cli.doctor.command import Check, can_run_quickstart, main, print_checks
 from slime.rollout.sandbox import check_sandbox
 from slime.utils.machine import Gpu, package_version
 from slime.utils.requirements import allows, requirement_of
@@ -99,7 +99,7 @@ def test_requirements_come_from_the_package_itself():
 
 def test_it_is_quick_and_imports_nothing_heavy():
     code = (
-        "import sys; from slime.doctor import main; status = main([]); "
+        "import sys; from slime.cli.doctor.command import main; status = main([]); "
         "heavy = {'torch', 'ray', 'transformers', 'rich', 'numpy'} & set(sys.modules); "
         "assert not heavy, heavy"
     )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.utils.dp_schedule import counted_rows, loss_weights, make_schedule, steps_of_rows
+from slime.core.dp_schedule import counted_rows, loss_weights, make_schedule, steps_of_rows
 
 
 @st.composite

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.arguments import Args, parse_args
-from slime.utils.checkpoint import CheckpointFolder, CheckpointMeta, find_checkpoint
-from slime.utils.earlier_runs import name_owner
-from slime.utils.errors import ConfigError
-from slime.utils.run_folder import open_run_folder
+from slime.config.arguments import Args, parse_args
+from slime.core.errors import ConfigError
+from slime.runlog.checkpoint_folder import CheckpointFolder, CheckpointMeta, find_checkpoint
+from slime.runlog.earlier_runs import name_owner
+from slime.runlog.run_folder import open_run_folder
 from tests.args import make_args
 
 

@@ -14,9 +14,9 @@ import torch
 from slime.algorithms.advantages import compute_advantages
 from slime.algorithms.estimators import RECIPES
 from slime.algorithms.policy_loss import policy_loss
-from slime.ray.train_data import samples_to_batch, split_batch
-from slime.utils.packing import pack
-from slime.utils.types import LossInputs, ParallelInfo, Sample, Status
+from slime.core.packing import pack
+from slime.core.types import LossInputs, ParallelInfo, Sample, Status
+from slime.rollout.train_data import samples_to_batch, split_batch
 from tests.args import make_args
 
 ROOT = math.sqrt(1 / 3)  # deviation of 1, 0, 0 over G-1: ((2/3)^2 + 2 (1/3)^2) / 2 = 1/3

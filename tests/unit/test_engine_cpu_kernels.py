@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from slime.engine.fast.cpu_kernels import SOURCE, CpuKernels
-from slime.engine.fast.kernels import DrawSettings, Heads, Pages, QueryKeyNorm, Rotary, Tokens
-from slime.engine.sampling import uniforms
+from slime.engine.kernels.cpu_kernels import SOURCE, CpuKernels
+from slime.engine.kernels.interface import DrawSettings, Heads, Pages, QueryKeyNorm, Rotary, Tokens
+from slime.engine.scheduler.sampling import uniforms
 from slime.utils.c_library import load_library
 
 

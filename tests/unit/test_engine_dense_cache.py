@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from slime.engine.dense_cache import DenseCache
-from slime.engine.kv_cache import KVCache, LayerShape
-from slime.engine.request import Request
-from slime.engine.sampling_params import SamplingParams
+from slime.engine.cache.dense_cache import DenseCache
+from slime.engine.cache.kv_cache import KVCache, LayerShape
+from slime.engine.scheduler.request import Request
+from slime.engine.scheduler.sampling_params import SamplingParams
 
 PAGE = 16
 LAYERS = {

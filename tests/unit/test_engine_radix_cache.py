@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from slime.engine.page_pool import PagePool
-from slime.engine.radix_cache import RadixCache
+from slime.engine.cache.page_pool import PagePool
+from slime.engine.cache.radix_cache import RadixCache
 
 PAGE = 4
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from slime.engine.request import Request
-from slime.engine.sampling import sample, uniforms
-from slime.engine.sampling_params import RequestError, parse_sampling_params
+from slime.engine.scheduler.request import Request
+from slime.engine.scheduler.sampling import sample, uniforms
+from slime.engine.scheduler.sampling_params import RequestError, parse_sampling_params
 
 VOCAB = 12
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from slime.engine.page_pool import PagePool
-from slime.engine.request import Request
-from slime.engine.sampling_params import SamplingParams
-from slime.engine.scheduler import Scheduler, Work
+from slime.engine.cache.page_pool import PagePool
+from slime.engine.scheduler.request import Request
+from slime.engine.scheduler.sampling_params import SamplingParams
+from slime.engine.scheduler.scheduler import Scheduler, Work
 
 PAGE = 4
 

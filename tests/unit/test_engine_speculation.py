@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from slime.core.errors import ConfigError
 from slime.engine.arguments import parse_engine_args
-from slime.engine.request import Request
-from slime.engine.sampling import sample
-from slime.engine.sampling_params import SamplingParams
-from slime.engine.speculation import Drafter, Guesses, keep_right
-from slime.engine.step_output import StepOutput
-from slime.utils.errors import ConfigError
+from slime.engine.scheduler.request import Request
+from slime.engine.scheduler.sampling import sample
+from slime.engine.scheduler.sampling_params import SamplingParams
+from slime.engine.scheduler.speculation import Drafter, Guesses, keep_right
+from slime.engine.scheduler.step_output import StepOutput
 from tests.args import make_args
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from slime.engine.request import Request
-from slime.engine.sampling_params import parse_sampling_params
-from slime.engine.text import TextCodec
+from slime.engine.scheduler.request import Request
+from slime.engine.scheduler.sampling_params import parse_sampling_params
+from slime.engine.server.text import TextCodec
 from tests.tiny import PAD_ID, make_byte_tokenizer
 
 PIECES = ["a", "b", "ab", " ", "\n", "é", "😀"]  # up to four tokens for one character

@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
+from slime.config.arguments import Args, parse_args
+from slime.config.checks import megatron_support
+from slime.config.checks.embedded_engine import HARMLESS, HONOURED, embedded_support
+from slime.config.checks.sglang_checks import _ROUTER_OWNED
+from slime.config.flags.registry import all_flags, own_flags
+from slime.config.flags.sglang_options import _REPLACED, OWNED, sglang_argv
+from slime.config.flags.spec import Flag
+from slime.core.errors import ConfigError
 from slime.engine.arguments import parse_engine_args
-from slime.utils.arguments import Args, parse_args
-from slime.utils.errors import ConfigError
-from slime.utils.flags import megatron_support
-from slime.utils.flags.embedded import HARMLESS, HONOURED, embedded_support
-from slime.utils.flags.registry import all_flags, own_flags
-from slime.utils.flags.sglang_checks import _ROUTER_OWNED
-from slime.utils.flags.sglang_options import _REPLACED, OWNED, sglang_argv
-from slime.utils.flags.spec import Flag
 from tests.args import make_args, make_argv
 from tests.flag_values import other_value, words
 
@@ -50,17 +50,17 @@ def by_name(flag: Flag) -> str:
 
 # Flags whose name no `args.<name>` shows, with the code that reads them.
 _READ_BY_NAME = {
-    "config": "slime/utils/arguments.py: parse_args",
-    "dry_run": "slime/planner/dry_run.py: is_dry_run",
-    "eval_temperature": "slime/utils/flags/derive.py: _eval_datasets",
-    "eval_top_p": "slime/utils/flags/derive.py: _eval_datasets",
-    "eval_top_k": "slime/utils/flags/derive.py: _eval_datasets",
-    "eval_max_response_len": "slime/utils/flags/derive.py: _eval_datasets",
-    "eval_input_key": "slime/utils/flags/derive.py: _eval_datasets",
-    "eval_label_key": "slime/utils/flags/derive.py: _eval_datasets",
+    "config": "slime/config/arguments.py: parse_args",
+    "dry_run": "slime/cli/plan/dry_run.py: is_dry_run",
+    "eval_temperature": "slime/config/derive.py: _eval_datasets",
+    "eval_top_p": "slime/config/derive.py: _eval_datasets",
+    "eval_top_k": "slime/config/derive.py: _eval_datasets",
+    "eval_max_response_len": "slime/config/derive.py: _eval_datasets",
+    "eval_input_key": "slime/config/derive.py: _eval_datasets",
+    "eval_label_key": "slime/config/derive.py: _eval_datasets",
 }
 _REFUSED_OTHERWISE = {
-    "distributed_backend": "slime/utils/flags/cluster_checks.py: the device's own is the only choice",
+    "distributed_backend": "slime/config/checks/layout_checks.py: the device's own is the only choice",
 }
 
 
@@ -78,10 +78,10 @@ def test_a_flag_of_slime_is_read_by_the_code(flag):
 def reads_of_args() -> dict[str, set[str]]:
     """Name -> files with `args.name`, a hook loaded by its flag's name, or `draft["name"]` in derive.py."""
     found: dict[str, set[str]] = defaultdict(set)
-    folders = ("slime/utils/flags", "slime/planner", "slime/dashboard")
+    folders = ("slime/config/flags", "slime/config/checks", "slime/cli/plan", "slime/runlog/report")
     files = list((ROOT / "slime").rglob("*.py"))
     kept = [path for path in files if not str(path.relative_to(ROOT)).startswith(folders)] + [
-        ROOT / "slime/utils/flags/derive.py"
+        ROOT / "slime/config/derive.py"
     ]
     for path in [*kept, ROOT / "train.py", ROOT / "train_async.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -266,7 +266,7 @@ def test_a_flag_of_the_router_is_on_its_command_line(flag):
     if flag.name in _ROUTER_OWNED:
         assert _ROUTER_OWNED[flag.name]
         return
-    from slime.backends.sglang_utils.router import router_argv
+    from slime.serving.router import router_argv
 
     value = other_value(flag)
     args = make_args().replace(**{flag.name: value})

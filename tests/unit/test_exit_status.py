@@ -13,10 +13,10 @@ import pytest
 import train
 import train_async
 from slime import __version__, cli
-from slime.utils.arguments import parse_args
-from slime.utils.errors import ConfigError, UserError
-from slime.utils.exit_status import add_advice, run_command
-from slime.utils.run_folder import open_run_folder
+from slime.config.arguments import parse_args
+from slime.core.errors import ConfigError, UserError
+from slime.diagnosis.exit_status import add_advice, run_command
+from slime.runlog.run_folder import open_run_folder
 from tests.args import make_args, make_argv
 
 ADVICE = "The checkpoint after rollout 3 is in /ck: the same command continues from it."
@@ -68,9 +68,9 @@ def test_an_interrupt_has_its_status(capsys: pytest.CaptureFixture[str]):
 _FULL = """
 import logging, resource, sys
 from pathlib import Path
-from slime.ray.debug_data import save_debug_samples
-from slime.utils.errors import UserError
-from slime.utils.logging import setup_logging
+from slime.rollout.debug_data import save_debug_samples
+from slime.core.errors import UserError
+from slime.runlog.logging import setup_logging
 
 folder = Path(sys.argv[1])
 setup_logging(folder, console=False)

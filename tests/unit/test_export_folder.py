@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.backends.hf_folder import write_hf_folder
-from slime.utils.export_folder import (
+from slime.runlog.export_folder import (
     MARKER,
     ExportInfo,
     begin_export,

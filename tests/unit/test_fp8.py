@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.backends.sglang_utils.layout import ModelFacts
-from slime.backends.weight_sync.sync import WeightSync
-from slime.utils.errors import UserError
-from slime.utils.fp8 import FP8, Fp8Format, declaration, dequantize, format_of, quantize
-from slime.utils.fp8_checkpoint import convert_to_fp8
+from slime.core.errors import UserError
+from slime.weights.fp8 import FP8, Fp8Format, declaration, dequantize, format_of, quantize
+from slime.weights.fp8_checkpoint import convert_to_fp8
+from slime.weights.sglang_layout import ModelFacts
+from slime.weights.sync import WeightSync
 from tests.fakes import FakeEngine
 from tests.tiny import make_tiny_checkpoint
 

@@ -22,7 +22,7 @@ from slime.backends.fsdp_utils.model import (
     check_head,
     refuse_unpackable,
 )
-from slime.utils.errors import UserError
+from slime.core.errors import UserError
 
 SIZES = {
     "vocab_size": 64,

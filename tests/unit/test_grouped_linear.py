@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slime.backends.grouped_linear import expert_rows, grouped_linear, make_groups
+from slime.backends.kernels.grouped_linear import expert_rows, grouped_linear, make_groups
 
 SIZES = [3, 0, 6, 1]
 TOKENS, EXPERTS = sum(SIZES), len(SIZES)

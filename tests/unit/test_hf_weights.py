@@ -9,7 +9,7 @@ from slime.backends.megatron_utils.hf_weights.mappings import GateUp, Part, Plai
 from slime.backends.megatron_utils.hf_weights.reader import DictReader, HfReader
 from slime.backends.megatron_utils.hf_weights.rules import Rule, WeightMap, canonical
 from slime.backends.megatron_utils.layer_pattern import layer_pattern
-from slime.utils.errors import ConfigError, UserError
+from slime.core.errors import ConfigError, UserError
 
 HEADS, GROUPS, DIM, HIDDEN, FFN, VOCAB = 8, 4, 3, 5, 8, 10
 

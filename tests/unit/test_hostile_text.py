@@ -18,15 +18,15 @@ import yaml
 from rich.console import Console
 
 from slime import cli
-from slime.backends.sglang_utils.process import ServerProcess
-from slime.dashboard.live import LiveDisplay
-from slime.dashboard.report import write_report
-from slime.dashboard.summary import closing_lines
-from slime.utils.arguments import parse_args, print_resolved
-from slime.utils.flags.redact import redact
-from slime.utils.logging import setup_logging
+from slime.config.arguments import parse_args, print_resolved
+from slime.config.flags.redact import redact
+from slime.runlog.live import LiveDisplay
+from slime.runlog.logging import setup_logging
+from slime.runlog.report.page import write_report
+from slime.runlog.run_folder import open_run_folder
+from slime.runlog.summary import closing_lines
+from slime.serving.server_process import ServerProcess
 from slime.utils.printable import printable, safe_text
-from slime.utils.run_folder import open_run_folder
 from tests.args import make_args, make_argv
 from tests.synthetic_run import write_run
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.utils import ipc
-from slime.utils.ipc import (
+from slime.weights import ipc
+from slime.weights.ipc import (
     ImportedBuffers,
     SharedBuffer,
     collect_exports,
@@ -38,7 +38,7 @@ def test_another_process_reads_what_was_written(buffer):
     buffer.tensor.copy_(PATTERN)
     program = (
         "import json, sys\n"
-        "from slime.utils.ipc import import_buffer\n"
+        "from slime.weights.ipc import import_buffer\n"
         "with import_buffer(json.loads(sys.argv[1])) as tensor:\n"
         "    print(json.dumps(tensor.tolist()))\n"
     )
@@ -79,7 +79,7 @@ def test_segments_are_private_to_the_user(buffer):
 
 
 def test_stale_segments_go_and_live_ones_stay(buffer):
-    program = "import os\nfrom slime.utils.ipc import SharedBuffer\nb = SharedBuffer(64)\nprint(b.export()['name'], flush=True)\nos._exit(9)"
+    program = "import os\nfrom slime.weights.ipc import SharedBuffer\nb = SharedBuffer(64)\nprint(b.export()['name'], flush=True)\nos._exit(9)"
     dead = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True)
     dead_name = dead.stdout.strip().lstrip("/")
     live_name = buffer.export()["name"].lstrip("/")
@@ -153,7 +153,7 @@ def test_cuda_buffer_between_processes():
     buffer.tensor.copy_(PATTERN)
     program = (
         "import json, sys\n"
-        "from slime.utils.ipc import import_buffer\n"
+        "from slime.weights.ipc import import_buffer\n"
         "for line in sys.stdin:\n"
         "    with import_buffer(json.loads(line)) as tensor:\n"
         "        print(json.dumps(tensor.tolist()), flush=True)\n"
@@ -212,7 +212,7 @@ def test_a_closed_buffer_is_mapped_no_more(buffer):
 
 _READER = """
 import json, sys
-from slime.utils.ipc import ImportedBuffers, finish_reading
+from slime.weights.ipc import ImportedBuffers, finish_reading
 imported = ImportedBuffers()
 for line in sys.stdin:
     if line == "close\\n":

@@ -15,11 +15,11 @@ import pytest
 
 from examples.search_agent import search_agent
 from examples.tool_agent import tool_agent
+from slime.data.openai.tool_calls import parse_tool_calls
 from slime.rollout.rm_hub import code, dapo, f1, gpqa, math_boxed, math_equal, reasoning_gym_rm
 from slime.rollout.rm_hub.boxed import last_boxed
 from slime.rollout.rm_hub.exact_number import exact_number
 from slime.rollout.rm_hub.inside.instructions import INSTRUCTIONS
-from slime.utils.openai.tool_calls import parse_tool_calls
 
 SIZES = (500, 4_000, 32_000)  # characters
 FACTOR = 4.0  # on top of linear growth

@@ -1,9 +1,9 @@
 """Ways between nodes, with scouts that are played: who is asked what, and what is made of it."""
 
+from slime.cli.doctor.links import survey
+from slime.cli.doctor.node_facts import NodeFacts
+from slime.cli.doctor.node_tasks import NodeLostError
 from slime.ray.cpu_nodes import Node
-from slime.ray.links import survey
-from slime.ray.scout import NodeFacts
-from slime.ray.scouts import NodeLostError
 
 ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
 

@@ -10,9 +10,9 @@ import sys
 import pytest
 from rich.console import Console
 
-from slime.dashboard.format import duration, number, sparkline
-from slime.dashboard.live import LiveDisplay, RunConsole
-from slime.utils.logging import setup_logging
+from slime.runlog.format import duration, number, sparkline
+from slime.runlog.live import LiveDisplay, RunConsole
+from slime.runlog.logging import setup_logging
 from tests.args import make_args
 
 ROLLOUT = {

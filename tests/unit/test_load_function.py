@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from slime.utils.errors import ConfigError
+from slime.core.errors import ConfigError
 from slime.utils.load_function import accepts, load_class, load_function
 
 

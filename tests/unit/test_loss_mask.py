@@ -7,11 +7,11 @@ from itertools import groupby
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from slime.core.errors import ConfigError, UserError
+from slime.core.types import Status
+from slime.data.sft_loss_mask import masked_conversation
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.sft_rollout import generate_rollout
-from slime.utils.errors import ConfigError, UserError
-from slime.utils.loss_mask import masked_conversation
-from slime.utils.types import Status
 from tests.prompts import rollout_args, sums
 from tests.tiny import EOS, EOS_ID, make_byte_tokenizer
 

@@ -10,8 +10,8 @@ import torch
 
 from slime.backends.hooks import TrainHooks
 from slime.backends.losses import TrainLoss
-from slime.utils.packing import pack, unpack
-from slime.utils.types import ParallelInfo
+from slime.core.packing import pack, unpack
+from slime.core.types import ParallelInfo
 from tests.args import make_args
 from tests.batches import random_batch
 from tests.naive_losses import N, assert_same, batch_and_log_probs, naive_loss

@@ -1,7 +1,7 @@
 import pytest
 
-from slime.utils.metrics import add_up, prefixed, reduce_metrics
-from slime.utils.types import MetricSum
+from slime.core.metrics import add_up, prefixed, reduce_metrics
+from slime.core.types import MetricSum
 
 
 def test_sums_add_up_over_parts_that_lack_some():

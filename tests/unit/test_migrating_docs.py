@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from slime.utils.flags.registry import all_flags
+from slime.config.flags.registry import all_flags
 
 TEXT = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
 

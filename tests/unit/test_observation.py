@@ -8,10 +8,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from slime.core.errors import UserError
+from slime.core.types import Sample, Status
+from slime.data.tokenizer import encode_content, load_tokenizer
 from slime.rollout.observation import add_observation
-from slime.utils.errors import UserError
-from slime.utils.tokenizer import encode_content, load_tokenizer
-from slime.utils.types import Sample, Status
 from tests.args import make_args
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

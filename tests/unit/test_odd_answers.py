@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from slime.core.types import Sample
 from slime.rollout.rm_hub import batched_async_rm, dapo, gpqa
 from slime.rollout.rm_hub.exact_number import exact_number
 from slime.utils.http import run
-from slime.utils.types import Sample
 from tests.args import make_args
 
 EQUAL = [

@@ -8,9 +8,9 @@ from torch import nn
 
 from slime.backends.fsdp_utils.attention import packed_attention
 from slime.backends.fsdp_utils.fused_norm import fuse_norms
-from slime.backends.packed_attention import packed_layout
-from slime.backends.rms_norm import rms_norm
-from slime.utils.errors import UserError
+from slime.backends.kernels.packed_attention import packed_layout
+from slime.backends.kernels.rms_norm import rms_norm
+from slime.core.errors import UserError
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.utils.packing import join_slices, pack, unpack
-from slime.utils.types import ParallelInfo, RolloutBatch
+from slime.core.packing import join_slices, pack, unpack
+from slime.core.types import ParallelInfo, RolloutBatch
 from tests.batches import random_batch
 
 COLUMNS = [

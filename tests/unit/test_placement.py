@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.core.errors import ConfigError
 from slime.ray.cpu_nodes import Node, node_of_bundle
 from slime.ray.placement_group import plan_layout
-from slime.utils.errors import ConfigError
 
 
 def flags(nodes=1, per_node=2, rollout=2, per_engine=1, colocate=False):

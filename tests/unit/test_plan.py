@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.rank_model import ModelCount, RankModel, WholeModel
-from slime.planner import host as host_module
-from slime.planner.activations import layer_cost
-from slime.planner.advice import find_advice
-from slime.planner.as_json import plan_json
-from slime.planner.layout import Sizes, cluster_layout, stage_ranks
-from slime.planner.model_args import config_from_flags
-from slime.planner.model_shape import shape_of
-from slime.planner.page import render_page
-from slime.planner.plan import Machine, plan_from_count
-from slime.planner.request import PlanOptions, planned_args, split_options
-from slime.utils.errors import ConfigError
-from slime.utils.flags.parser import read_command_line
+from slime.backends.model_size.rank_model import ModelCount, RankModel, WholeModel
+from slime.cli.plan import host_memory as host_module
+from slime.cli.plan.activations import layer_cost
+from slime.cli.plan.advice import find_advice
+from slime.cli.plan.as_json import plan_json
+from slime.cli.plan.model_args import config_from_flags
+from slime.cli.plan.model_shape import shape_of
+from slime.cli.plan.page import render_page
+from slime.cli.plan.plan import Machine, plan_from_count
+from slime.cli.plan.rank_layout import Sizes, cluster_layout, stage_ranks
+from slime.cli.plan.request import PlanOptions, planned_args, split_options
+from slime.config.flags.parser import read_command_line
+from slime.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from slime.planner.activations import layer_cost
-from slime.planner.as_json import plan_json
-from slime.planner.layout import Sizes
-from slime.planner.model_shape import shape_of
-from slime.planner.request import PlanOptions, planned_args
-from slime.planner.table import summary_lines
+from slime.cli.plan.activations import layer_cost
+from slime.cli.plan.as_json import plan_json
+from slime.cli.plan.model_shape import shape_of
+from slime.cli.plan.rank_layout import Sizes
+from slime.cli.plan.request import PlanOptions, planned_args
+from slime.cli.plan.table import summary_lines
 from tests.unit.test_plan import (  # noqa: F401  (folder is a fixture)
     QWEN3_4B,
     argv,

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from slime.planner.model_shape import read_shape
-from slime.planner.request import PlanOptions, split_options
-from slime.planner.suggest import suggest
-from slime.utils.errors import ConfigError
+from slime.cli.plan.model_shape import read_shape
+from slime.cli.plan.request import PlanOptions, split_options
+from slime.cli.plan.suggest import suggest
+from slime.core.errors import ConfigError
 
 
 @pytest.mark.parametrize(

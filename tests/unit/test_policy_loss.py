@@ -9,8 +9,8 @@ import torch
 
 from slime.algorithms.correction import importance_correction
 from slime.algorithms.policy_loss import policy_loss, sft_loss
-from slime.utils.packing import pack
-from slime.utils.types import LossInputs, ParallelInfo
+from slime.core.packing import pack
+from slime.core.types import LossInputs, ParallelInfo
 from tests.naive_losses import (
     EPS,
     N,

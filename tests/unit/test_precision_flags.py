@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from slime.utils.arguments import Args
-from slime.utils.errors import ConfigError
-from slime.utils.flags.precision_checks import fp8_refusal
+from slime.config.arguments import Args
+from slime.config.flags.precision_checks import fp8_refusal
+from slime.core.errors import ConfigError
 from tests.args import make_args
 
 MODEL = {

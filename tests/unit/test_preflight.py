@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.utils.errors import ConfigError
-from slime.utils.preflight import (
+from slime.config.checks.preflight import (
     check_chat_template,
     check_tokenizer,
     check_weights,
     check_writable,
 )
+from slime.core.errors import ConfigError
 from tests.tiny import make_byte_tokenizer
 
 INDEX = "model.safetensors.index.json"

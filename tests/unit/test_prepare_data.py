@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from slime.core.types import Sample
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.rm_hub import async_rm
 from slime.utils.http import run
-from slime.utils.types import Sample
 from tests.args import make_args
 from tests.prompts import rollout_args, write_rows
 from tools.prepare_data import ANSWER_LINE, BOXED, main

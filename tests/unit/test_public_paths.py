@@ -39,6 +39,9 @@ FUNCTIONS = {
     "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": "args samples",
     "slime.rollout.filter_hub.buffer_filters.pop_first": "args rollout_id buffer num_samples",
     "slime.utils.arguments.parse_args": "argv",
+    "slime.utils.tokenizer.load_tokenizer": "path",
+    "slime.utils.data.encode_prompt": "tokenizer text",
+    "slime.utils.engine_keys.key_headers": "url",
     "slime.cli.main": "",
 }
 COROUTINES = {
@@ -46,6 +49,8 @@ COROUTINES = {
     "slime.rollout.rm_hub.async_rm": "args sample",
     "slime.rollout.rm_hub.batched_async_rm": "args samples",
     "slime.utils.http.post": "url payload",
+    "slime.quickstart_task.reward": "args sample",
+    "slime.rollout.openai_endpoint.record_agent": "args sample sampling_params",
 }
 METHODS = {
     "slime.backends.base.TrainRayActor": "init train async_train save save_model update_weights",
@@ -58,6 +63,7 @@ METHODS = {
     "slime.rollout.base_types.RolloutFnTrainOutput": "samples metrics",
     "slime.rollout.base_types.RolloutFnEvalOutput": "data metrics",
     "slime.rollout.base_types.DynamicFilterOutput": "keep reason",
+    "slime.utils.errors.UserError": "exit_status",
     "slime.utils.types.Sample": "append_response_tokens Status",
     "slime.utils.types.Status": "PENDING COMPLETED TRUNCATED ABORTED FAILED",
 }
@@ -104,7 +110,13 @@ def members(dotted):
         elif isinstance(item, ast.Assign):
             names.update(target.id for target in item.targets)
     for base in node.bases:
-        if isinstance(base, ast.Name) and base.id not in ("ABC", "Protocol", "str", "Enum"):
+        if isinstance(base, ast.Name) and base.id not in (
+            "ABC",
+            "Protocol",
+            "str",
+            "Enum",
+            "Exception",
+        ):
             names |= members(f"{module}.{base.id}")
     return names
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.quickstart import FULL, SMOKE, as_typed, grpo_command, run_quickstart, warmup_command
-from slime.quickstart_task import (
+from slime.cli.quickstart import FULL, SMOKE, as_typed, grpo_command, run_quickstart, warmup_command
+from slime.cli.quickstart_task import (
     TEACHER_ACCURACY,
     VOCAB_SIZE,
     TaskData,
@@ -21,10 +21,10 @@ from slime.quickstart_task import (
     write_data,
     write_model,
 )
-from slime.utils.arguments import parse_args
-from slime.utils.errors import ConfigError
-from slime.utils.loss_mask import masked_conversation
-from slime.utils.types import Sample
+from slime.config.arguments import parse_args
+from slime.core.errors import ConfigError
+from slime.core.types import Sample
+from slime.data.sft_loss_mask import masked_conversation
 
 
 def rows(path: Path) -> list[dict[str, str]]:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from slime.core.errors import UserError
+from slime.diagnosis.private_folder import PrivateFolder, remove_stale_folders
+from slime.diagnosis.ray_processes import RayProcess, end_sessions, identify, session_members
 from slime.ray.local_ray import check_version
-from slime.ray.private_folder import PrivateFolder, remove_stale_folders
-from slime.ray.ray_processes import RayProcess, end_sessions, identify, session_members
-from slime.utils.errors import UserError
 from tests.other_user import NOBODY, as_user, needs_root
 from tests.waiting import wait_for
 
@@ -34,7 +34,7 @@ os._exit(0)
 DRIVER = """
 import subprocess, sys, time
 from pathlib import Path
-from slime.ray.ray_processes import Keeper
+from slime.diagnosis.ray_processes import Keeper
 keeper = Keeper(Path(sys.argv[1]))
 ray = subprocess.Popen([sys.executable, "-c", sys.argv[2]], stdout=1, start_new_session=True)
 keeper.add("raylet", ray.pid)

@@ -6,10 +6,10 @@ import pytest
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
 
+from slime.core.errors import ConfigError  # noqa: E402
+from slime.data.prompt_data import DataFormat, load_prompts  # noqa: E402
 from slime.rollout.data_source import RolloutDataSource  # noqa: E402
 from slime.rollout.rm_hub import async_rm  # noqa: E402
-from slime.utils.data import DataFormat, load_prompts  # noqa: E402
-from slime.utils.errors import ConfigError  # noqa: E402
 from slime.utils.http import run  # noqa: E402
 from tests.odd_texts import ODD  # noqa: E402
 from tests.prompts import rollout_args, sums, write_rows  # noqa: E402

@@ -42,8 +42,8 @@ def folder(tmp_path: Path) -> Path:
 def test_the_prompt_of_transformers_never_comes(folder: Path):
     program = (
         "import sys\n"
-        "from slime.utils.errors import UserError\n"
-        "from slime.utils.tokenizer import load_hf_config, load_tokenizer\n"
+        "from slime.core.errors import UserError\n"
+        "from slime.data.tokenizer import load_hf_config, load_tokenizer\n"
         "for load in (load_hf_config, load_tokenizer):\n"
         "    try:\n"
         "        print('loaded', load(sys.argv[1]))\n"

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from slime import cli
-from slime.dashboard.format import score
-from slime.dashboard.report import write_report
-from slime.dashboard.run_data import read_run
-from slime.utils.errors import UserError
-from slime.utils.sample_log import SampleRow, append_samples
-from slime.utils.tracking import cut_back
+from slime.core.errors import UserError
+from slime.runlog.format import score
+from slime.runlog.report.page import write_report
+from slime.runlog.run_data import read_run
+from slime.runlog.sample_log import SampleRow, append_samples
+from slime.runlog.tracking import cut_back
 from tests.synthetic_run import write_run
 
 _VOID = {"meta", "input", "line", "circle", "rect", "path"}

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from slime.dashboard.scales import Scale, fit, nice_ticks, smooth, thin, tick_texts
+from slime.runlog.report.scales import Scale, fit, nice_ticks, smooth, thin, tick_texts
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from slime.dashboard.report import write_report
-from slime.dashboard.summary import closing_lines
-from slime.utils.arguments import parse_args
-from slime.utils.export_folder import MARKER
-from slime.utils.run_folder import write_config
+from slime.config.arguments import parse_args
+from slime.runlog.export_folder import MARKER
+from slime.runlog.report.page import write_report
+from slime.runlog.run_folder import write_config
+from slime.runlog.summary import closing_lines
 from tests.args import make_args
 from tests.synthetic_run import write_run
 

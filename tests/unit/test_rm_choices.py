@@ -6,11 +6,11 @@ import time
 
 import pytest
 
+from slime.core.errors import UserError
+from slime.core.types import Sample
 from slime.rollout.rm_hub import async_rm, gpqa
 from slime.rollout.rm_hub.inside.instructions import INSTRUCTIONS, follows
-from slime.utils.errors import UserError
 from slime.utils.http import run
-from slime.utils.types import Sample
 from tests.args import make_args
 from tests.odd_texts import ODD
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from slime.core.types import Sample, Status
 from slime.rollout.base_types import EvalResult
 from slime.rollout.metrics import dropped_metrics, eval_metrics, pass_at_k, rollout_metrics
-from slime.utils.types import Sample, Status
 
 
 def sample(reward, length, status=Status.COMPLETED, group=0, prompt=2):

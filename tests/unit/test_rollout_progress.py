@@ -3,9 +3,9 @@
 import re
 import time
 
+from slime.core.types import Sample, Status
 from slime.rollout import progress
 from slime.rollout.progress import Progress
-from slime.utils.types import Sample, Status
 
 
 def test_counts_are_those_of_the_samples():

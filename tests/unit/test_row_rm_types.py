@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from slime.core.errors import ConfigError
+from slime.core.types import Sample
 from slime.ray.start_checks import _check_data
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.hooks import check_hooks
 from slime.rollout.rm_hub import async_rm
-from slime.utils.errors import ConfigError
 from slime.utils.http import run
-from slime.utils.types import Sample
 from tests.args import make_args
 from tests.prompts import rollout_args, write_rows
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from slime.ray.sample_rows import batch_rows, sample_row
-from slime.ray.train_data import samples_to_batch
-from slime.utils.types import Sample, Status
+from slime.core.types import Sample, Status
+from slime.rollout.train_data import samples_to_batch
+from slime.runlog.sample_rows import batch_rows, sample_row
 from tests.args import make_args
 
 

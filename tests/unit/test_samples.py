@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from slime.core.types import Sample, Status
 from slime.rollout.filter_hub.buffer_filters import pop_first
 from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
 from slime.rollout.samples import clone_group, fill_empty_response, mark_failed, restart
-from slime.utils.types import Sample, Status
 from tests.args import make_args
 
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from slime.utils.flags.registry import all_flags
+from slime.config.flags.registry import all_flags
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "scaling.md").read_text()

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from slime.backends.sglang_utils.command import Node, nodes_of_engine, server_command
-from slime.backends.sglang_utils.ports import Ports, find_ports, says_port_taken
-from slime.utils.errors import ConfigError
-from slime.utils.flags.registry import all_flags
-from slime.utils.flags.sglang_options import OWNED, known_version, sglang_argv
-from slime.utils.fp8 import Fp8Format, declaration
-from slime.utils.sglang_install import SGLangInstall
+from slime.config.flags.registry import all_flags
+from slime.config.flags.sglang_options import OWNED, known_version, sglang_argv
+from slime.config.sglang_install import SGLangInstall
+from slime.core.errors import ConfigError
+from slime.utils.ports import Ports, find_ports, says_port_taken
+from slime.weights.fp8 import Fp8Format, declaration
 from tests.args import make_args
 
 OLD, NEW = "0.5.16", "0.5.23"

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from slime.backends.sglang_utils.layout import Cuts, ModelFacts, ServedSums, cuts_of
-from slime.utils.fp8 import Fp8Format, dequantize, quantize
+from slime.weights.fp8 import Fp8Format, dequantize, quantize
+from slime.weights.sglang_layout import Cuts, ModelFacts, ServedSums, cuts_of
 
 LAYER = "model.layers.0"
 HEAD, HIDDEN, WIDTH, VOCABULARY = 4, 16, 24, 100

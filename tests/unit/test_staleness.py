@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from slime.core.types import Sample
 from slime.rollout.staleness import WeightClock, is_too_old, limit_staleness, set_clock
-from slime.utils.types import Sample
 from tests.args import make_args
 
 VERSIONS = [[3, 3, 4, 5], [5, 5], [2, 4, 4], [5]]

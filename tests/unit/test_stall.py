@@ -2,10 +2,10 @@
 
 import pytest
 
-from slime.ray.stall import Answer, describe, waited_for
-from slime.utils.errors import ConfigError
-from slime.utils.phase_timeouts import DEFAULTS, phase_timeouts
-from slime.utils.whereabouts import GroupCount, Whereabouts, Work
+from slime.config.phase_timeouts import DEFAULTS, phase_timeouts
+from slime.core.errors import ConfigError
+from slime.diagnosis.process_status import GroupCount, Whereabouts, Work
+from slime.diagnosis.stall import Answer, describe, waited_for
 
 TP = ((0, 1), (2, 3))
 DP = ((0, 2), (1, 3))

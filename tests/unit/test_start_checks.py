@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from slime.core.errors import ConfigError
 from slime.ray.start_checks import check_inputs
-from slime.utils.errors import ConfigError
 from tests.args import make_args
 
 MESSAGES = [{"role": "user", "content": "2+2?"}]

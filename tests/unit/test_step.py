@@ -11,8 +11,8 @@ import torch.distributed as dist
 from slime.backends.fsdp_utils.optimizer import ShardedOptimizer
 from slime.backends.lr import lr_schedule
 from slime.backends.step import StepResult, step_optimizer
-from slime.utils.errors import UserError
-from slime.utils.types import MetricSum
+from slime.core.errors import UserError
+from slime.core.types import MetricSum
 from tests.args import make_args
 
 RUN = {"num_rollout": 8, "lr": 0.1, "min_lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from slime.utils.arguments import Args
-from slime.utils.errors import ConfigError
+from slime.config.arguments import Args
+from slime.core.errors import ConfigError
 from tests.args import make_args
 
 MODEL = {

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from slime.utils.timer import Timer
+from slime.runlog.timer import Timer
 
 
 class Clock:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from slime.utils.errors import ConfigError
-from slime.utils.jsonl import append_lines, read_lines
-from slime.utils.tracking import METRICS_FILE, Tracker, cut_back, logged_rollouts
+from slime.core.errors import ConfigError
+from slime.runlog.jsonl import append_lines, read_lines
+from slime.runlog.tracking import METRICS_FILE, Tracker, cut_back, logged_rollouts
 from tests.args import make_args
 
 KEY = "0123456789abcdef0123456789abcdef01234567"  # of the form W&B asks for
@@ -107,8 +107,8 @@ def test_an_unfinished_evaluation_leaves_no_samples(tmp_path: Path, logged: bool
 _FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from slime.utils.jsonl import append_lines
-from slime.utils.tracking import Tracker
+from slime.runlog.jsonl import append_lines
+from slime.runlog.tracking import Tracker
 from tests.args import make_args
 
 folder, written = Path(sys.argv[1]), []

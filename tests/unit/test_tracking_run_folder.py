@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slime.utils.arguments import parse_args
-from slime.utils.errors import ConfigError
-from slime.utils.jsonl import read_lines
-from slime.utils.logging import setup_logging
-from slime.utils.run_folder import hold_folder, hold_run_folder, open_run_folder
-from slime.utils.tracking import Tracker
+from slime.config.arguments import parse_args
+from slime.core.errors import ConfigError
+from slime.runlog.jsonl import read_lines
+from slime.runlog.logging import setup_logging
+from slime.runlog.run_folder import hold_folder, hold_run_folder, open_run_folder
+from slime.runlog.tracking import Tracker
 from tests.args import make_args
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.sample_log import (
+from slime.runlog.sample_log import (
     MAX_TEXT_CHARS,
     SampleRow,
     append_samples,

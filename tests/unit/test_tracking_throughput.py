@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from slime.utils.flops import ModelShape, forward_flops, peak_flops, train_flops
-from slime.utils.throughput import throughput_metrics
+from slime.runlog.flops import ModelShape, forward_flops, peak_flops, train_flops
+from slime.runlog.throughput import throughput_metrics
 
 COMMON = {
     "vocab_size": 64,

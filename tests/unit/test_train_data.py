@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from slime.ray.train_data import samples_to_batch, split_batch
-from slime.utils.errors import UserError
-from slime.utils.types import Sample, Status
+from slime.core.errors import UserError
+from slime.core.types import Sample, Status
+from slime.rollout.train_data import samples_to_batch, split_batch
 from tests.args import make_args
 
 

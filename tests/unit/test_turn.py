@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slime.core.errors import UserError
+from slime.core.types import Sample, Status
 from slime.rollout.engine_pool import install_pool
+from slime.rollout.generate_call import Run, current_run, decode_experts, generate
 from slime.rollout.sampling import hash32
-from slime.rollout.turn import Run, current_run, decode_experts, generate
-from slime.utils.errors import UserError
-from slime.utils.types import Sample, Status
 from tests.prompts import rollout_args
 from tests.tiny import EOS, EOS_ID
 

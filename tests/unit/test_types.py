@@ -3,7 +3,7 @@ import pickle
 import numpy as np
 import pytest
 
-from slime.utils.types import MetricSum, RolloutBatch, Sample, Schedule
+from slime.core.types import MetricSum, RolloutBatch, Sample, Schedule
 from tests.batches import random_batch
 
 

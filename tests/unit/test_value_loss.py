@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from slime.algorithms.value_loss import value_loss
-from slime.utils.metrics import add_up
-from slime.utils.packing import pack, unpack
-from slime.utils.types import ParallelInfo
+from slime.core.metrics import add_up
+from slime.core.packing import pack, unpack
+from slime.core.types import ParallelInfo
 from tests.batches import random_batch
 
 CLIP = 0.3

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slime.engine.sampling_params import RequestError
+from slime.engine.scheduler.sampling_params import RequestError
 from slime.engine.weights import TensorMeta, WeightStore, parse_metadata
-from slime.utils.checksum import tensor_checksum
-from slime.utils.ipc import SharedBuffer
+from slime.weights.checksum import tensor_checksum
+from slime.weights.ipc import SharedBuffer
 from tests.tiny import make_tiny_checkpoint
 
 NORM = "model.norm.weight"

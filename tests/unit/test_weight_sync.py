@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from slime.backends.fsdp_utils.gathering import cast_all
-from slime.backends.weight_sync import WeightSync, WeightSyncError
-from slime.backends.weight_sync.disk import DiskTransport
-from slime.backends.weight_sync.distributed import DistributedTransport
-from slime.backends.weight_sync.liveness import Patience, allowed_s
-from slime.backends.weight_sync.sync import serving_rank
-from slime.backends.weight_sync.tensor import TensorTransport
-from slime.backends.weight_sync.verify import difference
-from slime.utils import ipc
-from slime.utils.errors import WeightMismatchError
-from slime.utils.types import EngineInfo
+from slime.core.errors import WeightMismatchError, WeightSyncError
+from slime.core.types import EngineInfo
+from slime.weights import ipc
+from slime.weights.disk_transport import DiskTransport
+from slime.weights.distributed_transport import DistributedTransport
+from slime.weights.liveness import Patience, allowed_s
+from slime.weights.sync import WeightSync, serving_rank
+from slime.weights.tensor_transport import TensorTransport
+from slime.weights.verify import difference
 from tests.fakes import FakeEngine
 
 TOKEN = "secret"

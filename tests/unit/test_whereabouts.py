@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.whereabouts import Whereabouts, ask, process_state
+from slime.diagnosis.process_status import Whereabouts, ask, process_state
 from tests.other_user import NOBODY, as_user, needs_root
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 _START = (
-    "import time\nfrom slime.utils.whereabouts import answer_questions, doing\nanswer_questions()\n"
+    "import time\nfrom slime.diagnosis.process_status import answer_questions, doing\nanswer_questions()\n"
     "def up(): print('up', flush=True)\n"
 )
 
@@ -88,7 +88,7 @@ def test_a_stopped_and_an_ended_process(child):
 
 
 _LATE = (
-    "import sys\nfrom slime.utils.whereabouts import answer_questions\nprint('here', flush=True)\n"
+    "import sys\nfrom slime.diagnosis.process_status import answer_questions\nprint('here', flush=True)\n"
     "sys.stdin.readline()\nanswer_questions()\nprint('up', flush=True)\nsys.stdin.readline()\n"
 )
 
@@ -134,7 +134,7 @@ def _impersonate(pid: int, forged: bytes) -> None:
 def test_an_answer_that_does_not_end_is_given_up(child):
     """Also of a process of the same user."""
     body = (
-        "import socket, os, threading\nfrom slime.utils import whereabouts\n"
+        "import socket, os, threading\nfrom slime.diagnosis import process_status as whereabouts\n"
         "whereabouts.look = lambda: whereabouts.Whereabouts(pid=1, groups=[], work=[whereabouts.Work("
         "phases=[], stack=['x' * 2**23])])\nup(); time.sleep(60)"
     )

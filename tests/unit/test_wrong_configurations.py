@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.errors import ConfigError
-from slime.utils.flags.registry import all_flags
+from slime.config.flags.registry import all_flags
+from slime.core.errors import ConfigError
 from tests.wrong_configurations import DOCUMENT, TABLES, configure, document, refusal
 
 ROOT = Path(__file__).parents[2]

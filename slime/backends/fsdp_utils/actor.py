@@ -26,15 +26,15 @@ from slime.backends.fsdp_utils.optimizer import ShardedOptimizer
 from slime.backends.offload import Offloaded, return_unused
 from slime.backends.step import StepResult, step_optimizer
 from slime.backends.trained_names import trained_names
-from slime.backends.weight_sync import serving_dtype
-from slime.utils.checkpoint import find_checkpoint
+from slime.core.packing import pack, unpack
+from slime.core.types import RolloutBatch, TrainBatch
+from slime.runlog.checkpoint_folder import find_checkpoint
+from slime.runlog.export_folder import ExportInfo
 from slime.utils.device import current_device, device_type
-from slime.utils.export_folder import ExportInfo
-from slime.utils.packing import pack, unpack
-from slime.utils.types import RolloutBatch, TrainBatch
+from slime.weights.sync import serving_dtype
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 _SAVE_MINUTES = 30  # at least: writing takes longer than an exchange of gradients
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from transformers import AttentionInterface
 
-from slime.backends.packed_attention import PackedLayout, attend_packed
-from slime.utils.errors import UserError
+from slime.backends.kernels.packed_attention import PackedLayout, attend_packed
+from slime.core.errors import UserError
 
 PACKED_ATTENTION = "slime_packed"
 

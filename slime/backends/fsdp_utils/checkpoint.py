@@ -23,9 +23,9 @@ from slime.backends.checkpoint_check import FileCheck
 from slime.backends.checkpoint_reader import DataReader, load_object
 from slime.backends.fsdp_utils.loading import ShardedModel, zero_value_head
 from slime.backends.fsdp_utils.optimizer import ShardedOptimizer
-from slime.utils.checkpoint import damaged
-from slime.utils.checkpoint_files import record_checksums
-from slime.utils.errors import UserError
+from slime.core.errors import UserError
+from slime.runlog.checkpoint_files import record_checksums
+from slime.runlog.checkpoint_folder import damaged
 
 Tensors = dict[str, torch.Tensor | DTensor]
 

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slime.backends.cpu_ops import (
+from slime.backends.fsdp_utils.attention import PACKED_ATTENTION
+from slime.backends.kernels.cpu_ops import (
     Heads,
     add_rms_norm,
     cpu_library,
@@ -23,8 +24,7 @@ from slime.backends.cpu_ops import (
     silu_mul,
     split_heads,
 )
-from slime.backends.fsdp_utils.attention import PACKED_ATTENTION
-from slime.backends.packed_attention import PackedLayout, attend_groups
+from slime.backends.kernels.packed_attention import PackedLayout, attend_groups
 
 _LAYERS = {"LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 

@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import nn
 
-from slime.backends.fused_ops import swiglu_down
+from slime.backends.kernels.fused_ops import swiglu_down
 from slime.utils.compiled import compiled_on_gpu
 
 _ROTATION = "apply_rotary_pos_emb"

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slime.backends.rms_norm import rms_norm
+from slime.backends.kernels.rms_norm import rms_norm
 
 
 def fuse_norms(hf: nn.Module) -> int:

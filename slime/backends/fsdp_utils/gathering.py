@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from slime.utils.device import current_device
-from slime.utils.ipc import aligned
+from slime.weights.ipc import aligned
 
 GATHER_BYTES = 64 << 20  # of whole tensors in one collective, or one larger tensor
 

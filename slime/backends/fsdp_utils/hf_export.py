@@ -17,8 +17,8 @@ from slime.backends.fsdp_utils.gathering import (
 )
 from slime.backends.fsdp_utils.loading import ShardedModel
 from slime.backends.hf_folder import FILE_BYTES, Bucket, write_hf_folder
-from slime.utils.export_folder import ExportInfo
-from slime.utils.hf_views import hf_views, weight_dtype
+from slime.runlog.export_folder import ExportInfo
+from slime.weights.hf_views import hf_views, weight_dtype
 
 _AT_ONCE = 64  # parameters looked up together: the first bucket need not wait for all of them
 

@@ -38,13 +38,13 @@ from slime.backends.fsdp_utils.model import (
     choose_attention,
     refuse_unpackable,
 )
+from slime.core.errors import UserError
+from slime.data.tokenizer import load_hf_config
 from slime.utils.device import current_device, device_type
-from slime.utils.errors import UserError
-from slime.utils.fp8_checkpoint import load_causal_lm
-from slime.utils.tokenizer import load_hf_config
+from slime.weights.fp8_checkpoint import load_causal_lm
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from slime.backends.fsdp_utils.loading import build_model
 from slime.backends.fsdp_utils.muon import muon_names
-from slime.backends.rank_model import RankModel
+from slime.backends.model_size.rank_model import RankModel
 from slime.backends.trained_names import trained_names
 from slime.utils.device import use_device
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) -> RankModel:

@@ -11,9 +11,9 @@ from torch import nn
 
 from slime.algorithms.log_probs import log_probs_from_hidden
 from slime.backends.fsdp_utils.attention import PACKED_ATTENTION
-from slime.backends.packed_attention import packed_layout
-from slime.utils.errors import ConfigError, UserError
-from slime.utils.types import TrainBatch
+from slime.backends.kernels.packed_attention import packed_layout
+from slime.core.errors import ConfigError, UserError
+from slime.core.types import TrainBatch
 
 # Implementations that keep packed samples apart: ours, those that take sequence lengths as keywords,
 # and those for which transformers derives a [T, T] mask from the positions.

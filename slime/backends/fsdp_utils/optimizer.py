@@ -19,7 +19,7 @@ from slime.backends.fsdp_utils.muon import ShardedMuon
 from slime.backends.lr import lr_schedule
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 class ShardedOptimizer:

@@ -21,14 +21,14 @@ from slime.backends.lr import lr_schedule
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
 from slime.backends.offload import Offloaded, return_unused
 from slime.backends.step import StepResult, step_optimizer
-from slime.backends.weight_sync import serving_dtype
-from slime.utils import hook_types
-from slime.utils.checkpoint import find_checkpoint, read_meta
+from slime.config import hook_types
+from slime.core.packing import join_slices, pack, unpack
+from slime.core.types import RolloutBatch, TrainBatch
+from slime.runlog.checkpoint_folder import find_checkpoint, read_meta
+from slime.runlog.export_folder import ExportInfo
 from slime.utils.device import current_device
-from slime.utils.export_folder import ExportInfo
 from slime.utils.load_function import load_function
-from slime.utils.packing import join_slices, pack, unpack
-from slime.utils.types import RolloutBatch, TrainBatch
+from slime.weights.sync import serving_dtype
 
 install_cpu_adapter()
 
@@ -42,7 +42,6 @@ from slime.backends.megatron_utils.hf_weights.load import load_hf  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
 from slime.backends.megatron_utils.host_weights import HostWeights  # noqa: E402
 from slime.backends.megatron_utils.layer_spec import layers_line  # noqa: E402
-from slime.backends.megatron_utils.layout import PackedRows  # noqa: E402
 from slime.backends.megatron_utils.model import Head, build_chunks, wrap_chunks  # noqa: E402
 from slime.backends.megatron_utils.model_config import (  # noqa: E402
     gpt_options,
@@ -61,13 +60,14 @@ from slime.backends.megatron_utils.routing_replay import (  # noqa: E402
     install_replay,
     recorded_rows,
 )
+from slime.backends.megatron_utils.sequence_layout import PackedRows  # noqa: E402
 from slime.backends.megatron_utils.update_weight import (  # noqa: E402
     UpdateWeightFromDistributed,
     UpdateWeightFromTensor,
 )
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 logger = logging.getLogger(__name__)
 _REF = "ref"  # folder, inside a checkpoint, of a reference that --ref-update-interval changed

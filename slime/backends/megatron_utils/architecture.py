@@ -11,8 +11,8 @@ from megatron.core.activations import quick_gelu
 from transformers import PretrainedConfig
 
 from slime.backends.megatron_utils.rope import Rope, read_rope
-from slime.utils.errors import UserError
-from slime.utils.megatron_models import LATENT, check_model_type
+from slime.config.megatron_models import LATENT, check_model_type
+from slime.core.errors import UserError
 
 
 @dataclass(kw_only=True)

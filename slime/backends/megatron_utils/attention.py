@@ -19,12 +19,12 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 
-from slime.backends.megatron_utils.layout import ContextSegments, PackedRows, packed_rows
-from slime.backends.packed_attention import (
+from slime.backends.kernels.packed_attention import (
     attend_packed,
     attend_segments,
 )
-from slime.utils.types import ParallelInfo
+from slime.backends.megatron_utils.sequence_layout import ContextSegments, PackedRows, packed_rows
+from slime.core.types import ParallelInfo
 
 
 class PackedAttention(MegatronModule):

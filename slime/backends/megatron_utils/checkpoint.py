@@ -37,11 +37,11 @@ from slime.backends.megatron_utils.fp8_state import (
     load_fp8_state,
 )
 from slime.backends.megatron_utils.layers.value_head import ValueHead
-from slime.backends.megatron_utils.mend import patch_checkpoints
 from slime.backends.megatron_utils.optimizer_state import load_optimizer_state, optimizer_state
-from slime.utils.checkpoint import damaged
-from slime.utils.checkpoint_files import record_checksums
-from slime.utils.errors import ConfigError, UserError
+from slime.backends.megatron_utils.patches import patch_checkpoints
+from slime.core.errors import ConfigError, UserError
+from slime.runlog.checkpoint_files import record_checksums
+from slime.runlog.checkpoint_folder import damaged
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.optimizer import ScheduledOptimizer

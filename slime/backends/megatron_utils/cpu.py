@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils.torch_calls import Function, TorchCalls
+from slime.config.env import set_default_env
 from slime.utils.device import device_type
-from slime.utils.env import set_default_env
 
 _CPU = torch.device("cpu")
 _installed = False

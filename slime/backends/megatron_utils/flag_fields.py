@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from slime.utils.flags.registry import all_flags
+from slime.config.flags.registry import all_flags
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 def flag_fields(args: Args, config_class: type) -> dict[str, Any]:

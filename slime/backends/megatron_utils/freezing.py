@@ -14,7 +14,7 @@ from slime.backends.trained_names import is_trained, refuse_nothing_trained
 from slime.utils.device import current_device
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 def freeze(args: Args, chunks: Sequence[torch.nn.Module], weights: WeightMap) -> None:

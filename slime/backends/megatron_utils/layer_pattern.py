@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from slime.utils.errors import ConfigError
+from slime.core.errors import ConfigError
 
 _PART = re.compile(r"\s*(?:\(\s*)?\[([01,\s]*)\](?:\s*\*\s*(\d+))?(?:\s*\))?\s*")
 

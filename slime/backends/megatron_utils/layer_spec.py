@@ -18,6 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.backends.kernels.rms_norm import rms_norm
 from slime.backends.layer_summary import layer_summary
 from slime.backends.megatron_utils.attention import PackedAttention
 from slime.backends.megatron_utils.gpt_config import GptConfig
@@ -25,7 +26,6 @@ from slime.backends.megatron_utils.layers.grouped_experts import GroupedExperts
 from slime.backends.megatron_utils.layers.latent_attention import use_latent_projections
 from slime.backends.megatron_utils.layers.packed_rotary import uses_te_attention
 from slime.backends.megatron_utils.layers.post_norm import PostNormLayer
-from slime.backends.rms_norm import rms_norm
 
 
 class RMSNorm(torch.nn.Module):

@@ -1,7 +1,7 @@
 """One rank of a Megatron run, built without memory: real model, gradient buffers and optimizer.
 
 Tensors are on the meta device and torch's fake process group stands for the other ranks, so a process on
-a laptop can be rank 37 of 64. Meant for a process that does nothing else (`slime.backends.count_model`).
+a laptop can be rank 37 of 64. Meant for a process that does nothing else (`slime.backends.model_size.count_model`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.distributed as dist
 from slime.backends.lr import lr_schedule
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
 from slime.backends.megatron_utils.torch_calls import Function, TorchCalls
-from slime.backends.rank_model import RankModel
+from slime.backends.model_size.rank_model import RankModel
+from slime.config.checks.megatron_support import NEEDS_TE
 from slime.utils.device import use_device
-from slime.utils.flags.megatron_support import NEEDS_TE
 
 install_cpu_adapter()
 
@@ -40,7 +40,7 @@ from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
 from slime.backends.megatron_utils.passes import prepare_config  # noqa: E402
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 _META = torch.device("meta")
 # Need packages or a GPU. FP8 and FP4 are counted as bf16, the others change nothing that is held.

@@ -24,13 +24,13 @@ from slime.backends.megatron_utils.layers.packed_rotary import (
 )
 from slime.backends.megatron_utils.layers.value_head import ValueHead
 from slime.backends.megatron_utils.model_config import GptOptions
-from slime.utils import hook_types
+from slime.config import hook_types
+from slime.core.types import TrainBatch
 from slime.utils.device import current_device
 from slime.utils.load_function import load_function
-from slime.utils.types import TrainBatch
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 def build_chunks(

@@ -25,13 +25,13 @@ from slime.backends.megatron_utils.architecture import Architecture, architectur
 from slime.backends.megatron_utils.flag_fields import flag_fields
 from slime.backends.megatron_utils.gpt_config import GptConfig, yarn_mscale
 from slime.backends.megatron_utils.layer_pattern import layer_pattern
-from slime.utils.errors import ConfigError
-from slime.utils.flags.registry import all_flags
-from slime.utils.flags.te_checks import FUSIONS
-from slime.utils.tokenizer import load_hf_config
+from slime.config.checks.te_checks import FUSIONS
+from slime.config.flags.registry import all_flags
+from slime.core.errors import ConfigError
+from slime.data.tokenizer import load_hf_config
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 logger = logging.getLogger(__name__)
 

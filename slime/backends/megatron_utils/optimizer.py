@@ -14,14 +14,14 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from slime.backends.lr_schedule import LrSchedule
 from slime.backends.megatron_utils.adam import install_adam
 from slime.backends.megatron_utils.flag_fields import flag_fields
 from slime.backends.megatron_utils.muon import TensorParallelMuon, make_muon
 from slime.utils.device import device_type
-from slime.utils.lr_schedule import LrSchedule
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from slime.backends.megatron_utils.mend import mend_megatron
+from slime.backends.megatron_utils.patches import mend_megatron
+from slime.core.errors import UserError
+from slime.core.types import ParallelInfo
 from slime.utils.device import device_type
-from slime.utils.errors import UserError
-from slime.utils.types import ParallelInfo
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 SUPPORTED = "0.16.1"
 _sizes: dict[str, int | None] | None = None  # of the groups that exist

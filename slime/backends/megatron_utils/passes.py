@@ -16,9 +16,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.layers.packed_rotary import has_packed_rotary
-from slime.backends.megatron_utils.layout import PackedRows, packed_rows
+from slime.backends.megatron_utils.sequence_layout import PackedRows, packed_rows
+from slime.core.types import ParallelInfo, TrainBatch
 from slime.utils.device import current_device
-from slime.utils.types import ParallelInfo, TrainBatch
 
 Read = Callable[[Any, torch.Tensor, TrainBatch], torch.Tensor]  # of chunk, hidden, batch
 

@@ -13,8 +13,8 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from slime.utils.errors import UserError
-from slime.utils.megatron_models import check_rope
+from slime.config.megatron_models import check_rope
+from slime.core.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

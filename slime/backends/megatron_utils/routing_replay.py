@@ -17,9 +17,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
-from slime.backends.megatron_utils.layout import PackedRows
-from slime.utils.packing import zigzag_index
-from slime.utils.types import TrainBatch
+from slime.backends.megatron_utils.sequence_layout import PackedRows
+from slime.core.packing import zigzag_index
+from slime.core.types import TrainBatch
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

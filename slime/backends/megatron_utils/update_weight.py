@@ -19,12 +19,13 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.hf_weights.export import hf_buckets
 from slime.backends.megatron_utils.hf_weights.families import weight_map
 from slime.backends.megatron_utils.model_config import read_config
-from slime.backends.weight_sync import SyncReport, make_weight_sync, serving_dtype
-from slime.utils.errors import UserError
-from slime.utils.types import EngineInfo
+from slime.core.errors import UserError
+from slime.core.reports import SyncReport
+from slime.core.types import EngineInfo
+from slime.weights.sync import make_weight_sync, serving_dtype
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 Weights = Mapping[str, torch.Tensor]
 WeightsGetter = Callable[[], Weights | Sequence[Weights]]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from slime.backends.sglang_utils.ports import Ports
-from slime.utils.arguments import Args
-from slime.utils.flags.registry import all_flags
-from slime.utils.flags.sglang_options import sglang_argv
-from slime.utils.sglang_install import SGLangInstall
+from slime.config.arguments import Args
+from slime.config.flags.registry import all_flags
+from slime.config.flags.sglang_options import sglang_argv
+from slime.config.sglang_install import SGLangInstall
+from slime.utils.ports import Ports
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 # The torch-native paths of SGLang are what runs without a GPU.

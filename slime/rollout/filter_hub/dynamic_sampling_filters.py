@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from slime.core.types import Sample, Status
 from slime.rollout.base_types import DynamicFilterOutput
-from slime.utils.types import Sample, Status
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 def check_reward_nonzero_std(

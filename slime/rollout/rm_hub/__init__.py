@@ -8,15 +8,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+from slime.config.reward_types import BOXED, reward_type
+from slime.core.types import Sample
 from slime.rollout.base_types import GroupRewardFunction, RewardFunction
+from slime.rollout.generate_call import current_calls
 from slime.rollout.rm_hub.boxed import last_boxed
 from slime.rollout.rm_hub.settings import Reward, RewardArgs, chosen_type
-from slime.rollout.turn import current_calls
+from slime.rollout.user_code import Turn, contain, elsewhere, in_thread
 from slime.utils.http import gather
 from slime.utils.load_function import is_async, load_function
-from slime.utils.reward_types import BOXED, reward_type
-from slime.utils.types import Sample
-from slime.utils.user_code import Turn, contain, elsewhere, in_thread
 
 CUSTOM_TIME_LIMIT_S = 600.0
 

@@ -23,10 +23,10 @@ from typing import Any
 
 import orjson
 
+from slime.core.errors import UserError
+from slime.core.types import Sample
 from slime.rollout.rm_hub.settings import RewardArgs, isolated
 from slime.rollout.sandbox import Limits, SandboxProcess, program_slots, run_python, start
-from slime.utils.errors import UserError
-from slime.utils.types import Sample
 
 TIME_LIMIT_S = 6.0  # per case of input and output; for all statements together
 _START_S = 4.0  # for starting two interpreters, on top of that

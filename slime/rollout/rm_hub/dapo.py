@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from slime.core.types import Sample
 from slime.rollout.rm_hub.exact_number import exact_number
 from slime.rollout.rm_hub.settings import RewardArgs
-from slime.utils.types import Sample
 
 _TAIL = 300
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")

@@ -2,9 +2,9 @@ r"""`--rm-type deepscaler`: like math, but only behind the thinking part, withou
 
 from __future__ import annotations
 
+from slime.core.types import Sample
 from slime.rollout.rm_hub import math_boxed
 from slime.rollout.rm_hub.settings import RewardArgs, isolated
-from slime.utils.types import Sample
 
 
 async def reward(args: RewardArgs, sample: Sample) -> float:

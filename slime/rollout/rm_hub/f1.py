@@ -6,9 +6,9 @@ import re
 import string
 from collections import Counter
 
+from slime.core.types import Sample
 from slime.rollout.rm_hub.settings import RewardArgs
-from slime.utils.types import Sample
-from slime.utils.user_code import in_thread
+from slime.rollout.user_code import in_thread
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -6,10 +6,10 @@ each, as the files of IFEval (Zhou et al. 2023, arXiv:2311.07911) have them. The
 
 from __future__ import annotations
 
+from slime.core.errors import UserError
+from slime.core.types import Sample
 from slime.rollout.rm_hub.settings import RewardArgs, isolated
 from slime.rollout.rm_hub.workers import workers
-from slime.utils.errors import UserError
-from slime.utils.types import Sample
 
 TIME_LIMIT_S = 10.0
 _LONGEST = 200_000  # characters

@@ -2,10 +2,10 @@ r"""`--rm-type math`: the last \boxed{} of the response against the label, 1 or 
 
 from __future__ import annotations
 
+from slime.core.types import Sample
 from slime.rollout.rm_hub.boxed import last_boxed
 from slime.rollout.rm_hub.math_equal import math_equal
 from slime.rollout.rm_hub.settings import RewardArgs, isolated
-from slime.utils.types import Sample
 
 
 async def reward(args: RewardArgs, sample: Sample) -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from slime.core.types import Sample
 from slime.rollout.rm_hub.settings import RewardArgs
 from slime.rollout.sampling import hash32
-from slime.utils.types import Sample
 
 
 async def reward(args: RewardArgs, sample: Sample) -> float:

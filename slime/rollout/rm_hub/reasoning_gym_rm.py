@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.core.errors import UserError
+from slime.core.types import Sample
 from slime.rollout.rm_hub.boxed import last_boxed
 from slime.rollout.rm_hub.settings import RewardArgs, isolated
 from slime.rollout.rm_hub.workers import workers
-from slime.utils.errors import UserError
 from slime.utils.reasoning_tasks import METADATA_KEY, MOST_ROWS, SEED, check_task
-from slime.utils.types import Sample
 
 TIME_LIMIT_S = 10.0
 _LONGEST_ANSWER = 10_000  # characters

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from slime.core.errors import ConfigError
+from slime.core.types import Sample
 from slime.rollout.rm_hub.settings import Reward, RewardArgs
-from slime.utils.errors import ConfigError
 from slime.utils.http import post
-from slime.utils.types import Sample
 
 DEADLINE_S = 300.0
 

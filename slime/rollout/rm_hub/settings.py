@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from slime.utils.arguments import Args
-from slime.utils.data_spec import DataSpec
-from slime.utils.errors import ConfigError
+from slime.config.arguments import Args
+from slime.config.data_spec import DataSpec
+from slime.config.reward_types import check_row_type
+from slime.core.errors import ConfigError
+from slime.core.types import Sample
 from slime.utils.reasoning_tasks import METADATA_KEY
-from slime.utils.reward_types import check_row_type
-from slime.utils.types import Sample
 
 Reward = float | dict[str, Any]
 

@@ -19,8 +19,8 @@ from typing import Any
 import orjson
 import psutil
 
+from slime.core.errors import UserError
 from slime.rollout.sandbox import Limits, SandboxProcess, start
-from slime.utils.errors import UserError
 from slime.utils.reasoning_tasks import HASH_SEED
 
 _INSIDE = Path(__file__).with_name("inside")

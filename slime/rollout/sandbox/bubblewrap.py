@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 
-from slime.utils.errors import UserError
+from slime.core.errors import UserError
 
 
 def find_bwrap() -> str:

@@ -9,10 +9,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from slime.core.errors import UserError
 from slime.rollout.sandbox.bubblewrap import find_bwrap
 from slime.rollout.sandbox.limits import Limits
 from slime.rollout.sandbox.process import start
-from slime.utils.errors import UserError
 
 _PROBE = "import threading as t\nt.Thread(target=lambda: print('ok')).start()"
 _PROBE_S = 60.0

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slime.utils.errors import UserError
+from slime.core.errors import UserError
 
 PORT = 3128  # inside
 _HEAD_BYTES = 8192

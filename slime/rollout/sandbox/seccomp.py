@@ -11,8 +11,8 @@ import functools
 import os
 import struct
 
+from slime.core.errors import UserError
 from slime.rollout.sandbox.syscalls import FORKS, NEWEST, REFUSED, SOCKETS, SYSCALLS
-from slime.utils.errors import UserError
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
 _X32_BIT = 0x40000000

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from slime.core.errors import UserError
 from slime.rollout.sandbox.limits import Limits
-from slime.utils.errors import UserError
 
 WORK = "/tmp/work"  # inside; the home of programs too
 _NOBODY = "65534"

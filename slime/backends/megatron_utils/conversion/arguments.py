@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slime.utils.arguments import Args
-from slime.utils.errors import ConfigError
-from slime.utils.flags.draft import Draft, Origin
-from slime.utils.flags.megatron_support import check_megatron_flags
-from slime.utils.flags.parser import read_command_line
-from slime.utils.flags.registry import all_flags
+from slime.config.arguments import Args
+from slime.config.checks.megatron_support import check_megatron_flags
+from slime.config.flags.draft import Draft, Origin
+from slime.config.flags.parser import read_command_line
+from slime.config.flags.registry import all_flags
+from slime.core.errors import ConfigError
 
 _OWN = ("hf_checkpoint", "save", "bf16", "fp32", "seed", "distributed_timeout_minutes")
 _SIZES = (

@@ -19,7 +19,7 @@ from slime.backends.checkpoint_check import FileCheck
 from slime.backends.checkpoint_reader import plain_refusals
 from slime.backends.megatron_utils.checkpoint import refuse_other_format
 from slime.backends.megatron_utils.hf_weights.rules import canonical
-from slime.utils.errors import UserError
+from slime.core.errors import UserError
 
 _ALL_LAYERS = re.compile(r"^decoder\.layers\.(?!\d)")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

@@ -12,8 +12,8 @@ import torch
 
 from slime.backends.hf_folder import FILE_BYTES, Bucket, write_hf_folder
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
-from slime.utils.checkpoint import CheckpointFolder
-from slime.utils.errors import ConfigError
+from slime.core.errors import ConfigError
+from slime.runlog.checkpoint_folder import CheckpointFolder
 
 install_cpu_adapter()
 

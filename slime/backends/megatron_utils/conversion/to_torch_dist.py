@@ -9,8 +9,8 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
-from slime.utils.arguments import Args
-from slime.utils.checkpoint import CheckpointFolder, CheckpointMeta
+from slime.config.arguments import Args
+from slime.runlog.checkpoint_folder import CheckpointFolder, CheckpointMeta
 
 install_cpu_adapter()
 

@@ -24,7 +24,7 @@ from slime.backends.megatron_utils.hf_weights.rules import WeightMap
 from slime.backends.megatron_utils.model_config import padded_vocab_size
 
 if TYPE_CHECKING:
-    from slime.utils.arguments import Args
+    from slime.config.arguments import Args
 
 
 def weight_map(config: PretrainedConfig, args: Args) -> WeightMap:

@@ -14,7 +14,7 @@ from slime.backends.megatron_utils.hf_weights.local import (
 )
 from slime.backends.megatron_utils.hf_weights.reader import TensorReader
 from slime.backends.megatron_utils.hf_weights.rules import Match, WeightMap
-from slime.utils.errors import UserError
+from slime.core.errors import UserError
 
 
 def load_hf(

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from slime.backends.megatron_utils.hf_weights.mappings import WHOLE, Part
 from slime.backends.megatron_utils.hf_weights.rules import Match, WeightMap, canonical
 from slime.backends.megatron_utils.layers.value_head import ValueHead
-from slime.utils.errors import UserError
+from slime.core.errors import UserError
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from slime.utils.fp8 import Fp8Format, dequantize
+from slime.weights.fp8 import Fp8Format, dequantize
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BIAS = 127  # of the exponents that scale blocks of four-bit numbers

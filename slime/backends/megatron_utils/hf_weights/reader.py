@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 
 from slime.backends.megatron_utils.hf_weights.quantized import stored_formats
-from slime.utils.errors import UserError
-from slime.utils.fp8 import Fp8Format, format_of
+from slime.core.errors import UserError
+from slime.weights.fp8 import Fp8Format, format_of
 
 _OPEN_FILES = 4
 

@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP
 
-from slime.backends.fused_ops import swiglu
+from slime.backends.kernels.fused_ops import swiglu
 
 
 def use_gated_mlps(model: GPTModel) -> None:

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from slime.backends.grouped_linear import Groups, expert_rows, grouped_linear, make_groups
+from slime.backends.kernels.grouped_linear import Groups, expert_rows, grouped_linear, make_groups
 from slime.utils.compiled import compiled_on_gpu
 
 

@@ -13,8 +13,8 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.fused_ops import rotate
-from slime.backends.megatron_utils.layout import PackedRows
+from slime.backends.kernels.fused_ops import rotate
+from slime.backends.megatron_utils.sequence_layout import PackedRows
 from slime.utils.device import device_type
 
 

@@ -1,0 +1,8 @@
+"""`python -m slime.cli COMMAND`."""
+
+import sys
+
+from slime.cli.commands import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""What the looks at all nodes amount to: one finding per question, and how to mend it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from slime.cli.doctor.node_facts import NodeFacts
+
+_CLOCK_S = 1.0  # beyond what timestamps of logs and files are compared with
+_SLOW = 0.5  # of the fastest link
+
+
+@dataclass(kw_only=True, frozen=True)
+class Finding:
+    name: str
+    status: Literal["ok", "differs", "fails"]
+    found: str
+    advice: str = ""
+
+
+def check_nodes(answering: list[str], lost: dict[str, str], *, head: str) -> Finding:
+    """`lost`: by address what became of it; `head` is where a node joins."""
+    found = f"{len(answering)} answer: {', '.join(answering)}"
+    if not lost:
+        return Finding(name="nodes", status="ok", found=found)
+    reasons = "; ".join(f"{address} {why}" for address, why in lost.items())
+    advice = f"join them again: ray start --address={head} on {', '.join(lost)}"
+    return Finding(name="nodes", status="fails", found=f"{found}; not {reasons}", advice=advice)
+
+
+def check_versions(nodes: list[NodeFacts]) -> list[Finding]:
+    """One row per program: the same everywhere, or who has another one."""
+    findings = []
+    for name in nodes[0].versions:
+        by_version: dict[str, list[str]] = {}
+        for node in nodes:
+            by_version.setdefault(node.versions[name], []).append(node.address)
+        if len(by_version) == 1:
+            findings.append(Finding(name=name, status="ok", found=next(iter(by_version))))
+            continue
+        usual = Counter(node.versions[name] for node in nodes).most_common(1)[0][0]
+        others = [a for version, all_ in by_version.items() if version != usual for a in all_]
+        found = "; ".join(f"{version} on {', '.join(all_)}" for version, all_ in by_version.items())
+        advice = f"install {name} {usual} on {', '.join(others)}"
+        if usual == "none":
+            advice = f"install {name} on every node, or remove it from {', '.join(others)}"
+        findings.append(Finding(name=name, status="differs", found=found, advice=advice))
+    return findings
+
+
+def check_clocks(offsets: dict[str, float]) -> Finding:
+    """`offsets`: by address, seconds ahead of this process's clock."""
+    spread = max(offsets.values()) - min(offsets.values())
+    if spread <= _CLOCK_S:
+        return Finding(name="clocks", status="ok", found=f"within {1000 * spread:.0f} ms")
+    middle = sorted(offsets.values())[len(offsets) // 2]
+    wrong = [
+        f"{a} by {o - middle:+.1f} s" for a, o in offsets.items() if abs(o - middle) > _CLOCK_S
+    ]
+    found = f"off: {', '.join(wrong)}"
+    advice = "set them by NTP there: timedatectl set-ntp true, or chronyc makestep"
+    return Finding(name="clocks", status="differs", found=found, advice=advice)
+
+
+def check_gpus(nodes: list[NodeFacts], free: dict[str, tuple[float, float]]) -> Finding:
+    """`free`: by address, GPUs of Ray's that nobody has reserved, and all of them."""
+    found = ", ".join(f"{a} {have:g} of {total:g} free" for a, (have, total) in free.items())
+    taken = [address for address, (have, total) in free.items() if have < total]
+    if taken:
+        advice = f"another job holds GPUs of {', '.join(taken)}: `ray job list`, `ray job stop ID`"
+        return Finding(name="GPUs", status="fails", found=found, advice=advice)
+    busy = [node.address for node in nodes if node.busy_gpus]
+    if busy:
+        advice = f"processes outside Ray use GPUs: nvidia-smi on {', '.join(busy)} lists them"
+        return Finding(name="GPUs", status="fails", found=found, advice=advice)
+    wrong = [n.address for n in nodes if n.gpus and n.gpus != free[n.address][1]]
+    if wrong:
+        counts = ", ".join(f"{node.address} has {node.gpus}" for node in nodes)
+        advice = f"give ray start --num-gpus what the node has, on {', '.join(wrong)}"
+        return Finding(
+            name="GPUs", status="differs", found=f"{found}; in fact {counts}", advice=advice
+        )
+    if len({total for _, total in free.values()}) > 1:
+        advice = (
+            "a layout of equal nodes leaves the surplus unused; --num-gpus-per-node is the least"
+        )
+        return Finding(name="GPUs", status="differs", found=found, advice=advice)
+    return Finding(name="GPUs", status="ok", found=found)
+
+
+def unwritable_folder(folder: str, address: str, why: str) -> Finding:
+    reason = f"cannot be written on {address}: {why}"
+    advice = "make it writable for the user that started Ray, or name another folder"
+    return Finding(name=f"folder {folder}", status="fails", found=reason, advice=advice)
+
+
+def check_folder(folder: str, wrote: str, text: str, read: dict[str, str]) -> Finding:
+    """`read`: by address, what the file holds there that `wrote` wrote."""
+    blind = {address: said for address, said in read.items() if said != text}
+    name = f"folder {folder}"
+    if not blind:
+        return Finding(name=name, status="ok", found=f"written on {wrote}, read on all nodes")
+    found = f"written on {wrote}; " + "; ".join(f"{a}: {said}" for a, said in blind.items())
+    advice = f"mount the same filesystem there on {', '.join(blind)}, or name a shared folder"
+    return Finding(name=name, status="fails", found=found, advice=advice)
+
+
+def check_interfaces(nodes: list[NodeFacts]) -> list[Finding]:
+    """That the interfaces the variables name exist on each node."""
+    findings = []
+    names = sorted({name for node in nodes for name in node.wanted})
+    for name in names:
+        without = [n.address for n in nodes if name in n.wanted and not matching(name, n)]
+        values = {node.wanted.get(name, "not set") for node in nodes}
+        found = ", ".join(sorted(values))
+        if without:
+            there = "; ".join(
+                f"{n.address} has {', '.join(sorted(n.interfaces))}"
+                for n in nodes
+                if n.address in without
+            )
+            advice = f"set {name} for those nodes to one they have, or leave it unset: {there}"
+            found = f"{found}: no such interface on {', '.join(without)}"
+            findings.append(Finding(name=name, status="fails", found=found, advice=advice))
+        else:
+            findings.append(Finding(name=name, status="ok", found=found))
+    return findings
+
+
+def matching(variable: str, node: NodeFacts) -> list[str]:
+    """Interfaces of the node that the variable means: NCCL's takes prefixes, =names and ^exclusions."""
+    wanted, names = node.wanted[variable], list(node.interfaces)
+    if variable.startswith("GLOO"):
+        return [name for name in names if name in wanted.split(",")]
+    parts = wanted.lstrip("^=").split(",")
+    if wanted.startswith("^"):
+        return [name for name in names if not name.startswith(tuple(parts)) and name != "lo"]
+    if wanted.startswith("="):
+        return [name for name in names if name in parts]
+    return [name for name in names if name.startswith(tuple(parts))]
+
+
+def meeting_address(node: NodeFacts) -> str:
+    """Where the others would reach it: the address of the interface its variables name."""
+    for variable in node.wanted:
+        for name in matching(variable, node):
+            return node.interfaces[name]
+    return node.address
+
+
+def check_reach(failures: dict[tuple[str, str], str]) -> Finding:
+    """`failures`: by (from, to) why it could not be connected to, '' where it could."""
+    bad = {pair: why for pair, why in failures.items() if why}
+    if not bad:
+        return Finding(name="connections", status="ok", found=f"{len(failures)} ways, all open")
+    found = "; ".join(f"{a} does not reach {b}: {why}" for (a, b), why in bad.items())
+    advice = (
+        "open the firewall between the nodes for all ports, or name an interface they share with "
+    )
+    advice += "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    return Finding(name="connections", status="fails", found=found, advice=advice)
+
+
+def check_bandwidth(rates: dict[tuple[str, str], float]) -> Finding:
+    """`rates`: by (from, to) bytes per second."""
+    words = [f"{a} -> {b} {rate * 8 / 1e9:.1f} Gbit/s" for (a, b), rate in rates.items()]
+    slow = [f"{a} -> {b}" for a, b in slow_ways(rates)]
+    if slow:
+        advice = f"look at cable, speed (ethtool) and other traffic of {', '.join(slow)}"
+        return Finding(name="bandwidth", status="differs", found=", ".join(words), advice=advice)
+    return Finding(name="bandwidth", status="ok", found=", ".join(words))
+
+
+def slow_ways(rates: dict[tuple[str, str], float]) -> list[tuple[str, str]]:
+    """Those far slower than the fastest."""
+    best = max(rates.values(), default=0.0)
+    return [way for way, rate in rates.items() if rate < _SLOW * best]

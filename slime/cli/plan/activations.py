@@ -1,0 +1,123 @@
+"""What a layer keeps from its forward pass for its backward pass, in elements per token of one rank.
+
+Counted from what slime's layers really save on a GPU. Per token and tensor rank (H hidden, q and kv the
+widths of queries and of keys, F the MLP's, all over TP; H over TP under sequence parallelism):
+
+    input of the norm        H        kept for its backward pass
+    output of the norm       H        input of the projection; computed again with "layernorm" recomputed
+    projections      q + 2 kv + q     Megatron, where queries and keys are normalised: they are views of one
+                                      tensor, queries are laid out anew; FSDP: q + kv
+    rotated queries          q
+    keys and values       kv + kv     q + q where the kernel wants as many heads of keys as of queries
+    attention's output       q        input of the output projection
+    norm, as above         2 H
+    gate and up             2 F       silu(gate) * up is computed again
+
+Attention's scores never exist. An expert keeps its input and gate and up, for every token sent to it.
+
+TransformerEngine's layers keep the same, but a norm that is fused into a linear layer (all but those before
+experts) is not computed again. In FP8 a linear layer keeps its input in one byte per element beside what
+others keep in bf16, and silu(gate) * up is kept so too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.cli.plan.model_shape import Shape
+from slime.cli.plan.rank_layout import Sizes
+from slime.cli.plan.te import uses_te
+from slime.config.arguments import Args
+
+_FP8_SHARE = 0.5  # of an element of two bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKeeps:
+    """Elements per token of one layer; `boundary` is what stays when the layer is computed again."""
+
+    boundary: float
+    attention: float
+    mlp: float
+
+    @property
+    def total(self) -> float:
+        return self.boundary + self.attention + self.mlp
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    dense: LayerKeeps
+    moe: LayerKeeps
+    backward: float  # elements per token that exist at once while a layer's gradient is computed
+
+    @property
+    def largest(self) -> float:
+        return max(self.dense.total, self.moe.total)
+
+
+def layer_cost(args: Args, shape: Shape, sizes: Sizes, *, repeats_keys: bool) -> LayerCost:
+    megatron = args.train_backend == "megatron"
+    sp = sizes.tp if megatron and args.sequence_parallel else 1
+    hidden = shape.hidden / sp
+    recomputed, te = _recomputed(args), uses_te(args)
+    fp8 = _FP8_SHARE if te and args.fp8_format else 0.0
+    normed = hidden * (fp8 or 1.0)  # what a linear layer keeps of the norm's output
+    norms = 0.0 if "layernorm" in recomputed and not te else normed
+    attention = norms + _attention(shape, sizes, megatron=megatron, repeats_keys=repeats_keys)
+    attention += fp8 * shape.heads * (shape.v_dim or shape.head_dim) / sizes.tp
+    before_mlp = hidden + norms  # the norm before it: in and out
+    before_moe = hidden + (0.0 if "layernorm" in recomputed else hidden)
+    dense = 0.0 if "mlp" in recomputed else before_mlp + (2 + fp8) * shape.ffn / sizes.tp
+    moe = 0.0 if "moe" in recomputed else before_moe + _experts(shape, sizes, sp, recomputed, fp8)
+    if shape.post_norms:
+        dense += 2 * hidden
+    widest = max(shape.ffn / sizes.tp, shape.experts_per_token * shape.expert_ffn / sp)
+    return LayerCost(
+        dense=LayerKeeps(boundary=hidden, attention=attention, mlp=dense),
+        moe=LayerKeeps(boundary=hidden, attention=attention, mlp=moe if shape.num_experts else 0),
+        backward=4 * widest + 2 * shape.hidden,
+    )
+
+
+def _recomputed(args: Args) -> set[str]:
+    if args.train_backend == "fsdp" or args.recompute_granularity != "selective":
+        return set()
+    return set(args.recompute_modules or ["core_attn"])
+
+
+def _attention(shape: Shape, sizes: Sizes, *, megatron: bool, repeats_keys: bool) -> float:
+    if shape.latent:
+        return _latent_attention(shape, sizes)
+    q = shape.heads * shape.head_dim / sizes.tp
+    kv = max(shape.kv_heads / sizes.tp, 1) * shape.head_dim
+    values_are_views = megatron and not repeats_keys and sizes.cp == 1
+    projections = 0.0
+    if shape.qk_norm:
+        projections = 2 * q + 2 * kv if megatron else q + kv
+    elif values_are_views:
+        projections = q + 2 * kv
+    each = q if repeats_keys else kv
+    # Under context parallelism those of all ranks, each as far as this rank's queries look.
+    keys = each * (sizes.cp + 0.5 if sizes.cp > 1 else 1)
+    values = 0.0 if values_are_views else keys
+    log_sums = shape.heads / sizes.tp * 2  # fp32, in elements of two bytes
+    return projections + q + keys + values + q + log_sums
+
+
+def _latent_attention(shape: Shape, sizes: Sizes) -> float:
+    """DeepSeek's: two compressed latents and their norms, then whole queries, keys and values."""
+    heads = shape.heads / sizes.tp
+    latents = 2 * (shape.q_lora + shape.kv_lora) + shape.rope_dim
+    wide = heads * (shape.qk_dim + shape.qk_nope + shape.v_dim)  # what the projections give
+    assembled = heads * (2 * shape.qk_dim + 2 * shape.v_dim)
+    return latents + wide + assembled
+
+
+def _experts(shape: Shape, sizes: Sizes, sp: int, recomputed: set[str], fp8: float) -> float:
+    sent = shape.experts_per_token / sp * sizes.etp  # tokens an even router sends to this rank
+    inner = 0 if "moe_act" in recomputed else (2 + fp8) * shape.expert_ffn / sizes.etp
+    each = shape.hidden * (fp8 or 1.0) + inner
+    router = 3 * 2 * shape.num_experts / sp  # scores and probabilities in fp32
+    shared = 0.0 if "shared_experts" in recomputed else (3 + fp8) * shape.shared_ffn / sizes.tp
+    return sent * each + router + shared

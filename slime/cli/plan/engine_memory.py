@@ -1,0 +1,177 @@
+"""What an engine has on one of its GPUs: weights, KV cache, graphs; and how many requests that holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.backends.model_size.rank_model import WholeModel
+from slime.cli.plan.batches import longest_sample
+from slime.cli.plan.memory import GIB, Item
+from slime.cli.plan.model_shape import Shape
+from slime.cli.plan.trainer_memory import CUDA_CONTEXT, NCCL_GROUP
+from slime.config.arguments import Args
+
+_DEFAULT_FRACTION = 0.85
+_DEFAULT_CHUNK = 8192
+_DEFAULT_RUNNING = 256  # of the embedded engine
+_GRAPH_ROW = 2 << 20  # what SGLang itself sets aside per row of its largest graph
+_SCALE_BYTES = 4 / (128 * 128)
+_MATRICES = ("attention", "kv", "latent", "mlp", "shared", "experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """Of one engine; a request at full length is the longest prompt and response together."""
+
+    bytes_per_gpu: int
+    bytes_per_token: int  # on one GPU
+    tokens: int
+    longest_request: int
+    requests_at_full_length: int
+    requests_wanted: int  # that a rollout sends to each engine at once
+
+    @property
+    def holds_one(self) -> bool:
+        return self.tokens >= self.longest_request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    args: Args
+    shape: Shape
+    whole: WholeModel
+    capacity: float  # bytes of one GPU
+
+    @property
+    def tp(self) -> int:
+        return max(self.args.rollout_num_gpus_per_engine // (self.args.sglang_pp_size or 1), 1)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel attention inside the engine."""
+        if self.args.sglang_enable_dp_attention:
+            return self.args.sglang_dp_size or 1
+        return self.args.sglang_attn_dp_size or 1
+
+    @property
+    def attention_tp(self) -> int:
+        return max(self.tp // self.dp, 1)
+
+    def weights(self) -> int:
+        element = 1 + _SCALE_BYTES if self.shape.fp8 else self._element
+        size = 0.0
+        for part, count in self.whole.by_part.items():
+            each = element if part in _MATRICES else self._element
+            size += count / self._split(part) * each
+        return int(size / (self.args.sglang_pp_size or 1))
+
+    def static(self) -> list[Item]:
+        """Weights and KV cache: what --sglang-mem-fraction-static is the share of."""
+        cache = self.cache().bytes_per_gpu
+        note = f"fraction {self.fraction:g}" + ("" if self._fraction_given else ", the default")
+        kind = "fp8" if self.shape.fp8 else self.args.precision
+        return [
+            Item(name="engine weights", nbytes=self.weights(), note=kind),
+            Item(name="KV cache", nbytes=cache, note=note),
+        ]
+
+    def working(self) -> list[Item]:
+        items = [Item(name="engine activations", nbytes=self._activations(), note="prefill chunk")]
+        graphs = self._graph_rows() * _GRAPH_ROW
+        if graphs and not self.args.sglang_disable_cuda_graph:
+            note = f"up to {self._graph_rows()} rows"
+            items.append(Item(name="CUDA graphs", nbytes=graphs, note=note))
+        return items
+
+    def overhead(self) -> list[Item]:
+        items = [Item(name="engine's CUDA context", nbytes=CUDA_CONTEXT, note="assumed")]
+        if self.args.rollout_num_gpus_per_engine > 1:
+            items.append(Item(name="engine's NCCL buffers", nbytes=2 * NCCL_GROUP, note="assumed"))
+        return items
+
+    @property
+    def fraction(self) -> float:
+        return self.args.sglang_mem_fraction_static or _DEFAULT_FRACTION
+
+    def cache(self) -> KVCache:
+        per_token = self._bytes_per_token()
+        overheads = sum(item.nbytes for item in self.overhead())
+        if self.args.rollout_engine == "slime":  # its share is of the whole card
+            room = self.capacity * self.fraction - self.weights() - overheads
+        else:
+            room = (self.capacity - overheads) * self.fraction - self.weights()
+        page = self.args.sglang_page_size or 1
+        tokens = max(int(room // per_token) // page * page, 0)
+        if self.args.sglang_max_total_tokens:
+            tokens = min(tokens, self.args.sglang_max_total_tokens)
+        longest = longest_sample(self.args, self.shape)
+        return KVCache(
+            bytes_per_gpu=tokens * per_token,
+            bytes_per_token=per_token,
+            tokens=tokens * self.dp,
+            longest_request=longest,
+            requests_at_full_length=min(tokens // longest * self.dp, self._most_running()),
+            requests_wanted=self._wanted(),
+        )
+
+    def _wanted(self) -> int:
+        engines = max(self.args.rollout_num_gpus // self.args.rollout_num_gpus_per_engine, 1)
+        samples = self.args.over_sampling_batch_size * self.args.n_samples_per_prompt
+        return min(-(-samples // engines), self.args.sglang_server_concurrency)
+
+    def _most_running(self) -> int:
+        given = self.args.sglang_max_running_requests
+        return given or (_DEFAULT_RUNNING if self.args.rollout_engine == "slime" else 1 << 30)
+
+    @property
+    def _fraction_given(self) -> bool:
+        return self.args.sglang_mem_fraction_static is not None
+
+    @property
+    def _element(self) -> int:
+        return 2 if self.args.precision == "bf16" else 4
+
+    def _split(self, part: str) -> int:
+        """Over how many GPUs a part is cut; the rest hold copies."""
+        alone = self.dp > 1 and self.args.sglang_moe_dense_tp_size
+        deepep = self.args.sglang_moe_a2a_backend in ("deepep", "mooncake")
+        cuts = {
+            "experts": self.tp,
+            "attention": self.attention_tp,
+            "kv": min(self.attention_tp, self.shape.kv_heads),
+            "mlp": self.args.sglang_moe_dense_tp_size if alone else self.tp,
+            "shared": 1 if deepep else self.tp,
+            "embedding": self.tp if self.dp == 1 else 1,
+            "head": self.attention_tp if self.args.sglang_enable_dp_lm_head else self.tp,
+        }
+        return cuts.get(part) or 1
+
+    def _bytes_per_token(self) -> int:
+        dtype = str(self.args.sglang_kv_cache_dtype or "auto")
+        element = 1 if dtype.startswith("fp8") else self._element
+        layers = -(-self.shape.layers // (self.args.sglang_pp_size or 1))
+        if self.shape.latent:
+            return layers * (self.shape.kv_lora + self.shape.rope_dim) * element
+        heads = max(self.shape.kv_heads / self.attention_tp, 1)
+        return int(layers * 2 * heads * self.shape.head_dim * element)
+
+    def _activations(self) -> int:
+        chunk = self.args.sglang_chunked_prefill_size or _DEFAULT_CHUNK
+        if self.dp > 1:
+            chunk = max(chunk // self.dp, 1)
+        shape = self.shape
+        dense = 3 * shape.ffn / self.tp
+        expert = shape.experts_per_token * (3 * shape.expert_ffn + 2 * shape.hidden) / self.tp
+        wide = max(dense, expert * self.dp) + 4 * shape.hidden
+        logits = min(self._wanted(), 512) * shape.vocab * (4 + 2)
+        return int(chunk * wide * self._element + logits)
+
+    def _graph_rows(self) -> int:
+        given = self.args.sglang_cuda_graph_bs or self.args.sglang_cuda_graph_max_bs
+        if given:
+            return max(given) if isinstance(given, list) else given
+        if self.args.rollout_engine == "slime":
+            return self.args.sglang_max_running_requests or _DEFAULT_RUNNING
+        if self.capacity < 60 * GIB:
+            return 80
+        return 256 if self.tp < 4 else 512

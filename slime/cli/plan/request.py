@@ -1,0 +1,190 @@
+"""The command line of `slime plan`: the flags of train.py, resolved for the machine they are meant for."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.cli.plan.model_args import config_from_flags, write_config
+from slime.config.arguments import Args, resolve
+from slime.config.checks.installed import count_gpus
+from slime.config.flags.config_file import read_config
+from slime.config.flags.draft import Draft, Origin
+from slime.config.flags.parser import read_command_line
+from slime.config.sglang_install import find_sglang
+from slime.core.errors import ConfigError
+from slime.utils.machine import gpus as local_gpus
+
+DEFAULT_GPU_GIB = 80.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What is asked of the planner itself. Sizes in GiB, as nvidia-smi and free count them."""
+
+    gpu_memory: float | None = None
+    host_memory: float | None = None
+    gpus: int | None = None
+    as_json: bool = False
+    html: str | None = None
+    suggest: bool = False
+
+
+_NUMBERS = {
+    "--gpu-memory": "gpu_memory",
+    "--plan-gpu-memory": "gpu_memory",
+    "--host-memory": "host_memory",
+    "--gpus": "gpus",
+}
+_SWITCHES = {"--json": "as_json", "--suggest": "suggest"}
+
+
+def split_options(argv: list[str]) -> tuple[PlanOptions, list[str]]:
+    """The planner's own options, and the flags of the run."""
+    own: dict[str, Any] = {}
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name, _, value = word.partition("=")
+        if name in _SWITCHES:
+            own[_SWITCHES[name]] = True
+        elif name in _NUMBERS:
+            own[_NUMBERS[name]] = _number(name, value or next(words, ""))
+        elif name == "--html":
+            own["html"] = _file_name(value or next(words, None))
+        elif word != "--dry-run":
+            rest.append(word)
+    return PlanOptions(**own), rest
+
+
+@contextmanager
+def planned_args(argv: list[str], options: PlanOptions) -> Iterator[Args]:
+    """The resolved flags; inside, --hf-checkpoint is a folder that has at least a config.json."""
+    typed = read_command_line(argv)
+    configured = read_config(typed["config"]) if typed.get("config") else {}
+    given = {**configured, **typed}
+    origins: dict[str, Origin] = {
+        **dict.fromkeys(configured, "config"),
+        **dict.fromkeys(typed, "command line"),
+    }
+    with tempfile.TemporaryDirectory(prefix="slime-plan-") as folder:
+        said = _give_config(given, Path(folder))
+        said += _assume(given, origins)
+        several = (given.get("actor_num_nodes") or 1) > 1
+        gpus = _gpus_per_node(given)
+        draft = Draft(given, origins, gpus=gpus, offline=True, cluster=several)
+        args = resolve(draft)
+        _check_gpus(args, options)
+        yield Args(args.to_dict(redact=False), _origins(args), (*said, *args.warnings))
+
+
+def gpu_capacity(options: PlanOptions) -> tuple[float, str]:
+    """GiB of one GPU, and where the figure comes from."""
+    if options.gpu_memory is not None:
+        return options.gpu_memory, "--gpu-memory"
+    found = local_gpus()
+    if found:
+        return found[0].memory_mib / 1024, f"the {found[0].name} of this machine"
+    return DEFAULT_GPU_GIB, "assumed, as there is no GPU here: give --gpu-memory"
+
+
+def total_gpus(args: Args) -> int:
+    training = args.actor_num_nodes * args.actor_num_gpus_per_node
+    return training if args.colocate else training + args.rollout_num_gpus
+
+
+def _give_config(given: dict[str, Any], folder: Path) -> list[str]:
+    """Where there is no config.json, MODEL_ARGS say the same."""
+    named = given.get("hf_checkpoint")
+    if named and (Path(named).expanduser() / "config.json").is_file():
+        return []
+    config = config_from_flags(given, fp8="fp8" in str(named).lower())
+    if config is None:
+        raise ConfigError(
+            "the plan needs the model's shape: give --hf-checkpoint with a folder that has a config.json, "
+            "or the MODEL_ARGS of scripts/models"
+        )
+    given["hf_checkpoint"] = str(write_config(config, folder / Path(named or "model").name))
+    shape = f"the shape of the model ({config['model_type']}) comes from MODEL_ARGS"
+    fp8 = ", and FP8 weights in blocks of 128 x 128 from its name"
+    if not named:
+        return [shape]
+    extra = fp8 if "quantization_config" in config else ""
+    return [f"--hf-checkpoint: {named} is not there; {shape}{extra}"]
+
+
+def _assume(given: dict[str, Any], origins: dict[str, Origin]) -> list[str]:
+    """What a run must be told and a plan can do without."""
+    wanted: dict[str, Any] = {
+        "rollout_batch_size": 32,
+        "n_samples_per_prompt": 8,
+        "prompt_data": ["prompts.jsonl"],
+        "rollout_max_response_len": 8192,
+    }
+    if given.get("num_epoch") is None:
+        wanted["num_rollout"] = 1
+    if given.get("rollout_batch_size") is not None:
+        wanted.pop("n_samples_per_prompt")
+    if given.get("rollout_engine") in (None, "auto") and not (count_gpus() and not find_sglang()):
+        wanted["rollout_engine"] = "sglang"
+        given.pop("rollout_engine", None)
+    if given.get("num_gpus_per_node") is None and given.get("actor_num_nodes", 1) == 1:
+        wanted["num_gpus_per_node"] = _gpus_per_node(given)
+    missing = {name: value for name, value in wanted.items() if given.get(name) is None}
+    given.update(missing)
+    for name in missing:
+        origins.setdefault(name, "derived")
+    told = ("rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len")
+    return [
+        f"--{name.replace('_', '-')} is not given: {missing[name]} assumed"
+        for name in told
+        if name in missing
+    ]
+
+
+def _gpus_per_node(given: dict[str, Any]) -> int:
+    asked = given.get("num_gpus_per_node")
+    return asked or max(8, given.get("actor_num_gpus_per_node") or 0)
+
+
+def _check_gpus(args: Args, options: PlanOptions) -> None:
+    needed = total_gpus(args)
+    if options.gpus is None or options.suggest or needed <= options.gpus:
+        return
+    training = args.actor_num_nodes * args.actor_num_gpus_per_node
+    both = f"{training} GPUs for training + {args.rollout_num_gpus} for rollout = {needed}"
+    how = f"{training} GPUs for training" if args.colocate else both
+    advice = "" if args.colocate else "add --colocate, "
+    raise ConfigError(
+        f"the job asks for {how}, and there are {options.gpus}: {advice}lower "
+        "--actor-num-gpus-per-node or --rollout-num-gpus, or use more machines"
+    )
+
+
+def _origins(args: Args) -> dict[str, Origin]:
+    return {name: args.origin(name) for name in args.to_dict(redact=False)}
+
+
+def _number(name: str, text: str) -> float | int:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"{name}: {text!r} is not a number") from None
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be a number above 0, not {text}")
+    if name == "--gpus" and value != int(value):
+        raise ConfigError(f"--gpus must be a whole number, not {text}")
+    return int(value) if name == "--gpus" else value
+
+
+def _file_name(text: str | None) -> str:
+    if not text or text.startswith("--"):
+        raise ConfigError("--html needs the name of the file to write: --html plan.html")
+    if not Path(text).absolute().parent.is_dir():
+        raise ConfigError(f"--html {text}: there is no folder {Path(text).absolute().parent}")
+    return text

@@ -1,0 +1,253 @@
+"""`slime plan --suggest`: layouts for a model on a number of GPUs, each planned like any other, ranked.
+
+Candidates are every TP that divides the heads and stays inside a machine, every PP (with fewer layers in
+its last stage where it does not divide them), EP for experts, CP 1; colocated, with the token budget that
+was asked for. Those whose cheap lower bound cannot fit are not built. Of those that fit, fewer GPUs per copy of the model come first (more data
+parallelism, less communication), less recomputation before more, tensor before pipeline parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from slime.cli.plan.memory import GIB
+from slime.cli.plan.model_shape import Shape, read_shape
+from slime.cli.plan.plan import Machine, Plan, make_plans, plan_from_count
+from slime.cli.plan.request import PlanOptions, gpu_capacity, planned_args
+from slime.cli.plan.table import wide_console
+from slime.config.arguments import Args
+from slime.config.flags.parser import read_command_line
+from slime.core.errors import ConfigError, UserError
+
+_SHOWN = 8
+_MOST_BUILT = 16
+_STEPS: tuple[dict[str, Any], ...] = (
+    {},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "optimizer_cpu_offload": True,
+        "use_precision_aware_optimizer": True,
+    },
+)
+_NAMES = ("", "recompute", "recompute, CPU Adam")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    plan: Plan
+    effort: int  # index of the step of _STEPS that was needed
+
+    @property
+    def flags(self) -> list[str]:
+        sizes, args = self.plan.layout.sizes, self.plan.args
+        words = [f"--tensor-model-parallel-size {sizes.tp}"]
+        if sizes.tp > 1:
+            words.append("--sequence-parallel")
+        words.append(f"--pipeline-model-parallel-size {sizes.pp}")
+        if last := args.num_layers_in_last_pipeline_stage:
+            words.append(f"--decoder-last-pipeline-num-layers {last}")
+        if self.plan.shape.num_experts:
+            words.append(f"--expert-model-parallel-size {sizes.ep}")
+            words.append(f"--expert-tensor-parallel-size {sizes.etp}")
+        for name, value in _STEPS[self.effort].items():
+            option = "--" + name.replace("_", "-")
+            words.append(option if value is True else f"{option} {value}")
+        words.append(f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}")
+        words.append(f"--sglang-mem-fraction-static {args.sglang_mem_fraction_static:g}")
+        return words
+
+
+def suggest(argv: list[str], options: PlanOptions) -> int:
+    if options.gpus is None:
+        raise ConfigError("--suggest needs the number of GPUs: give --gpus")
+    size, source = gpu_capacity(options)
+    host = None if options.host_memory is None else options.host_memory * GIB
+    machine = Machine(gpu_bytes=size * GIB, source=source, host_bytes=host)
+    with planned_args([*argv, *_cluster(options.gpus, argv)], options) as args:
+        if args.train_backend != "megatron":
+            raise ConfigError(
+                "--suggest proposes layouts of --train-backend megatron; FSDP has one layout: plan it"
+            )
+        found = find_suggestions(args, machine)
+    _show(found, options)
+    return 0 if found else 1
+
+
+def find_suggestions(args: Args, machine: Machine) -> list[Suggestion]:
+    """Those that fit, best first."""
+    shape = read_shape(args.hf_checkpoint)
+    engine = _engine_size(args, shape, machine)
+    layouts = _layouts(args, shape, machine)[:_MOST_BUILT]
+    plans = make_plans([args.replace(**layout, **engine) for layout in layouts], machine)
+    found = []
+    for plan in plans:
+        if not isinstance(plan, UserError):
+            suggestion = _least_effort(plan, machine)
+            found += [suggestion] if suggestion else []
+    return sorted(found, key=_rank)
+
+
+def _least_effort(plan: Plan, machine: Machine) -> Suggestion | None:
+    for effort, step in enumerate(_STEPS):
+        other = plan_from_count(plan.args.replace(**step), plan.count, machine)
+        if other.verdict == "fits":
+            return Suggestion(plan=other, effort=effort)
+    return None
+
+
+def _rank(suggestion: Suggestion) -> tuple[float, ...]:
+    sizes = suggestion.plan.layout.sizes
+    copies = -sizes.dp
+    spread = -sizes.ep if suggestion.plan.shape.num_experts else 0
+    return (suggestion.effort, copies, sizes.pp, spread, suggestion.plan.fullest.total)
+
+
+def _cluster(gpus: int, argv: list[str]) -> list[str]:
+    """Machines of 8 GPUs, unless --num-gpus-per-node says otherwise."""
+    asked = read_command_line(argv).get("num_gpus_per_node")
+    per_node = min(gpus, asked or 8)
+    if per_node < 1 or gpus % per_node:
+        fitting = [f"--num-gpus-per-node {n}" for n in range(8, 1, -1) if gpus % n == 0]
+        how = " or ".join([*(f"add {flag}" for flag in fitting[:1]), "give another number of GPUs"])
+        raise ConfigError(
+            f"--gpus {gpus} is no whole number of machines with {per_node} GPUs: {how}"
+        )
+    nodes = gpus // per_node
+    return [
+        *("--actor-num-nodes", str(nodes), "--actor-num-gpus-per-node", str(per_node)),
+        *("--num-gpus-per-node", str(per_node), "--colocate", "--use-dynamic-batch-size"),
+        *("--max-tokens-per-gpu", "8192"),
+    ]
+
+
+def _layouts(args: Args, shape: Shape, machine: Machine) -> list[dict[str, Any]]:
+    """Cheapest to communicate first; those that cannot hold their parameters are left out."""
+    gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    found = []
+    for tp in _divisors(args.actor_num_gpus_per_node):
+        for pp in _divisors(gpus // tp):
+            if not _possible(shape, tp, pp):
+                continue
+            for ep in _expert_sizes(shape, gpus, pp, tp):
+                layout = _layout(shape, tp, pp, ep)
+                if _floor(shape, gpus, tp, pp, ep) < machine.gpu_bytes:
+                    found.append(layout)
+    found.sort(
+        key=lambda one: one["tensor_model_parallel_size"] * one["pipeline_model_parallel_size"]
+    )
+    return found
+
+
+def _possible(shape: Shape, tp: int, pp: int) -> bool:
+    keys = shape.latent or shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
+    return keys and shape.heads % tp == 0 and _last_stage(shape.layers, pp) > 0
+
+
+def _last_stage(layers: int, pp: int) -> int:
+    """Layers of the last stage when the others have as many as they need."""
+    return layers - -(-layers // pp) * (pp - 1)
+
+
+def _layout(shape: Shape, tp: int, pp: int, ep: int) -> dict[str, Any]:
+    last = _last_stage(shape.layers, pp)
+    layout: dict[str, Any] = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "num_layers_in_last_pipeline_stage": last if shape.layers % pp else None,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1 if ep > 1 else tp,
+        "sequence_parallel": tp > 1,
+    }
+    return layout
+
+
+def _expert_sizes(shape: Shape, gpus: int, pp: int, tp: int) -> list[int]:
+    """As many expert ranks as there can be, and half of them."""
+    if not shape.num_experts:
+        return [1]
+    sizes = [n for n in _divisors(gpus // pp) if shape.num_experts % n == 0]
+    return sizes[-2:] if len(sizes) > 1 else sizes
+
+
+def _floor(shape: Shape, gpus: int, tp: int, pp: int, ep: int) -> float:
+    """Bytes of weights and gradients alone, roughly: to leave out what cannot fit, never to let in."""
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    dense = attention + (0 if shape.num_experts else 3 * shape.hidden * shape.ffn)
+    experts = 3 * shape.hidden * shape.expert_ffn * shape.num_experts
+    per_rank = shape.layers / pp * (dense / tp + experts / max(ep, 1))
+    return 6 * 0.8 * per_rank
+
+
+def _engine_size(args: Args, shape: Shape, machine: Machine) -> dict[str, Any]:
+    """The smallest engine whose weights take at most half of the share it may have."""
+    gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    mlp = 3 * shape.hidden * max(shape.ffn, shape.expert_ffn * shape.num_experts)
+    weights = 2 * (shape.layers * (attention + mlp) + 2 * shape.hidden * shape.vocab)
+    fraction = args.sglang_mem_fraction_static or 0.7
+    possible = [n for n in _divisors(gpus) if shape.heads % n == 0]
+    sizes = [n for n in possible if weights / n < 0.5 * fraction * machine.gpu_bytes]
+    chosen = args.rollout_num_gpus_per_engine
+    if args.origin("rollout_num_gpus_per_engine") == "default":
+        chosen = sizes[0] if sizes else possible[-1]
+    return {"rollout_num_gpus_per_engine": chosen, "sglang_mem_fraction_static": fraction}
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _show(found: list[Suggestion], options: PlanOptions) -> None:
+    if options.as_json:
+        print(json.dumps({"version": 1, "suggestions": [_json(s) for s in found]}, indent=1))
+        return
+    console = wide_console()
+    if not found:
+        console.print(
+            f"nothing fits on {options.gpus} GPU{'s' * (options.gpus != 1)}, not even with all activations recomputed and Adam on the "
+            "host: give more GPUs, or more memory with --gpu-memory",
+            highlight=False,
+        )
+        return
+    table = Table(title=f"layouts for {options.gpus} GPUs, best first", title_justify="left")
+    for column in ("", "TP", "PP", "DP", "EP", "engine", "fullest GPU", "host", "with"):
+        table.add_column(column, justify="right")
+    for number, suggestion in enumerate(found[:_SHOWN], 1):
+        table.add_row(str(number), *_cells(suggestion))
+    console.print(table)
+    console.print("the first one:  " + " ".join(found[0].flags), highlight=False, soft_wrap=True)
+
+
+def _cells(suggestion: Suggestion) -> list[str]:
+    plan = suggestion.plan
+    sizes = plan.layout.sizes
+    return [
+        str(sizes.tp),
+        str(sizes.pp),
+        str(sizes.dp),
+        str(sizes.ep) if plan.shape.num_experts else "-",
+        str(plan.args.rollout_num_gpus_per_engine),
+        f"{plan.fullest.total / GIB:.1f} GiB",
+        f"{plan.host.total / GIB:.0f} GiB",
+        _NAMES[suggestion.effort],
+    ]
+
+
+def _json(suggestion: Suggestion) -> dict[str, Any]:
+    plan = suggestion.plan
+    return {
+        "parallel": plan.layout.sizes.as_dict(),
+        "flags": suggestion.flags,
+        "verdict": plan.verdict,
+        "fullest_bytes": plan.fullest.total,
+        "fullest_phase": plan.fullest.name,
+        "host_bytes": plan.host.total,
+    }

@@ -1,0 +1,252 @@
+"""What a trainer rank has on its GPU: always, in a training step, in a log-prob pass, in an update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from slime.backends.model_size.rank_model import ModelCount, RankModel
+from slime.cli.plan.activations import LayerCost, layer_cost
+from slime.cli.plan.batches import Batches
+from slime.cli.plan.memory import GIB, Item
+from slime.cli.plan.model_shape import Shape
+from slime.cli.plan.rank_layout import Sizes
+from slime.cli.plan.te import fp8_copy_bytes, optimizer_bytes
+from slime.config.arguments import Args
+
+# Assumed, not derived: what a CUDA process takes before its first tensor, and a communicator's buffers.
+CUDA_CONTEXT = int(0.5 * GIB)
+NCCL_GROUP = int(0.2 * GIB)
+GRADIENTS = "gradients"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    args: Args
+    shape: Shape
+    sizes: Sizes
+    batches: Batches
+    count: ModelCount
+
+    # ---- what stays
+
+    def resident(self, rank: RankModel) -> list[Item]:
+        """Parameters, gradients and optimizer between steps; what --optimizer-cpu-offload leaves."""
+        weights = 0 if self.args.fsdp_cpu_offload else rank.weight_bytes
+        items = [Item(name="parameters", nbytes=weights, note=self._dtype_note())]
+        if self._is_megatron:
+            note = "accumulated in fp32"
+            items.append(Item(name=GRADIENTS, nbytes=rank.gradient_bytes, note=note))
+        master, moments = self._optimizer(rank)
+        items.append(Item(name="fp32 master weights", nbytes=master))
+        items.append(Item(name=moments_name(self.args), nbytes=moments))
+        copies = fp8_copy_bytes(self.args, self.shape, rank, self.sizes.tp)
+        items.append(Item(name="FP8 copies of weights", nbytes=copies, note="both ways"))
+        items += self._frozen(rank)
+        if has_critic(self.args) and not self.args.offload_train:  # else they take turns
+            both = sum(item.nbytes for item in items)
+            items.append(Item(name="critic", nbytes=both, note="as much as the actor"))
+        return [item for item in items if item.nbytes]
+
+    def between_steps(self, rank: RankModel) -> list[Item]:
+        """The same where the engines' turn comes after every rollout: without gradients."""
+        items = self.resident(rank)
+        if not self.args.offload_train:
+            return items
+        return [item for item in items if item.name != GRADIENTS]
+
+    def overhead(self) -> list[Item]:
+        groups = sum(
+            size > 1
+            for size in (
+                self.sizes.tp,
+                self.sizes.pp,
+                self.sizes.cp,
+                self.sizes.dp,
+                self.sizes.dp * self.sizes.cp,
+                self.sizes.ep,
+                self.sizes.etp,
+                self.sizes.expert_dp,
+            )
+        )
+        items = [Item(name="CUDA context", nbytes=CUDA_CONTEXT, note="assumed")]
+        if groups:
+            nccl = groups * NCCL_GROUP
+            items.append(Item(name="NCCL buffers", nbytes=nccl, note=f"assumed, {groups} groups"))
+        return items
+
+    # ---- what comes and goes
+
+    def training(self, rank: RankModel) -> list[Item]:
+        tokens, cost = self.batches.tokens_per_gpu, self._layer_cost()
+        kept = self._kept(rank, cost) * tokens * self._element
+        working = cost.backward * tokens * self._element
+        if self._recomputes_layers:
+            working += cost.largest * tokens * self._element
+        head = self._head(tokens, backward=True) if rank.has_head else 0
+        items = [
+            Item(name="activations", nbytes=int(kept), note=f"{tokens} tokens"),
+            Item(name="logits and loss", nbytes=head, note="in chunks"),
+            Item(name="layer at work", nbytes=int(max(working - head, 0))),
+        ]
+        return [item for item in [*items, *self._gathered(training=True)] if item.nbytes]
+
+    def log_probs(self, rank: RankModel) -> list[Item]:
+        tokens = self.batches.log_prob_tokens_per_gpu
+        working = int(self._layer_cost().largest * tokens * self._element)
+        head = self._head(tokens, backward=False) if rank.has_head else 0
+        items = [
+            Item(name="layer at work", nbytes=working, note=f"{tokens} tokens"),
+            Item(name="logits", nbytes=head, note="in chunks"),
+        ]
+        return [item for item in [*items, *self._gathered(training=False)] if item.nbytes]
+
+    def update(self) -> list[Item]:
+        """Buckets of whole tensors: one that is gathered, and with shared memory two that are sent."""
+        size = self.args.update_weight_buffer_size
+        largest = self.count.whole.largest_tensor * self._element
+        bucket = max(size, largest)
+        shared = 2 if self.args.update_weight_transport == "tensor" else 1
+        parts = self._gathered_at_once()
+        return [
+            Item(
+                name="weight buckets", nbytes=(1 + shared) * bucket, note=f"{1 + shared} at a time"
+            ),
+            Item(name="tensors being gathered", nbytes=parts),
+        ]
+
+    # ---- helpers
+
+    @property
+    def _is_megatron(self) -> bool:
+        return self.args.train_backend == "megatron"
+
+    @property
+    def _element(self) -> int:
+        return 2 if self.args.precision == "bf16" else 4
+
+    @property
+    def _recomputes_layers(self) -> bool:
+        if self._is_megatron:
+            return self.args.recompute_granularity == "full"
+        return bool(self.args.gradient_checkpointing)
+
+    def _dtype_note(self) -> str:
+        return self.args.precision if self._is_megatron else "fp32, sharded"
+
+    def _optimizer(self, rank: RankModel) -> tuple[int, int]:
+        if self.args.fsdp_cpu_offload:
+            return 0, 0
+        if self._is_megatron and self.args.optimizer_cpu_offload:
+            left = 1 - offloaded_share(self.args)
+            # Without the precision-aware optimizer the masters stay here and only moments leave.
+            master = rank.master_bytes if not self.args.use_precision_aware_optimizer else 0
+            return max(master, int(rank.master_bytes * left)), int(rank.moment_bytes * left)
+        return optimizer_bytes(self.args, rank)
+
+    def _frozen(self, rank: RankModel) -> list[Item]:
+        """FSDP keeps reference and teacher on the GPU, in the run's precision; Megatron on the host."""
+        if self._is_megatron or self.args.fsdp_cpu_offload:
+            return []
+        each = rank.parameters * self._element
+        return [Item(name=f"{name} weights", nbytes=each) for name in frozen_models(self.args)]
+
+    def _layer_cost(self) -> LayerCost:
+        repeats = self.count.attention_repeats_keys
+        return layer_cost(self.args, self.shape, self.sizes, repeats_keys=repeats)
+
+    def _kept(self, rank: RankModel, cost: LayerCost) -> float:
+        """Elements per token that wait for the backward pass, of all micro-batches under way."""
+        flying = self._in_flight(rank)
+        layers = rank.dense_layers + rank.moe_layers
+        if not self._recomputes_layers:
+            whole = rank.dense_layers * cost.dense.total + rank.moe_layers * cost.moe.total
+            return flying * whole
+        each, method = self.args.recompute_num_layers or 1, self.args.recompute_method
+        if not self._is_megatron:
+            return layers * cost.dense.boundary
+        if method == "block":  # the first ones only
+            again = min(each, layers)
+            rest = (layers - again) * cost.largest
+            return flying * (again * cost.dense.boundary + rest)
+        extra = (each - 1) * cost.largest  # of one group that is computed again at a time
+        return flying * math.ceil(layers / each) * cost.dense.boundary + extra
+
+    def _in_flight(self, rank: RankModel) -> float:
+        """Micro-batches whose backward pass is still to come when the pipeline is full."""
+        stage = rank.rank // (self.sizes.world // self.sizes.pp)
+        stages = virtual_stages(self.args, self.shape.layers)
+        count = float(self.sizes.pp - stage)
+        if stages > 1:
+            chunks = 2 * (self.sizes.pp - stage - 1) + (stages - 1) * self.sizes.pp + 1
+            count = chunks / stages
+        return min(count, max(self.batches.samples_per_dp_rank, 1))
+
+    def _head(self, tokens: int, *, backward: bool) -> int:
+        """The chunk's logits, hidden states of all tokens and, backward, the head's gradient in fp32."""
+        vocab = math.ceil(self.shape.vocab / self.sizes.tp)
+        chunk = min(self.args.log_probs_chunk_size, tokens)
+        whole = self.sizes.tp == 1 and self._element == 2
+        logits = chunk * vocab * ((4 if backward else 2) if whole else 14 if backward else 10)
+        hidden = tokens * self.shape.hidden * self._element
+        if not backward:
+            return logits + hidden
+        gradient = vocab * self.shape.hidden * (4 + 2 if self._element == 2 else 4)
+        return logits + 2 * hidden + gradient
+
+    def _gathered(self, *, training: bool) -> list[Item]:
+        """What FSDP gathers: of one rank everything at once, of several two layers and the head."""
+        if self._is_megatron:
+            return []
+        whole = self.count.whole
+        parts = whole.total
+        if self.sizes.world > 1:
+            parts = 2 * whole.layer + self._outside_layers()
+        items = [Item(name="gathered parameters", nbytes=parts * self._element)]
+        if training:
+            own = self.count.ranks[0].trained_parameters
+            here = 0 if self.args.fsdp_cpu_offload else own * 4
+            whole_ones = 2 * whole.layer + self._outside_layers()
+            work = 0 if self.sizes.world == 1 else whole_ones * 4
+            items.append(Item(name=GRADIENTS, nbytes=here + work, note="fp32, until the step"))
+        return items
+
+    def _outside_layers(self) -> int:
+        return sum(self.count.whole.by_part.get(part, 0) for part in ("embedding", "head"))
+
+    def _gathered_at_once(self) -> int:
+        """One tensor whole beside its parts; of experts, the same one of all expert ranks."""
+        expert = 2 * self.shape.hidden * self.shape.expert_ffn * self.sizes.ep
+        widest = max(self.count.whole.largest_tensor, expert)
+        spread = self.sizes.world > 1
+        return int(widest * self._element * (2 if spread else 1))
+
+
+def moments_name(args: Args) -> str:
+    names = {"adam": "Adam's moments", "sgd": "SGD's momentum"}
+    return names.get(args.optimizer, "Muon's momentum, Adam's moments")
+
+
+def frozen_models(args: Args) -> list[str]:
+    names = ["reference"] if args.use_kl_loss or args.kl_coef else []
+    return [*names, "teacher"] if args.use_opd and args.opd_type == "megatron" else names
+
+
+def offloaded_share(args: Args) -> float:
+    """Of the optimizer under --optimizer-cpu-offload; all of it unless a fraction is given."""
+    fraction = args.optimizer_offload_fraction
+    return 1.0 if fraction is None else fraction
+
+
+def has_critic(args: Args) -> bool:
+    return args.advantage_estimator == "ppo" and args.loss_type != "sft_loss"
+
+
+def virtual_stages(args: Args, layers: int) -> int:
+    if args.train_backend != "megatron":
+        return 1
+    per_stage = args.num_layers_per_virtual_pipeline_stage
+    if per_stage:
+        return layers // args.pipeline_model_parallel_size // per_stage
+    chosen = args.virtual_pipeline_model_parallel_size or args.num_virtual_stages_per_pipeline_rank
+    return chosen or 1

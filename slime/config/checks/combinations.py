@@ -1,0 +1,312 @@
+"""What is refused before anything starts, each with one sentence that says what to type."""
+
+from __future__ import annotations
+
+from slime.config.checks.embedded_engine import embedded_support
+from slime.config.checks.inactive_flags import warn_inert
+from slime.config.checks.layout_checks import check_cluster
+from slime.config.checks.sglang_checks import check_external, check_sglang
+from slime.config.derive import context_limit
+from slime.config.flags.draft import Draft
+from slime.config.flags.registry import all_flags, own_flags
+from slime.config.flags.spec import option_of
+from slime.config.reward_types import reward_type
+from slime.core.errors import ConfigError
+
+# flag of the other trainer -> what to use instead
+_INSTEAD = {
+    "recompute_granularity": "use --gradient-checkpointing",
+    "optimizer_cpu_offload": "use --fsdp-cpu-offload",
+    "attention_backend": "use --attn-implementation",
+    "gradient_checkpointing": "use --recompute-granularity full",
+    "fsdp_cpu_offload": "use --optimizer-cpu-offload",
+    "attn_implementation": "use --attention-backend",
+}
+
+
+def check_all(draft: Draft) -> None:
+    """Rules about combinations; every value is derived by now."""
+    check_backend(draft)
+    check_engine(draft)
+    check_cluster(draft)
+    check_algorithm(draft)
+    check_distillation(draft)
+    check_optimizer(draft)
+    check_optimizer_kind(draft)
+    check_reward(draft)
+    check_batches(draft)
+    check_lengths(draft)
+    check_modes(draft)
+    check_patterns(draft)
+    warn_lonely_groups(draft)
+    warn_inert(draft)
+
+
+def check_backend(draft: Draft) -> None:
+    """A flag that only the other trainer honours, set explicitly, is refused."""
+    backend = draft["train_backend"]
+    for name in draft.given_names():
+        flag = all_flags()[name]
+        owner = "megatron" if flag.family == "megatron" else flag.backend
+        if owner is not None and owner != backend:
+            raise ConfigError(
+                f"{flag.option} belongs to --train-backend {owner}, this run uses {backend}: "
+                f"{_INSTEAD.get(name, 'leave it out')}, or choose --train-backend {owner}"
+            )
+    if draft["lr_decay_style"] == "WSD":
+        raise ConfigError(
+            "--lr-decay-style WSD is not honoured: use constant, linear, cosine or inverse-square-root"
+        )
+    if draft["nccl_ub"] and draft["offload_train"]:
+        raise ConfigError(
+            "--nccl-ub registers the gradients' memory with NCCL, and --offload-train gives that memory back "
+            "every rollout: leave --nccl-ub out, or add --no-offload-train"
+        )
+
+
+def check_engine(draft: Draft) -> None:
+    check_external(draft)
+    if draft["rollout_engine"] == "sglang":
+        check_sglang(draft)
+    if draft["rollout_engine"] != "slime":
+        return
+    for name in draft.given_names():
+        flag = all_flags()[name]
+        if flag.family == "router":
+            raise ConfigError(
+                f"{flag.option}: the embedded engine is reached without a router: leave it out"
+            )
+        off = draft[name] is False and not flag.default
+        if flag.family != "sglang" or off or draft[name] == flag.default:
+            continue
+        if embedded_support(name.removeprefix("sglang_")) == "refused":
+            raise ConfigError(
+                f"{flag.option} is not supported by the embedded engine: leave it out, or use "
+                "--rollout-engine sglang"
+            )
+    algorithm = draft["sglang_speculative_algorithm"]
+    if algorithm and algorithm.upper() != "NGRAM":
+        raise ConfigError(
+            f"--sglang-speculative-algorithm {algorithm}: the embedded engine guesses by prompt lookup "
+            "alone: write NGRAM, or use --rollout-engine sglang"
+        )
+    if draft["rollout_num_gpus_per_engine"] > 1:
+        raise ConfigError(
+            f"--rollout-num-gpus-per-engine {draft['rollout_num_gpus_per_engine']}: the embedded engine "
+            "has no tensor parallelism: use 1, or --rollout-engine sglang"
+        )
+
+
+def check_algorithm(draft: Draft) -> None:
+    if draft["kl_coef"] and draft["kl_loss_coef"]:
+        raise ConfigError(
+            "--kl-coef (KL in the rewards) and --kl-loss-coef (KL in the loss) exclude each other: set "
+            "one of them to 0"
+        )
+    if draft["kl_loss_coef"] and not draft["use_kl_loss"]:
+        raise ConfigError("--kl-loss-coef has no effect alone: add --use-kl-loss, or set it to 0")
+    if draft["eps_clip_c"] is not None and draft["eps_clip_c"] <= 1:
+        raise ConfigError(f"--eps-clip-c must be above 1, not {draft['eps_clip_c']}")
+    if draft["tis_clip"] < draft["tis_clip_low"]:
+        raise ConfigError(
+            f"--tis-clip {draft['tis_clip']} is below --tis-clip-low {draft['tis_clip_low']}"
+        )
+    if draft["use_tis"] and draft["use_rollout_logprobs"] and not draft["custom_tis_function_path"]:
+        raise ConfigError(
+            "--use-rollout-logprobs takes ratios against the engine's probabilities already: --use-tis "
+            "would count the same correction twice: leave one of them out"
+        )
+    if (draft["loss_type"] == "custom_loss") != bool(draft["custom_loss_function_path"]):
+        raise ConfigError(
+            "--loss-type custom_loss and --custom-loss-function-path belong together: give both or none"
+        )
+
+
+def warn_lonely_groups(draft: Draft) -> None:
+    """One response per prompt has no sibling to be compared with."""
+    elsewhere = (
+        "disable_rewards_normalization", "custom_reward_post_process_path", "use_opd",
+        "custom_advantage_function_path", "custom_convert_samples_to_train_data_path",
+        "custom_generate_function_path", "debug_rollout_only",
+    )  # fmt: skip
+    compares = draft["advantage_estimator"] not in ("ppo", "reinforce_plus_plus")
+    alone = draft["n_samples_per_prompt"] == 1 and draft["loss_type"] == "policy_loss"
+    if alone and compares and not any(draft[name] for name in elsewhere):
+        draft.warn(
+            f"--advantage-estimator {draft['advantage_estimator']} compares the responses to one prompt: "
+            "with --n-samples-per-prompt 1 every advantage is 0 and the rewards teach nothing: give 2 or "
+            "more"
+        )
+
+
+def check_distillation(draft: Draft) -> None:
+    """The teacher of --use-opd: where it is, and that nothing else wants its place."""
+    if not draft["use_opd"]:
+        return
+    served = draft["opd_type"] == "sglang"
+    if draft["opd_type"] is None:
+        raise ConfigError("--use-opd: say where the teacher runs: --opd-type sglang or megatron")
+    if draft["loss_type"] != "policy_loss":
+        raise ConfigError(f"--use-opd needs --loss-type policy_loss, not {draft['loss_type']}")
+    if served and not draft["rm_url"]:
+        raise ConfigError(
+            "--opd-type sglang needs the teacher's address: --rm-url http://HOST:PORT"
+        )
+    if served and draft["rm_type"] == "remote_rm":
+        raise ConfigError(
+            "--opd-type sglang and --rm-type remote_rm both want --rm-url: use --opd-type megatron, or "
+            "--custom-rm-path"
+        )
+    if served and draft["group_rm"]:
+        raise ConfigError("--opd-type sglang asks for single samples: leave --group-rm out")
+    if served and draft["rollout_temperature"] != 1:
+        raise ConfigError(
+            "--opd-type sglang: engines give log-probs at temperature 1: use --rollout-temperature 1, "
+            "or --opd-type megatron"
+        )
+    if not served and draft["opd_teacher_load"] is None:
+        raise ConfigError("--opd-type megatron needs the teacher's folder: --opd-teacher-load")
+
+
+def check_optimizer(draft: Draft) -> None:
+    if draft["min_lr"] > draft["lr"]:
+        raise ConfigError(f"--min-lr {draft['min_lr']} is above --lr {draft['lr']}")
+    if draft["critic_lr"] is not None and draft["min_lr"] > draft["critic_lr"]:
+        raise ConfigError(f"--min-lr {draft['min_lr']} is above --critic-lr {draft['critic_lr']}")
+    fraction, iters = draft["lr_warmup_fraction"], draft["lr_warmup_iters"]
+    if fraction is not None and iters:
+        raise ConfigError(
+            "--lr-warmup-fraction and --lr-warmup-iters exclude each other: leave one out"
+        )
+    decay = draft["lr_decay_iters"]
+    if draft["lr_decay_style"] != "constant" and decay is not None and iters > decay:
+        raise ConfigError(
+            f"--lr-warmup-iters {iters} is more than the {decay} steps of the schedule: lower it, or "
+            "set --lr-decay-iters"
+        )
+
+
+def check_optimizer_kind(draft: Draft) -> None:
+    """What an optimizer other than Adam cannot be combined with."""
+    kind = draft["optimizer"]
+    if kind == "adam":
+        return
+    if draft["train_backend"] == "fsdp":
+        if kind == "dist_muon":
+            raise ConfigError(
+                "--optimizer dist_muon belongs to --train-backend megatron: use muon, whose state FSDP "
+                "spreads over the ranks anyway"
+            )
+        if kind == "muon" and draft["fsdp_cpu_offload"]:
+            raise ConfigError(
+                "--optimizer muon multiplies whole matrices, which --fsdp-cpu-offload would do on the CPU: "
+                "leave one of them out"
+            )
+        return
+    for name in ("use_distributed_optimizer", "overlap_param_gather", "optimizer_cpu_offload"):
+        if draft.given(name) and draft[name]:
+            raise ConfigError(
+                f"{option_of(name)} is for --optimizer adam, this run uses {kind}: leave it out"
+            )
+    if kind != "sgd" and draft["muon_num_ns_steps"] % 5:
+        raise ConfigError(
+            f"--muon-num-ns-steps {draft['muon_num_ns_steps']}: megatron-core's iterations come in fives: "
+            "use 5 or 10"
+        )
+
+
+def check_reward(draft: Draft) -> None:
+    rm_type = draft["rm_type"]
+    if rm_type is not None:
+        reward_type(rm_type)
+    for name in draft["allow_row_rm_types"]:
+        reward_type(name, "--allow-row-rm-types")
+    if rm_type == "remote_rm" and not draft["rm_url"]:
+        raise ConfigError("--rm-type remote_rm needs --rm-url with the address to post to")
+
+
+def check_batches(draft: Draft) -> None:
+    prompts, siblings = draft["rollout_batch_size"], draft["n_samples_per_prompt"]
+    batch, steps = draft["global_batch_size"], draft["num_steps_per_rollout"]
+    if prompts * siblings != batch * steps:
+        raise ConfigError(
+            f"--rollout-batch-size {prompts} x --n-samples-per-prompt {siblings} = {prompts * siblings} "
+            f"samples, but --global-batch-size {batch} x --num-steps-per-rollout {steps} = "
+            f"{batch * steps}: choose numbers with equal products"
+        )
+    if draft["use_dynamic_batch_size"] and draft["max_tokens_per_gpu"] is None:
+        raise ConfigError(
+            "--use-dynamic-batch-size needs a token budget: give --max-tokens-per-gpu"
+        )
+    if draft["over_sampling_batch_size"] < prompts:
+        raise ConfigError(
+            f"--over-sampling-batch-size {draft['over_sampling_batch_size']} is below "
+            f"--rollout-batch-size {prompts}: raise it to at least that"
+        )
+
+
+def check_lengths(draft: Draft) -> None:
+    if draft["rollout_num_gpus"] == 0:  # nothing is generated
+        return
+    (limit, what), prompt = context_limit(draft), draft["rollout_max_prompt_len"]
+    if limit is not None and limit <= (prompt or 1):
+        raise ConfigError(
+            f"{what} leaves no response token behind a prompt of {prompt or 1}: "
+            + ("lower --rollout-max-prompt-len" if prompt else "raise it")
+        )
+    if draft["rollout_max_response_len"] is None:
+        raise ConfigError("--rollout-max-response-len is missing: give the longest response")
+    response, context = draft["rollout_max_response_len"], draft["rollout_max_context_len"]
+    if draft["rollout_engine"] == "slime" and context is None and limit and response >= limit:
+        raise ConfigError(
+            f"--rollout-max-response-len {response} leaves no room for a prompt in {what}: lower it, or "
+            f"add --rollout-max-context-len {limit}, at which responses then end"
+        )
+    buffer = draft["overlong_buffer_len"]
+    if buffer is not None and buffer > draft["rollout_max_response_len"]:
+        raise ConfigError(
+            f"--overlong-buffer-len {buffer} is more than --rollout-max-response-len "
+            f"{draft['rollout_max_response_len']}"
+        )
+
+
+def check_patterns(draft: Draft) -> None:
+    """Paths in which a number is filled in, at the end of a rollout."""
+    for name in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data"):
+        _check_pattern(draft, name, {"rollout_id"})
+    _check_pattern(draft, "save_debug_train_data", {"rollout_id", "rank"})
+
+
+def _check_pattern(draft: Draft, name: str, known: set[str]) -> None:
+    try:
+        (draft[name] or "").format(**dict.fromkeys(known, 0))
+    except (LookupError, ValueError, AttributeError):
+        words = " and ".join(f"'{{{word}}}'" for word in sorted(known))
+        raise ConfigError(
+            f"{option_of(name)} {draft[name]}: only {words} can be filled in; write other braces twice"
+        ) from None
+
+
+def check_modes(draft: Draft) -> None:
+    if draft["debug_train_only"] and draft["debug_rollout_only"]:
+        raise ConfigError(
+            "--debug-rollout-only and --debug-train-only exclude each other: leave one out"
+        )
+    if draft["debug_train_only"] and draft["load_debug_rollout_data"] is None:
+        raise ConfigError("--debug-train-only needs --load-debug-rollout-data to train on")
+    if draft["save_interval"] is not None and draft["save"] is None:
+        raise ConfigError("--save-interval needs --save with the folder for checkpoints")
+    if draft["critic_save"] is not None and draft["save"] is None:
+        raise ConfigError("--critic-save needs --save with the folder for the actor's checkpoints")
+    if draft["ckpt_step"] is not None and draft["load"] is None:
+        raise ConfigError("--ckpt-step needs --load with the folder of the checkpoints")
+    if draft["eval_interval"] and not draft["eval_datasets"] and not _custom_eval(draft):
+        raise ConfigError("--eval-interval needs data: give --eval-prompt-data NAME PATH")
+    names = [dataset.name for dataset in draft["eval_datasets"]]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--eval-prompt-data: two datasets are named {name}: rename one")
+
+
+def _custom_eval(draft: Draft) -> bool:
+    return draft["eval_function_path"] != own_flags()["rollout_function_path"].default

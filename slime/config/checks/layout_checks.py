@@ -1,0 +1,129 @@
+"""Nodes, GPUs and engines: what cannot be placed is refused before Ray is asked for anything."""
+
+from __future__ import annotations
+
+from slime.config.flags.draft import Draft
+from slime.config.flags.spec import option_of
+from slime.core.errors import ConfigError
+
+# Variables of a trainer rank that its start decides.
+_OF_THE_RANK = {
+    "CUDA_VISIBLE_DEVICES": "Ray gives every rank its GPU",
+    "MASTER_ADDR": "the ranks find each other",
+    "MASTER_PORT": "the ranks find each other",
+    "RANK": "a rank is told its number",
+    "WORLD_SIZE": "a rank is told their number",
+    "LOCAL_RANK": "Ray gives every rank its GPU",
+    "SLIME_ENGINE_TOKEN": "every run makes its own",
+}
+
+
+def check_cluster(draft: Draft) -> None:
+    check_nodes(draft)
+    check_engines(draft)
+    check_machine(draft)
+    check_env_vars(draft)
+    if draft["distributed_backend"] == "nccl" and not draft.gpus:
+        draft.lacking("--distributed-backend nccl needs GPUs: use gloo, or leave it out")
+    if draft["distributed_backend"] == "gloo" and draft.gpus:
+        raise ConfigError("--distributed-backend gloo is for machines without a GPU: leave it out")
+    _check_transport(draft)
+
+
+def check_nodes(draft: Draft) -> None:
+    training, has = draft["actor_num_gpus_per_node"], draft["num_gpus_per_node"]
+    several = draft["actor_num_nodes"] > 1
+    if training > has and (draft.given("num_gpus_per_node") or several):
+        raise ConfigError(
+            f"--actor-num-gpus-per-node {training} is more than --num-gpus-per-node {has}: lower the "
+            "first, or say what a node has with the second"
+        )
+
+
+def check_engines(draft: Draft) -> None:
+    per_engine, rollout = draft["rollout_num_gpus_per_engine"], draft["rollout_num_gpus"]
+    if rollout == 0 and draft.given("rollout_num_gpus") and not draft["debug_train_only"]:
+        raise ConfigError("--rollout-num-gpus 0 leaves no engine: give at least 1, or --colocate")
+    if rollout and rollout < per_engine:
+        raise ConfigError(
+            f"an engine of --rollout-num-gpus-per-engine {per_engine} does not fit into {rollout} rollout "
+            f"GPUs: give it at most {rollout}, or raise --rollout-num-gpus"
+        )
+    if rollout % per_engine:
+        raise ConfigError(
+            f"{rollout} rollout GPUs cannot be split into engines of --rollout-num-gpus-per-engine "
+            f"{per_engine}: choose a number that divides them"
+        )
+    _check_straddling(draft)
+
+
+def check_machine(draft: Draft) -> None:
+    """Without a cluster to join, this machine is all there is."""
+    needed, has = _training(draft) + _engines_beside(draft), draft.gpus
+    if not has or needed <= has or draft.cluster:
+        return
+    draft.lacking(
+        f"this run needs {needed} GPUs ({_training(draft)} for training, {_engines_beside(draft)} beside "
+        f"them for rollout) and this machine has {has}: {_way_out(draft)}, or submit it to a Ray cluster "
+        "of more nodes (docs/scaling.md)"
+    )
+
+
+def check_env_vars(draft: Draft) -> None:
+    for name in draft["train_env_vars"]:
+        if name in _OF_THE_RANK:
+            raise ConfigError(
+                f"--train-env-vars: {name} is set by slime ({_OF_THE_RANK[name]}): leave it out"
+            )
+
+
+def _training(draft: Draft) -> int:
+    if draft["debug_rollout_only"]:
+        return 0
+    return draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
+
+
+def _engines_beside(draft: Draft) -> int:
+    """GPUs of engines that do not sit on the trainer's."""
+    if draft["rollout_external"]:
+        return 0
+    if draft["colocate"]:
+        return max(0, draft["rollout_num_gpus"] - _training(draft))
+    return draft["rollout_num_gpus"]
+
+
+def _way_out(draft: Draft) -> str:
+    if _training(draft) and _engines_beside(draft) and _training(draft) <= draft.gpus:
+        return "add --colocate and leave --rollout-num-gpus out, or lower one of them"
+    return f"lower {option_of('actor_num_nodes')} x {option_of('actor_num_gpus_per_node')}"
+
+
+def _check_straddling(draft: Draft) -> None:
+    """GPUs are handed out node by node: first the trainer's, then engine after engine."""
+    per_engine, per_node = draft["rollout_num_gpus_per_engine"], draft["num_gpus_per_node"]
+    rehearsed = not draft.gpus and not draft.offline  # CPU processes, all on this machine
+    if per_engine == 1 or draft["rollout_external"] or rehearsed:
+        return
+    first = 0 if draft["colocate"] else _training(draft)
+    for start in range(first, first + draft["rollout_num_gpus"], per_engine):
+        room = per_node - start % per_node
+        if per_engine > room and (per_engine <= per_node or start % per_node):
+            raise ConfigError(
+                f"an engine of --rollout-num-gpus-per-engine {per_engine} would begin with the last "
+                f"{room} GPUs of a node of {per_node} (--num-gpus-per-node) and end on the next one: "
+                f"choose sizes with which every engine begins at a multiple of "
+                f"{min(per_engine, per_node)} GPUs"
+            )
+
+
+def _check_transport(draft: Draft) -> None:
+    transport, gpus = draft["update_weight_transport"], draft.gpus
+    if transport == "tensor" and not draft["colocate"] and (gpus or draft["actor_num_nodes"] > 1):
+        raise ConfigError(
+            "--update-weight-transport tensor shares memory, which needs --colocate: use distributed"
+        )
+    if transport == "distributed" and draft["colocate"] and gpus:
+        raise ConfigError(
+            "--update-weight-transport distributed cannot run between processes on one GPU: use tensor "
+            "with --colocate"
+        )

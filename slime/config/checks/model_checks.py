@@ -1,0 +1,264 @@
+"""Megatron's flags against the model's config.json and against the GPUs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from slime.config.checks.hf_config import read_hf_config
+from slime.config.checks.installed import is_installed
+from slime.config.checks.megatron_support import asks_for_something, check_megatron_flags
+from slime.config.checks.te_checks import check_kernels
+from slime.config.flags.draft import Draft
+from slime.config.flags.precision_checks import check_fp8, check_precision_aware
+from slime.config.flags.registry import all_flags
+from slime.config.flags.spec import option_of
+from slime.config.megatron_models import check_model_type, check_rope
+from slime.core.errors import ConfigError
+
+# Megatron's flag -> its names in config.json, the first one that is there counts
+_SAME = {
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "hidden_size": ("hidden_size", "n_embd"),
+    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "num_query_groups": ("num_key_value_heads",),
+    "kv_channels": ("head_dim",),
+    "ffn_hidden_size": ("intermediate_size",),
+    "num_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
+    "moe_ffn_hidden_size": ("moe_intermediate_size",),
+    "moe_router_topk": ("num_experts_per_tok",),
+    "norm_epsilon": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
+    "rotary_base": ("rope_theta",),
+    "vocab_size": ("vocab_size",),
+}
+_NOT_WITH_MLA = ("num_query_groups", "kv_channels")
+
+
+def check_model(draft: Draft) -> None:
+    if draft["train_backend"] != "megatron":
+        return
+    check_megatron_flags(draft)
+    config = _flat(read_hf_config(draft))
+    if config.get("model_type") and not draft["custom_model_provider_path"]:
+        check_model_type(config["model_type"])
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        check_rope(config["model_type"], rope.get("rope_type") or rope.get("type") or "default")
+    check_against_config(draft, config)
+    check_expert_flags(draft, config)
+    check_parallel(draft, config)
+    check_precision_aware(draft)
+    check_fp8(draft, config)
+    check_recompute(draft)
+    check_dispatcher(draft)
+    check_hooks(draft)
+    check_packages(draft)
+    check_kernels(draft)
+    check_replay(draft, config)
+
+
+def check_against_config(draft: Draft, config: dict[str, Any]) -> None:
+    """A flag that was given says what the config does; what was not given follows from it."""
+    for name, keys in _SAME.items():
+        key = next((key for key in keys if config.get(key) is not None), None)
+        if key is None or (draft["multi_latent_attention"] and name in _NOT_WITH_MLA):
+            continue
+        value = draft[name] if draft.given(name) else None
+        if value is not None and not math.isclose(value, config[key], rel_tol=1e-6):
+            raise ConfigError(
+                f"{option_of(name)} {value:g} disagrees with {key} {config[key]:g} in config.json "
+                f"of --hf-checkpoint: use {option_of(name)} {config[key]:g}"
+            )
+    if config.get("tie_word_embeddings") and draft["untie_embeddings_and_output_weights"]:
+        raise ConfigError(
+            "config.json of --hf-checkpoint says tie_word_embeddings true: leave out "
+            "--untie-embeddings-and-output-weights"
+        )
+
+
+def check_expert_flags(draft: Draft, config: dict[str, Any]) -> None:
+    if _found(config, "num_layers") is None or _found(config, "num_experts") is not None:
+        return
+    for name in draft.given_names():
+        if name.startswith("moe_") and asks_for_something(name, draft[name]):
+            option = all_flags()[name].option
+            raise ConfigError(
+                f"{option}: the model of --hf-checkpoint has no experts: leave it out"
+            )
+
+
+def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
+    """TP x PP x CP x DP = GPUs; experts are spread inside that, not on top of it."""
+    gpus = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
+    tp, pp, cp = (draft[f"{axis}_parallel_size"] for axis in _AXES)
+    if gpus % (tp * pp * cp):
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x "
+            f"--context-parallel-size {cp} = {tp * pp * cp} does not divide the {gpus} training GPUs: "
+            "lower one of them, or train on more GPUs (experts need none of their own)"
+        )
+    ep = draft["expert_model_parallel_size"]
+    etp = draft["expert_tensor_parallel_size"]
+    if gpus % (ep * etp * pp):
+        raise ConfigError(
+            f"--expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp} x "
+            f"--pipeline-model-parallel-size {pp} = {ep * etp * pp} does not divide the {gpus} training "
+            "GPUs: lower one of them"
+        )
+    if ep == 1 and etp != tp and _found(config, "num_experts") is not None:
+        raise ConfigError(
+            f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} needs "
+            "--expert-model-parallel-size 2 or more, as megatron-core adds up the experts' gradients "
+            "only then: leave --expert-tensor-parallel-size out or spread the experts"
+        )
+    _check_divides(draft, config, "num_attention_heads", "tensor_model_parallel_size")
+    _check_divides(draft, config, "num_experts", "expert_model_parallel_size")
+    _check_key_heads(draft, config)
+    _check_layers(draft, config)
+    if draft["sequence_parallel"] and tp == 1:
+        raise ConfigError(
+            "--sequence-parallel cuts sequences over tensor ranks and --tensor-model-parallel-size is 1: "
+            "leave one out or raise the other"
+        )
+    experts = draft["num_experts"] or _found(config, "num_experts")
+    if tp > 1 and experts is not None and not draft["sequence_parallel"]:
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp} with experts needs --sequence-parallel: add it"
+        )
+    if ep > 1 and experts is None and _found(config, "num_layers") is not None:
+        raise ConfigError(
+            f"--expert-model-parallel-size {ep}: the model of --hf-checkpoint has no experts: leave "
+            "it out"
+        )
+
+
+def check_recompute(draft: Draft) -> None:
+    if draft["recompute_granularity"] != "selective":
+        return
+    for name in ("recompute_method", "recompute_num_layers"):
+        if draft[name] is not None:
+            raise ConfigError(
+                f"{option_of(name)} belongs to --recompute-granularity full: leave it out, or use full"
+            )
+
+
+def check_dispatcher(draft: Draft) -> None:
+    dispatcher = draft["moe_token_dispatcher_type"]
+    if draft["moe_enable_deepep"] and dispatcher != "flex":
+        raise ConfigError(
+            f"--moe-token-dispatcher-type {dispatcher} does not use DeepEP: leave --moe-enable-deepep out, "
+            "or use flex"
+        )
+
+
+def check_hooks(draft: Draft) -> None:
+    """They see whole samples, which under context parallelism no rank holds."""
+    if draft["context_parallel_size"] == 1:
+        return
+    for name in _WHOLE_SAMPLES:
+        if draft[name] is not None:
+            raise ConfigError(
+                f"{option_of(name)} sees whole samples and --context-parallel-size "
+                f"{draft['context_parallel_size']} cuts them: leave one of them out"
+            )
+
+
+def check_replay(draft: Draft, config: dict[str, Any]) -> None:
+    for name in ("use_routing_replay", "use_rollout_routing_replay"):
+        if not draft[name]:
+            continue
+        if draft["qkv_format"] == "bshd":
+            raise ConfigError(f"{option_of(name)} needs packed samples: --qkv-format thd")
+        if _found(config, "num_layers") is not None and _found(config, "num_experts") is None:
+            raise ConfigError(f"{option_of(name)}: the model of --hf-checkpoint has no experts")
+        _check_replayed_experts(draft, name)
+    if draft["use_routing_replay"] and draft["use_rollout_routing_replay"]:
+        raise ConfigError(
+            "--use-routing-replay and --use-rollout-routing-replay both say whose expert choices training "
+            "repeats: leave one out"
+        )
+
+
+def _check_replayed_experts(draft: Draft, name: str) -> None:
+    """A router that is computed again on its own does not know its micro-batch."""
+    again = draft["recompute_granularity"] == "selective" and "moe" in (
+        draft["recompute_modules"] or ()
+    )
+    pp = draft["pipeline_model_parallel_size"]
+    if (again or draft["moe_layer_recompute"]) and pp > 1:
+        option = "--recompute-modules moe" if again else "--moe-layer-recompute"
+        raise ConfigError(
+            f"{option_of(name)} with {option} and --pipeline-model-parallel-size {pp}: several "
+            "micro-batches are under way when experts are computed again; use --recompute-granularity "
+            "full"
+        )
+
+
+def check_packages(draft: Draft) -> None:
+    if not is_installed("megatron"):
+        draft.lacking("--train-backend megatron needs megatron-core: pip install 'slime[megatron]'")
+
+
+_AXES = ("tensor_model", "pipeline_model", "context")
+_WHOLE_SAMPLES = ("custom_loss_function_path",)
+
+
+def _check_key_heads(draft: Draft, config: dict[str, Any]) -> None:
+    tp, heads = draft["tensor_model_parallel_size"], _found(config, "num_query_groups")
+    if heads is None or draft["multi_latent_attention"] or config.get("kv_lora_rank"):
+        return
+    muon = draft["optimizer"] in ("muon", "dist_muon") and draft["muon_split_qkv"] is not False
+    if muon and tp > heads:
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp} cuts the {heads} key heads of the model, and --optimizer "
+            f"{draft['optimizer']} orthogonalises queries, keys and values apart: add --muon-no-split-qkv"
+        )
+    if heads % tp and tp % heads:
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp} and the {heads} key heads of the model: one must divide "
+            "the other"
+        )
+
+
+def _check_layers(draft: Draft, config: dict[str, Any]) -> None:
+    layers = _found(config, "num_layers") if draft["num_layers"] is None else draft["num_layers"]
+    pp = draft["pipeline_model_parallel_size"]
+    uneven = (
+        draft["num_layers_in_first_pipeline_stage"] or draft["num_layers_in_last_pipeline_stage"]
+    )
+    per_stage = draft["num_layers_per_virtual_pipeline_stage"]
+    if per_stage and pp == 1:
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} cuts the stages of a pipeline and "
+            "--pipeline-model-parallel-size is 1: leave one out or raise the other"
+        )
+    if layers is None or pp == 1 or uneven or draft["pipeline_model_parallel_layout"]:
+        return
+    if layers % pp:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {pp} does not divide the {layers} layers: choose one that "
+            "does, or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+        )
+    if per_stage and layers % (pp * per_stage):
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} x --pipeline-model-parallel-size {pp} "
+            f"= {pp * per_stage} does not divide the {layers} layers: choose one that does"
+        )
+
+
+def _found(config: dict[str, Any], name: str) -> Any:
+    return next((config[key] for key in _SAME[name] if config.get(key) is not None), None)
+
+
+def _check_divides(draft: Draft, config: dict[str, Any], name: str, size: str) -> None:
+    count = draft[name] if draft[name] is not None else _found(config, name)
+    if count is not None and count % draft[size]:
+        raise ConfigError(
+            f"{option_of(size)} {draft[size]} does not divide {option_of(name)} {count}: choose one "
+            "that does"
+        )
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Newer configs keep rope_theta among the rope parameters."""
+    rope = config.get("rope_parameters") or {}
+    return {**config, "rope_theta": config.get("rope_theta") or rope.get("rope_theta")}

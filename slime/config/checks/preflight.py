@@ -1,0 +1,95 @@
+"""What files can tell before a process starts: a model that is whole, folders that can be written to."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from slime.core.errors import ConfigError
+
+_INDEX = "model.safetensors.index.json"
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_LFS = b"version https://git-lfs"
+
+
+def check_tokenizer(folder: str) -> None:
+    if not any((Path(folder) / name).exists() for name in _TOKENIZERS):
+        raise ConfigError(
+            f"--hf-checkpoint: {folder} holds no tokenizer ({', '.join(_TOKENIZERS)}): copy the files "
+            "of the model's tokenizer into it"
+        )
+
+
+def check_chat_template(folder: str) -> None:
+    """Only files are looked for: to load the tokenizer takes seconds."""
+    if any(Path(folder).glob("*chat_template*")):
+        return
+    config = Path(folder) / "tokenizer_config.json"
+    if not config.exists() or '"chat_template"' not in config.read_text():
+        raise ConfigError(
+            f"--apply-chat-template: the tokenizer in {folder} has no chat template; leave the flag out, or "
+            "add a chat_template to its tokenizer_config.json"
+        )
+
+
+def check_weights(folder: str, flag: str = "--hf-checkpoint") -> None:
+    """Every safetensors file is there and as long as its header says. Other formats are not looked at."""
+    for file in _weight_files(Path(folder), flag):
+        problem = _problem(file)
+        if problem:
+            raise ConfigError(
+                f"{flag}: {file} {problem}: download or copy it again "
+                "(hf download MODEL --local-dir FOLDER goes on where it stopped)"
+            )
+
+
+def check_writable(folder: str | Path, flag: str) -> None:
+    """Make the folder, and a file in it: rather now than after the first hours."""
+    if Path(folder).is_file():
+        raise ConfigError(f"{flag} {folder} is a file; name a folder")
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {folder} cannot be written to: {error.strerror}: name another folder, or mend it"
+        ) from None
+
+
+def _weight_files(folder: Path, flag: str) -> list[Path]:
+    index = folder / _INDEX
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = json.loads(index.read_text())["weight_map"].values()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{flag}: {index} is not an index of weights: {error!r}: download or copy it again"
+        ) from None
+    return [folder / name for name in sorted(set(names))]
+
+
+def _problem(file: Path) -> str | None:
+    """The format: 8 bytes with the length of the header, the header as JSON, the tensors' bytes."""
+    if not file.exists():
+        return f"is not there, and {_INDEX} names it"
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(len(_LFS))
+        if start == _LFS:
+            return "is a pointer of Git LFS and not the weights"
+        length = int.from_bytes(start[:8], "little")
+        if len(start) < 8 or length > size - 8:
+            return f"is no safetensors file, or cut off after {size} bytes"
+        stream.seek(8)
+        try:
+            header = json.loads(stream.read(length))
+            ends = [
+                entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return "is no safetensors file: its header cannot be read"
+    expected = 8 + length + max(ends, default=0)
+    return None if size == expected else f"has {size} bytes where its header says {expected}"

@@ -1,0 +1,205 @@
+"""What is refused or said about a run whose engines are SGLang servers."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+from slime.config.checks.hf_config import read_hf_config
+from slime.config.flags.draft import Draft
+from slime.config.flags.registry import all_flags
+from slime.config.flags.sglang_options import check_owned, known_version, sglang_argv
+from slime.config.sglang_install import find_sglang
+from slime.core.errors import ConfigError
+
+_ROUTER_OWNED = {
+    "router_api_key": "leave it out: every run makes a key of its own",
+    "router_worker_urls": "leave it out: slime tells the router its engines",
+    "router_host": "set SLIME_HOST_IP to the address other nodes reach this one at",
+    "router_port": "leave it out: slime finds a free port",
+}
+_DRAFTLESS = ("NGRAM",)  # algorithms that guess without weights
+
+
+def check_sglang(draft: Draft) -> None:
+    for name in draft.given_names():
+        if all_flags()[name].family == "sglang":
+            check_owned(name)
+        if name in _ROUTER_OWNED:
+            raise ConfigError(f"{all_flags()[name].option} is set by slime: {_ROUTER_OWNED[name]}")
+    _check_sizes(draft)
+    _warn_unused_router(draft)
+    _check_model(draft)
+    _check_fp8(draft)
+    _say_about_drafts(draft)
+
+
+def check_external(draft: Draft) -> None:
+    """Engines that somebody else runs."""
+    addresses = draft["rollout_external_engine_addrs"]
+    if bool(addresses) != bool(draft["rollout_external"]):
+        raise ConfigError(
+            "--rollout-external and --rollout-external-engine-addrs ADDRESS ... belong together: give "
+            "both or none"
+        )
+    if not addresses:
+        return
+    _check_addresses(addresses)
+    if draft["colocate"]:
+        raise ConfigError("--colocate is for engines that slime starts: leave it out")
+    if draft["update_weight_transport"] == "tensor":
+        raise ConfigError(
+            "--update-weight-transport tensor shares memory with engines of this run: use disk or "
+            "distributed with --rollout-external"
+        )
+    for name in draft.given_names():
+        flag = all_flags()[name]
+        if flag.family in ("sglang", "router") and name != "sglang_dtype":
+            raise ConfigError(
+                f"{flag.option} configures engines that slime starts; give it to the servers at "
+                "--rollout-external-engine-addrs themselves"
+            )
+
+
+def _check_addresses(addresses: list[str]) -> None:
+    option, seen = "--rollout-external-engine-addrs", set()
+    for address in addresses:
+        place = _engine_place(address)
+        if place is None:
+            raise ConfigError(f"{option} {address}: write HOST:PORT, such as 10.0.0.1:30000")
+        if place in seen:
+            raise ConfigError(f"{option}: {address} is there twice: name every engine once")
+        seen.add(place)
+
+
+def _engine_place(address: str) -> tuple[str, int] | None:
+    """Host and port; None where it is no address of a server."""
+    try:
+        parts = urlsplit(address if "://" in address else f"http://{address}")
+        port = parts.port
+    except ValueError:
+        return None
+    odd = any(letter.isspace() for letter in address)
+    if odd or parts.scheme not in ("http", "https") or not parts.hostname:
+        return None
+    return parts.hostname, port or (443 if parts.scheme == "https" else 80)
+
+
+def sglang_values(draft: Draft) -> dict[str, Any]:
+    """Values of --sglang-* that somebody set, by SGLang's own names."""
+    flags = all_flags()
+    return {
+        name.removeprefix("sglang_"): draft[name]
+        for name in draft.origins
+        if name in flags and flags[name].family == "sglang" and draft[name] is not None
+    }
+
+
+def _check_sizes(draft: Draft) -> None:
+    per_engine, per_node = draft["rollout_num_gpus_per_engine"], draft["num_gpus_per_node"]
+    if per_engine > per_node and per_engine % per_node:
+        raise ConfigError(
+            f"--rollout-num-gpus-per-engine {per_engine} does not fill whole nodes of "
+            f"--num-gpus-per-node {per_node}: choose a multiple of it"
+        )
+    for name in ("dp_size", "ep_size", "pp_size", "attn_dp_size", "moe_dense_tp_size"):
+        size = draft[f"sglang_{name}"]
+        if size is not None and (size < 1 or per_engine % size):
+            option = all_flags()[f"sglang_{name}"].option
+            raise ConfigError(
+                f"{option} {size} does not divide the {per_engine} GPUs of an engine "
+                "(--rollout-num-gpus-per-engine): choose one that does"
+            )
+    dp_size = draft["sglang_dp_size"]
+    if dp_size is not None and dp_size > 1 and not draft["sglang_enable_dp_attention"]:
+        raise ConfigError(
+            f"--sglang-dp-size {dp_size} would put {dp_size} copies of the model into one engine: add "
+            "--sglang-enable-dp-attention, or start more engines with --rollout-num-gpus"
+        )
+
+
+def _warn_unused_router(draft: Draft) -> None:
+    if draft["rollout_num_gpus"] // draft["rollout_num_gpus_per_engine"] > 1:
+        return
+    for name in draft.given_names():
+        if all_flags()[name].family == "router":
+            draft.warn(
+                f"{all_flags()[name].option} has no effect with one engine, which needs no router"
+            )
+
+
+def _check_model(draft: Draft) -> None:
+    """SGLang would find out after it has loaded the weights, or while it does."""
+    fraction = draft["sglang_mem_fraction_static"]
+    if fraction is not None and not 0 < fraction < 1:
+        raise ConfigError(
+            f"--sglang-mem-fraction-static must be between 0 and 1, not {fraction}: 0.7 is a good start "
+            "with --colocate"
+        )
+    config = read_hf_config(draft)
+    heads = config.get("num_attention_heads") or draft["num_attention_heads"]
+    copies = draft["sglang_dp_size"] or 1 if draft["sglang_enable_dp_attention"] else 1
+    ranks = draft["rollout_num_gpus_per_engine"] // (draft["sglang_pp_size"] or 1) // copies
+    if heads and heads % ranks:
+        raise ConfigError(
+            f"the {heads} attention heads of the model cannot be spread over the {ranks} tensor ranks of "
+            "an engine: choose --rollout-num-gpus-per-engine, or --sglang-dp-size, so that they divide"
+        )
+    experts, ep = _experts(config) or draft["num_experts"], draft["sglang_ep_size"] or 1
+    spare = draft["sglang_ep_num_redundant_experts"] or 0
+    if experts and (experts + spare) % ep:
+        raise ConfigError(
+            f"--sglang-ep-size {ep} does not divide the {experts + spare} experts of the model: choose "
+            "one that does"
+        )
+
+
+def _experts(config: dict[str, Any]) -> int | None:
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((config[name] for name in names if config.get(name)), None)
+
+
+def _check_fp8(draft: Draft) -> None:
+    """SGLang turns other layouts round when it has loaded them, and then takes no new values."""
+    declared = read_hf_config(draft).get("quantization_config") or {}
+    method = declared.get("quant_method")
+    if method not in ("fp8", "compressed-tensors") or declared.get("weight_block_size"):
+        return
+    if not draft["debug_rollout_only"]:
+        raise ConfigError(
+            f"--hf-checkpoint {draft['hf_checkpoint']}: SGLang takes weight updates of FP8 in blocks only, "
+            "and this has one scale per channel or tensor: make one with tools/convert_hf_to_fp8.py "
+            "--strategy block, or use --rollout-engine slime"
+        )
+
+
+def _say_about_drafts(draft: Draft) -> None:
+    algorithm = draft["sglang_speculative_algorithm"]
+    if not algorithm or algorithm.upper() in _DRAFTLESS:
+        return
+    path = draft["sglang_speculative_draft_model_path"]
+    what = f"the draft model {path}" if path else "the model's own draft layers"
+    draft.warn(
+        f"--sglang-speculative-algorithm {algorithm}: {what} keep(s) the weights it was loaded with; "
+        "responses stay exact, but the further the policy moves the fewer guesses are accepted"
+    )
+
+
+def check_installed(draft: Draft) -> None:
+    """Comes last: what is wrong with the flags is said on any machine."""
+    if draft["rollout_engine"] != "sglang" or draft["rollout_external"]:
+        return
+    install = find_sglang()
+    if install is None:
+        draft.lacking(
+            "--rollout-engine sglang needs the package sglang: install it, name the interpreter of an "
+            "environment that has it in SLIME_SGLANG_PYTHON, or use --rollout-engine slime"
+        )
+        return
+    sglang_argv(sglang_values(draft), install.version)
+    if known_version(install.version) != install.version:
+        draft.warn(
+            f"SGLang {install.version} is installed; its options are spelled as those of "
+            f"{known_version(install.version)}, the nearest version slime was checked with; `slime doctor "
+            "--sglang` lists what differs"
+        )

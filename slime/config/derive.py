@@ -1,0 +1,221 @@
+"""Values that follow from others when the user does not give them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from slime.config.checks.hf_config import read_hf_config
+from slime.config.checks.output_paths import resolve_paths
+from slime.config.checks.prompt_file_checks import count_prompts
+from slime.config.eval_config import EvalDataset, pair_datasets, read_eval_config
+from slime.config.flags.draft import Draft
+from slime.config.flags.registry import own_flags
+from slime.config.flags.spec import option_of
+from slime.config.sglang_install import find_sglang
+from slime.core.errors import ConfigError
+
+PLAIN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout"
+SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
+
+
+def derive(draft: Draft) -> None:
+    """Fill in every value that has a rule; runs after the checks of single values."""
+    _derive_mode(draft)
+    _derive_cluster(draft)
+    _derive_weights(draft)
+    _derive_lengths(draft)
+    _derive_batches(draft)
+    _derive_eval(draft)
+    draft.derive_if_unset("eps_clip_high", draft["eps_clip"])
+    draft.derive_if_unset("over_sampling_batch_size", draft["rollout_batch_size"])
+    draft.derive_if_unset("log_probs_max_tokens_per_gpu", draft["max_tokens_per_gpu"])
+    if draft["use_opd"]:
+        draft.derive_if_unset("custom_rm_path", OPD_REWARD)
+    draft.derive("deterministic", bool(draft["sglang_enable_deterministic_inference"]))
+    if draft["sglang_speculative_algorithm"]:
+        draft.derive_if_unset("sglang_speculative_num_draft_tokens", 4)
+    if draft["train_backend"] == "megatron":
+        _derive_megatron(draft)
+
+
+def _derive_megatron(draft: Draft) -> None:
+    for name in _PARALLEL_SIZES:
+        draft.derive_if_unset(name, 1)
+    draft.derive_if_unset("expert_tensor_parallel_size", draft["tensor_model_parallel_size"])
+    draft.derive_if_unset("use_distributed_optimizer", draft["optimizer"] == "adam")
+    if draft["recompute_granularity"] == "full":  # megatron-core wants all three
+        draft.derive_if_unset("recompute_method", "uniform")
+        draft.derive_if_unset("recompute_num_layers", 1)
+    if draft[
+        "optimizer_cpu_offload"
+    ]:  # as Megatron's command line; its class would offload nothing
+        draft.derive_if_unset("optimizer_offload_fraction", 1.0)
+    if draft["moe_enable_deepep"]:
+        draft.derive_if_unset("moe_token_dispatcher_type", "flex")
+    if draft["use_rollout_routing_replay"]:
+        draft.derive("sglang_enable_return_routed_experts", True)
+
+
+_PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+
+
+def _derive_mode(draft: Draft) -> None:
+    if draft["rollout_engine"] == "auto":
+        sglang = draft["rollout_external"] or (draft.gpus and find_sglang() is not None)
+        draft.derive("rollout_engine", "sglang" if sglang else "slime")
+    if draft["load_debug_rollout_data"] and not draft["debug_train_only"]:
+        draft.derive("debug_train_only", True)
+    if draft["run_dir"] is None:
+        path = draft["hf_checkpoint"] or "run"
+        model = draft["model_name"] or Path(path).resolve().name
+        draft.derive("run_dir", f"runs/{model}-{time.strftime('%Y%m%d-%H%M%S')}")
+    absolute = str(Path(draft["run_dir"]).expanduser().absolute())
+    if absolute != draft["run_dir"]:
+        draft.values["run_dir"] = absolute
+    resolve_paths(draft)
+    precision = "bf16" if draft.gpus else "fp32"
+    precision = "bf16" if draft["bf16"] else "fp32" if draft["fp32"] else precision
+    draft.derive("precision", precision)
+
+
+def _derive_cluster(draft: Draft) -> None:
+    if draft["actor_num_nodes"] == 1:
+        if not draft.given("actor_num_gpus_per_node"):
+            draft.derive("actor_num_gpus_per_node", draft.gpus or 1)
+        if not draft.given("num_gpus_per_node") and draft.gpus:
+            draft.derive("num_gpus_per_node", draft.gpus)
+    if not draft.given("distributed_backend") and not draft.gpus:
+        draft.derive("distributed_backend", "gloo")
+    _derive_engine_size(draft)
+    _derive_placement(draft)
+    for name in ("offload_train", "offload_rollout"):
+        if (draft["offload"] or draft["colocate"]) and not draft.given(name):
+            draft.derive(name, True)
+
+
+def _derive_engine_size(draft: Draft) -> None:
+    """--sglang-tp-size and --rollout-num-gpus-per-engine are one value under two names."""
+    tp_size = draft["sglang_tp_size"]
+    if tp_size is None:
+        return
+    if not draft.given("rollout_num_gpus_per_engine"):
+        draft.derive("rollout_num_gpus_per_engine", tp_size)
+    elif draft["rollout_num_gpus_per_engine"] != tp_size:
+        raise ConfigError(
+            f"--sglang-tp-size {tp_size} and --rollout-num-gpus-per-engine "
+            f"{draft['rollout_num_gpus_per_engine']} are the same thing and must agree: leave one out"
+        )
+
+
+def _derive_placement(draft: Draft) -> None:
+    training = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
+    if draft["debug_train_only"] or _needs_no_engine(draft):
+        draft.derive("rollout_num_gpus", 0)
+        return
+    if draft["rollout_external"]:
+        draft.derive("rollout_num_gpus", len(draft["rollout_external_engine_addrs"] or ()))
+        return
+    if draft["rollout_num_gpus"] is None and not draft["colocate"]:
+        if draft.gpus and not draft["debug_rollout_only"]:
+            draft.derive("colocate", True)
+        else:
+            draft.derive("rollout_num_gpus", draft["rollout_num_gpus_per_engine"])
+    if draft["colocate"]:
+        if draft.given("rollout_num_gpus") and draft["rollout_num_gpus"] != training:
+            draft.warn(
+                f"--rollout-num-gpus {draft['rollout_num_gpus']} is not used: with --colocate the "
+                f"engines share the {training} training GPUs"
+            )
+        draft.derive("rollout_num_gpus", training)
+
+
+def _needs_no_engine(draft: Draft) -> bool:
+    custom = draft["eval_interval"] and draft["eval_function_path"]
+    evaluates = draft["eval_prompt_data"] or draft["eval_config"] or custom
+    return draft["rollout_function_path"] == SFT_ROLLOUT and not evaluates
+
+
+def _derive_weights(draft: Draft) -> None:
+    if draft["update_weight_transport"] is None:
+        external = "disk" if draft["rollout_external"] else "distributed"
+        draft.derive("update_weight_transport", "tensor" if draft["colocate"] else external)
+    draft.derive_if_unset("update_weight_disk_dir", str(Path(draft["run_dir"]) / "weights"))
+
+
+def context_limit(draft: Draft) -> tuple[int | None, str]:
+    """The longest prompt and response together that anything allows, and what says so."""
+    for name in ("rollout_max_context_len", "sglang_context_length"):
+        if draft[name] is not None and draft.given(name):
+            return draft[name], f"{option_of(name)} {draft[name]}"
+    limit = read_hf_config(draft).get("max_position_embeddings")
+    return limit, f"the model's context length of {limit}"
+
+
+def _derive_lengths(draft: Draft) -> None:
+    limit, _ = context_limit(draft)
+    if limit is None or draft["rollout_max_response_len"] is not None:
+        return
+    draft.derive("rollout_max_response_len", limit - (draft["rollout_max_prompt_len"] or 1))
+    if not _needs_no_engine(draft):  # behind a longer prompt less is left
+        draft.derive_if_unset("rollout_max_context_len", limit)
+
+
+def _derive_batches(draft: Draft) -> None:
+    samples = draft["rollout_batch_size"] * draft["n_samples_per_prompt"]
+    if draft["global_batch_size"] is None:
+        steps = draft["num_steps_per_rollout"] or 1
+        draft.derive("global_batch_size", max(samples // steps, 1))
+    if draft["num_steps_per_rollout"] is None:
+        draft.derive("num_steps_per_rollout", max(samples // draft["global_batch_size"], 1))
+    if draft["num_rollout"] is None:
+        draft.derive("num_rollout", _rollouts_of_epochs(draft))
+    steps = draft["num_rollout"] * draft["num_steps_per_rollout"]
+    draft.derive_if_unset("lr_decay_iters", max(steps, 1))
+
+
+def _rollouts_of_epochs(draft: Draft) -> int:
+    if draft["data_source_path"] != own_flags()["data_source_path"].default:
+        raise ConfigError(
+            "--num-epoch needs the built-in data source, whose prompts can be counted: give "
+            "--num-rollout"
+        )
+    prompts = sum(count_prompts(spec, draft) for spec in draft["prompt_data"] or [])
+    batch = draft["rollout_batch_size"]
+    if prompts < batch and not draft.offline:
+        raise ConfigError(
+            f"--num-epoch: the data holds {prompts} prompts, fewer than --rollout-batch-size {batch}: "
+            "lower it, or give --num-rollout"
+        )
+    return draft["num_epoch"] * (prompts // batch)
+
+
+def _derive_eval(draft: Draft) -> None:
+    for name in ("temperature", "top_p", "top_k", "max_response_len"):
+        draft.derive_if_unset(f"eval_{name}", draft[f"rollout_{name}"])
+    for name in ("input_key", "label_key", "reward_key"):
+        draft.derive_if_unset(f"eval_{name}", draft[name])
+    draft.derive_if_unset("eval_function_path", draft["rollout_function_path"])
+    draft.derive("eval_datasets", _eval_datasets(draft))
+
+
+def _eval_datasets(draft: Draft) -> list[EvalDataset]:
+    defaults = {
+        "n_samples_per_prompt": draft["n_samples_per_eval_prompt"],
+        **{name: draft[f"eval_{name}"] for name in _EVAL_FLAGS},
+    }
+    datasets = pair_datasets(draft["eval_prompt_data"] or [], defaults)
+    path = draft["eval_config"]
+    if path and draft.need_file(path, "--eval-config"):
+        datasets += read_eval_config(path, defaults)
+    return datasets
+
+
+_EVAL_FLAGS = ("temperature", "top_p", "top_k", "max_response_len", "input_key", "label_key")

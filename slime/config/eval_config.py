@@ -1,0 +1,107 @@
+"""The datasets of an evaluation, from --eval-prompt-data and --eval-config.
+
+The file of --eval-config gives settings for all datasets and for each of them:
+
+    defaults:
+      n_samples_per_prompt: 4
+      temperature: 0.6
+    datasets:
+      - name: aime
+        path: aime-2024.jsonl
+        n_samples_per_prompt: 16
+      - {name: gsm8k, path: gsm8k.jsonl, rm_type: math}
+      - {name: tools, path: tools.jsonl, custom_generate_function_path: my.agent, stop: ["</call>"]}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slime.config.flags.config_file import load_mapping
+from slime.config.flags.spec import Flag, flags_of
+from slime.config.flags.values import convert, nearest
+from slime.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalDataset:
+    """One named dataset with its settings; what is not set falls back to the --eval-* flags.
+
+    EvalDataset(name="aime", path="aime-2024.jsonl", n_samples_per_prompt=16, temperature=0.6, ...)
+    """
+
+    name: str
+    path: str
+    n_samples_per_prompt: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response_len: int
+    input_key: str
+    label_key: str | None
+    # None: what the run's own flag of that name says
+    rm_type: str | None = None
+    custom_rm_path: str | None = None
+    reward_key: str | None = None
+    custom_generate_function_path: str | None = None
+    metadata_key: str | None = None
+    tool_key: str | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+
+
+def pair_datasets(values: list[str], defaults: dict[str, Any]) -> list[EvalDataset]:
+    """--eval-prompt-data NAME PATH NAME PATH ..."""
+    if len(values) % 2:
+        raise ConfigError(
+            f"--eval-prompt-data takes NAME PATH pairs, not {len(values)} values: "
+            "--eval-prompt-data aime /data/aime.jsonl"
+        )
+    return [
+        EvalDataset(**{**defaults, "name": name, "path": path})
+        for name, path in zip(values[::2], values[1::2], strict=True)
+    ]
+
+
+def read_eval_config(path: str, defaults: dict[str, Any]) -> list[EvalDataset]:
+    """The datasets of an --eval-config file; a mistake names the file and the key."""
+    content = load_mapping(path, "--eval-config")
+    for key in content:
+        if key not in ("defaults", "datasets"):
+            raise ConfigError(f"{path}: there is no key {key!r}: use 'defaults' and 'datasets'")
+    shared = _settings(content.get("defaults") or {}, f"{path}: defaults")
+    rows = content.get("datasets")
+    if not isinstance(rows, list) or not rows:
+        raise ConfigError(f"{path}: datasets must be a list with at least one dataset")
+    defaults = {**defaults, **shared}
+    return [_dataset(row, f"{path}: datasets[{i}]", defaults) for i, row in enumerate(rows)]
+
+
+def _dataset(row: Any, where: str, defaults: dict[str, Any]) -> EvalDataset:
+    settings = _settings(row, where)
+    for key in ("name", "path"):
+        if key not in settings:
+            raise ConfigError(f"{where}: {key} is missing")
+    return EvalDataset(**{**defaults, **settings})
+
+
+def _settings(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} must hold 'key: value' lines")
+    known = {key: _known(key, where) for key in row}
+    return {
+        known[key].name: convert(known[key], raw, f"{where}: {key}") for key, raw in row.items()
+    }
+
+
+def _known(key: Any, where: str) -> Flag:
+    name = str(key).replace("-", "_")
+    if name not in _FIELDS:
+        near = nearest(name, _FIELDS)
+        hint = f"; did you mean {near}?" if near else f": use one of {', '.join(_FIELDS)}"
+        raise ConfigError(f"{where}: there is no key {key!r}{hint}")
+    return _FIELDS[name]
+
+
+_FIELDS = {flag.name: flag for flag in flags_of(EvalDataset)}

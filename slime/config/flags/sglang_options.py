@@ -1,0 +1,144 @@
+"""How --sglang-* flags are spelled for the SGLang that is installed, and which of them slime sets itself.
+
+The tables know 0.5.16 and 0.5.23. A script keeps its spelling when SGLang is upgraded: an option that
+a version does not have is written as what that version has in its place, or refused with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from slime.config.flags.registry import all_flags
+from slime.config.flags.tables import read_table
+from slime.core.errors import ConfigError
+
+Argv = list[str]
+
+# option of SGLang -> what sets it in slime
+OWNED: dict[str, str] = {
+    "model_path": "use --hf-checkpoint",
+    "host": "set SLIME_HOST_IP to the address other nodes reach this one at",
+    "port": "leave it out: slime finds free ports",
+    "nccl_port": "leave it out: slime finds free ports",
+    "dist_init_addr": "leave it out: slime brings an engine's nodes together",
+    "nnodes": "leave it out: it follows from --rollout-num-gpus-per-engine and --num-gpus-per-node",
+    "node_rank": "leave it out: slime numbers the nodes of an engine",
+    "base_gpu_id": "leave it out: Ray hands out the GPUs",
+    "gpu_id_step": "leave it out: Ray hands out the GPUs",
+    "enable_memory_saver": "use --offload-rollout, which --colocate implies",
+    "admin_api_key": "leave it out: every run makes a key of its own",
+    "api_key": "leave it out: every run makes a key of its own",
+    "ssl_keyfile": "leave it out: engines speak plain HTTP inside the cluster",
+    "ssl_certfile": "leave it out: engines speak plain HTTP inside the cluster",
+    "is_embedding": "leave it out: training needs a model that generates",
+    "skip_tokenizer_init": "leave it out: the text of a response is read from the engine",
+}
+
+
+def check_owned(name: str) -> None:
+    """`name` is that of a --sglang- flag somebody gave."""
+    advice = OWNED.get(name.removeprefix("sglang_"))
+    if advice is not None:
+        raise ConfigError(f"{all_flags()[name].option} is set by slime: {advice}")
+
+
+def known_version(installed: str) -> str:
+    """The version of the tables an installed one is spelled as: the newest that is not newer."""
+    known = sorted(read_table("sglang")["versions"], key=_number)
+    not_newer = [version for version in known if _number(version) <= _number(installed)]
+    return not_newer[-1] if not_newer else known[0]
+
+
+def sglang_argv(values: dict[str, Any], installed: str) -> Argv:
+    """The server's options for --sglang-* values by name (without the prefix), for one version."""
+    version = known_version(installed)
+    values = _together(dict(values), version)
+    return [part for name, value in values.items() for part in _spell(name, value, version)]
+
+
+def _together(values: dict[str, Any], version: str) -> dict[str, Any]:
+    """Options that one version spells as two and the other as one."""
+    if version == "0.5.16" and "attn_dp_size" in values:
+        values |= {"dp_size": values.pop("attn_dp_size"), "enable_dp_attention": True}
+    elif version != "0.5.16" and values.get("enable_dp_attention"):
+        del values["enable_dp_attention"]
+        values["attn_dp_size"] = values.pop("dp_size", 1)
+    return values
+
+
+def _spell(name: str, value: Any, version: str) -> Argv:
+    flag = all_flags()[f"sglang_{name}"]
+    option = "--" + flag.option.removeprefix("--sglang-")
+    replaced = name in _REPLACED and version != "0.5.16"
+    if replaced and not (isinstance(value, bool) and not value):
+        return _REPLACED[name](value)
+    if version not in flag.versions:
+        if replaced or value is False or value == flag.default:
+            return []
+        raise ConfigError(
+            f"{flag.option}: SGLang {version} has no {option}; leave it out, or install SGLang "
+            f"{flag.versions[0]}"
+        )
+    if flag.kind == "bool":
+        return [option] if value else ["--no-" + option[2:]] if flag.default else []
+    if flag.many:
+        many: list[Any] = value  # pyright: ignore[reportAssignmentType]
+        return [option, *map(str, many)]
+    return [option, json.dumps(value) if flag.kind == "json" else str(value)]
+
+
+def _renamed(option: str) -> Callable[[Any], Argv]:
+    def spell(value: Any) -> Argv:
+        if isinstance(value, bool):
+            return [option]
+        return [option, *map(str, value)] if isinstance(value, list) else [option, str(value)]
+
+    return spell
+
+
+def _instead(*argv: str) -> Callable[[Any], Argv]:
+    return lambda value: list(argv)
+
+
+def _cp_strategy(value: Any) -> Argv:
+    names = {"in-seq-split": "zigzag", "round-robin-split": "interleave"}
+    return ["--cp-strategy", names.get(value) or str(value)]
+
+
+# what newer versions have in place of an option of 0.5.16
+_REPLACED: dict[str, Callable[[Any], Argv]] = {
+    "cuda_graph_bs": _renamed("--cuda-graph-bs-decode"),
+    "cuda_graph_max_bs": _renamed("--cuda-graph-max-bs-decode"),
+    "disable_cuda_graph": _instead(
+        "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"
+    ),
+    "enable_breakable_cuda_graph": _instead("--cuda-graph-backend-prefill", "breakable"),
+    "disable_piecewise_cuda_graph": _instead("--cuda-graph-backend-prefill", "disabled"),
+    "enforce_piecewise_cuda_graph": _instead("--cuda-graph-backend-prefill", "tc_piecewise"),
+    "piecewise_cuda_graph_tokens": _renamed("--cuda-graph-bs-prefill"),
+    "piecewise_cuda_graph_max_tokens": _renamed("--cuda-graph-max-bs-prefill"),
+    "nsa_prefill_backend": _renamed("--dsa-prefill-backend"),
+    "nsa_decode_backend": _renamed("--dsa-decode-backend"),
+    "mamba_scheduler_strategy": _renamed("--mamba-radix-cache-strategy"),
+    "enable_dsa_prefill_context_parallel": _instead("--enable-prefill-cp"),
+    "enable_nsa_prefill_context_parallel": _instead("--enable-prefill-cp"),
+    "enable_prefill_context_parallel": _instead("--enable-prefill-cp"),
+    "dsa_prefill_cp_mode": _cp_strategy,
+    "nsa_prefill_cp_mode": _cp_strategy,
+    "prefill_cp_mode": _cp_strategy,
+    "stream_output": _instead("--incremental-streaming-output"),
+    "elastic_ep_rejoin": _instead("--elastic-ep-join-mode", "recover"),
+    "keep_mm_feature_on_device": _instead("--mm-feature-transport", "cuda_ipc"),
+    "enable_expert_distribution_metrics": _instead(
+        "--expert-balancedness-report-mode", "server_log"
+    ),
+    "prefill_round_robin_balance": _instead(),  # 0.5.16 knows it and does nothing with it
+    "collect_tokens_histogram": _instead(),  # part of --enable-metrics
+}
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

@@ -1,0 +1,78 @@
+"""The reward types: one table from the name `--rm-type` takes to the function that grades.
+
+Graders are named by import path, so that the command line can be checked without importing them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from slime.config.flags.values import nearest
+from slime.core.errors import ConfigError
+
+BOXED = "boxed_"
+_HUB = "slime.rollout.rm_hub"
+
+
+@dataclass(kw_only=True, frozen=True)
+class RewardType:
+    """How a type grades, and what it needs before a run may start."""
+
+    grader: str  # import path of `async fn(args, sample) -> reward`
+    needs_label: bool = False  # others read the metadata, or nothing
+    sandboxed: bool = False  # grades in the sandbox, or does not start
+    reads_box: bool = False  # looks for \boxed{} itself, so boxed_ makes no sense
+    keys: tuple[str, ...] = ()  # of the dictionary it returns
+
+
+REWARD_TYPES = {
+    "math": RewardType(
+        grader=f"{_HUB}.math_boxed.reward", needs_label=True, sandboxed=True, reads_box=True
+    ),
+    "deepscaler": RewardType(
+        grader=f"{_HUB}.deepscaler.reward", needs_label=True, sandboxed=True, reads_box=True
+    ),
+    "dapo": RewardType(
+        grader=f"{_HUB}.dapo.reward", needs_label=True, keys=("score", "acc", "pred")
+    ),
+    "f1": RewardType(grader=f"{_HUB}.f1.reward", needs_label=True),
+    "gpqa": RewardType(grader=f"{_HUB}.gpqa.reward"),
+    "ifbench": RewardType(grader=f"{_HUB}.ifbench.reward", sandboxed=True),
+    "code": RewardType(grader=f"{_HUB}.code.reward", sandboxed=True),
+    "reasoning_gym": RewardType(grader=f"{_HUB}.reasoning_gym_rm.reward", sandboxed=True),
+    "remote_rm": RewardType(grader=f"{_HUB}.remote_rm.reward"),
+    "random": RewardType(grader=f"{_HUB}.random_rm.reward"),
+}
+
+
+def reward_type(name: str, where: str = "--rm-type") -> RewardType:
+    """Return the type called `name` or `boxed_<name>`; raise ConfigError if there is none."""
+    base = name.removeprefix(BOXED)
+    if base not in REWARD_TYPES:
+        near = nearest(base, tuple(REWARD_TYPES))
+        raise ConfigError(
+            f"{where} {name}: choose one of {', '.join(REWARD_TYPES)}, or boxed_ and one of them"
+            + (f"; did you mean {near}?" if near else "")
+        )
+    if base != name and REWARD_TYPES[base].reads_box:
+        raise ConfigError(f"{where} {name}: {base} reads the box itself; write {where} {base}")
+    return REWARD_TYPES[base]
+
+
+def needs_label(name: str | None) -> bool:
+    return name is not None and REWARD_TYPES[name.removeprefix(BOXED)].needs_label
+
+
+def check_row_type(asked: Any, allowed: Iterable[str | None], where: str) -> None:
+    """Raise ConfigError where a data row asks for a reward type that the user did not name.
+
+    Rows are downloaded: without this a row could choose which code reads the response.
+    """
+    if asked in (None, "") or (isinstance(asked, str) and asked in set(allowed)):
+        return
+    raise ConfigError(
+        f"{where}: metadata['rm_type'] is {asked!r}, which is not the --rm-type of this run: remove it "
+        f"from the data, or add --allow-row-rm-types {asked}"
+    )

@@ -1,0 +1,155 @@
+"""Rows of a RolloutBatch laid end to end as one TrainBatch, and values of it cut back into rows.
+
+With context parallelism of size C each row is padded to a multiple of 2*C and cut into 2*C chunks;
+rank r holds chunks r and 2*C-1-r of every row, so that under causal attention all ranks have the
+same work. Labels are shifted before the cut: a rank's last token of a chunk still knows the next.
+For C = 2 and a row of tokens 0..7, rank 0 holds [0, 1, 6, 7] and rank 1 holds [2, 3, 4, 5].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from slime.core.types import ParallelInfo, RolloutBatch, TrainBatch
+
+_VALUE_COLUMNS = (
+    "advantages",
+    "returns",
+    "values",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "teacher_log_probs",
+)
+
+
+def pack(
+    batch: RolloutBatch,
+    rows: list[int],
+    parallel: ParallelInfo,
+    *,
+    filler: bool = False,
+    equal_multiple: int | None = None,
+) -> TrainBatch:
+    """Pack the given rows, in this order, for this rank; a filler counts for nothing in the loss.
+
+    With `equal_multiple` all rows are padded to one length, the next multiple of it on each rank.
+
+    All columns are this rank's slice, and so is `cu_seqlens` (its last entry is the slice's T): the
+    offsets and `max_seqlen` of the padded sequences over all context ranks are `cp_size` times those.
+    """
+    if batch.loss_weights is None:
+        raise ValueError("the batch has no loss_weights; see slime.core.dp_schedule.loss_weights")
+    layout = _Layout([len(batch.tokens[r]) for r in rows], parallel, equal_multiple)
+    response_lens = [int(batch.response_lens[r]) for r in rows]
+    prompt_lens = [int(n) - r for n, r in zip(layout.lens, response_lens, strict=True)]
+    at_response = _ranges(layout.starts + np.array(prompt_lens) - 1, response_lens)
+
+    def response_column(column: list[np.ndarray]) -> torch.Tensor:
+        values = np.zeros(layout.total, np.float32)
+        values[at_response] = np.concatenate([column[r] for r in rows])
+        return layout.local(values)
+
+    tokens, labels, position_ids = np.zeros((3, layout.total), np.int64)
+    tokens[_ranges(layout.starts, layout.lens)] = np.concatenate([batch.tokens[r] for r in rows])
+    labels[:-1] = tokens[1:]
+    labels[layout.starts + layout.padded - 1] = 0  # the next row's first token
+    position_ids[:] = _ranges(np.zeros_like(layout.starts), layout.padded)
+    columns = {name: getattr(batch, name) for name in _VALUE_COLUMNS}
+    zeros = torch.zeros(layout.local_total)
+    return TrainBatch(
+        tokens=layout.local(tokens),
+        position_ids=layout.local(position_ids),
+        labels=layout.local(labels),
+        loss_mask=zeros if filler else response_column(batch.loss_masks),
+        loss_weights=zeros if filler else response_column(batch.loss_weights),
+        cu_seqlens=layout.cu_seqlens,
+        max_seqlen=int(max(layout.padded)) // parallel.cp_size,
+        rows=list(rows),
+        prompt_lens=prompt_lens,
+        response_lens=response_lens,
+        executions=1 if batch.executions is None else int(batch.executions[rows[0]]),
+        filler=filler,
+        routed_experts=_experts(batch, rows, layout),
+        **{name: response_column(c) for name, c in columns.items() if c is not None},
+    )
+
+
+def unpack(values: torch.Tensor, train_batch: TrainBatch, *, cp_size: int = 1) -> list[np.ndarray]:
+    """The response part of each row of a packed column [T], as float32 arrays of length R.
+
+    Under context parallelism `values` is the whole column, from `join_slices`.
+    """
+    flat = values.detach().float().cpu().numpy()
+    starts = train_batch.cu_seqlens[:-1].tolist()
+    return [
+        flat[start * cp_size + prompt - 1 :][:response].copy()
+        for start, prompt, response in zip(
+            starts, train_batch.prompt_lens, train_batch.response_lens, strict=True
+        )
+    ]
+
+
+def join_slices(slices: Sequence[torch.Tensor], train_batch: TrainBatch) -> torch.Tensor:
+    """The whole padded column from the slices that the context ranks 0..C-1 hold of it."""
+    cp_size = len(slices)
+    if cp_size == 1:
+        return slices[0]
+    padded = np.diff(train_batch.cu_seqlens.cpu().numpy()) * cp_size
+    index = np.concatenate([zigzag_index(padded, rank, cp_size) for rank in range(cp_size)])
+    whole = torch.empty_like(slices[0]).repeat(cp_size)
+    whole[torch.from_numpy(index).to(whole.device)] = torch.cat(list(slices))
+    return whole
+
+
+def zigzag_index(padded_lens: np.ndarray, cp_rank: int, cp_size: int) -> np.ndarray:
+    """Positions, in a packed column of padded rows, of the tokens that one context rank holds."""
+    chunk = np.asarray(padded_lens) // (2 * cp_size)
+    starts = np.cumsum(padded_lens) - padded_lens
+    pairs = np.stack([starts + chunk * cp_rank, starts + chunk * (2 * cp_size - 1 - cp_rank)], 1)
+    return _ranges(pairs.reshape(-1), np.repeat(chunk, 2))
+
+
+def _experts(batch: RolloutBatch, rows: list[int], layout: _Layout) -> torch.Tensor | None:
+    """[T, layers, experts per token]; padding is free to go anywhere."""
+    if batch.routed_experts is None:
+        return None
+    chosen = [batch.routed_experts[r] for r in rows]
+    experts = np.full((layout.total, *chosen[0].shape[1:]), -1, np.int16)
+    experts[_ranges(layout.starts, layout.lens)] = np.concatenate(chosen)
+    return layout.local(experts)
+
+
+class _Layout:
+    """Where each row lies in the whole packed sequence, and which part of it this rank holds."""
+
+    def __init__(self, lens: list[int], parallel: ParallelInfo, equal_multiple: int | None) -> None:
+        unit = 2 * parallel.cp_size if parallel.cp_size > 1 else 1
+        self.lens = np.array(lens)
+        if equal_multiple is None:
+            self.padded = -(-self.lens // unit) * unit
+        else:
+            unit = math.lcm(unit, equal_multiple * parallel.cp_size)
+            self.padded = np.full_like(self.lens, -(-max(lens) // unit) * unit)
+        self.starts = np.cumsum(self.padded) - self.padded
+        self.total = int(self.padded.sum())
+        self.local_total = self.total // parallel.cp_size
+        offsets = np.concatenate([[0], np.cumsum(self.padded // parallel.cp_size)])
+        self.cu_seqlens = torch.from_numpy(offsets.astype(np.int32))
+        self._index = None
+        if parallel.cp_size > 1:
+            self._index = zigzag_index(self.padded, parallel.cp_rank, parallel.cp_size)
+
+    def local(self, column: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(column if self._index is None else column[self._index])
+
+
+def _ranges(starts: np.ndarray, lens: Sequence[int] | np.ndarray) -> np.ndarray:
+    """start, start+1, ... for each (start, length), one after the other: (5, 2), (9, 1) -> 5 6 9."""
+    lens = np.asarray(lens)
+    ends = np.cumsum(lens)
+    return np.arange(ends[-1]) + np.repeat(starts - (ends - lens), lens)

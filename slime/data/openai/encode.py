@@ -1,0 +1,159 @@
+"""Messages as token ids in which only the chat template writes control tokens.
+
+A tool's output that contains `<|im_end|>` must not end the turn. Each text of a client is rendered between
+two random marks, which show where the template has put it:
+
+    <|im_start|>tool\\n  7f3a  42<|im_end|>  7f3a  <|im_end|>\\n<|im_start|>assistant\\n
+    frame                 │   text           │      frame
+
+Where no text has anything like a control token, the ids are those of the whole rendering, as
+`apply_chat_template` makes them. Else the texts that do are tokenized as plain characters by themselves.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.core.errors import UserError
+from slime.data.openai.requests import ApiError, Message
+from slime.data.openai.tool_calls import with_parsed_arguments
+from slime.data.tokenizer import control_tokens, encode_content, encode_rendered, spelt_exactly
+
+Tools = list[dict[str, Any]]
+Render = Callable[[list[Message], Tools], str]
+
+
+def encode_messages(path: str, messages: list[Message], tools: Tools, render: Render) -> list[int]:
+    """Ids of `render(messages, tools)` with the tokenizer of `path`; ApiError if texts cannot be told
+    from what the template writes."""
+    messages = [with_parsed_arguments(message) for message in messages]
+    texts = _Texts(path=path)
+    marked = [texts.mark_message(message) for message in messages]
+    marked_tools = texts.mark(tools, "tool")
+    if texts.hostile:
+        pieces = texts.split(render(marked, marked_tools))
+        if pieces is None:
+            raise _cannot_separate(texts.hostile)
+        return _encode_pieces(path, pieces, texts.hostile)
+    whole, pieces = render(messages, tools), None
+    with suppress(ApiError):
+        pieces = texts.split(render(marked, marked_tools))
+    if pieces is None or "".join(text for text, _ in pieces) != whole:
+        # The template changes texts, by how they begin for one: no text has control tokens by itself.
+        return encode_rendered(path, whole)
+    return _encode_pieces(path, pieces, [])
+
+
+def refuse_control_tokens(path: str, value: Any) -> None:
+    """ApiError if any text in this JSON value spells a control token."""
+    texts = _Texts(path=path)
+    texts.mark(value, "user")
+    if texts.hostile:
+        raise _cannot_separate(texts.hostile)
+
+
+@dataclass(kw_only=True)
+class _Texts:
+    """The texts of a request behind their marks, and those of them that spell control tokens."""
+
+    path: str
+    hostile: list[str] = field(default_factory=list)
+    _marks: dict[str, bool] = field(default_factory=dict)  # mark -> whether its text is hostile
+
+    def mark_message(self, message: Message) -> Message:
+        """Marks go around a message's content, and around hostile texts everywhere else."""
+        role = message["role"]
+        content = self._mark_text(message["content"], role, always=role != "assistant")
+        others = {k: v for k, v in message.items() if k not in ("role", "content")}
+        return {"role": role, "content": content, **self.mark(others, role)}
+
+    def mark(self, value: Any, role: str) -> Any:
+        """The value with marks around every hostile text in it; keys stay, and must be harmless."""
+        if isinstance(value, str):
+            return self._mark_text(value, role)
+        if isinstance(value, list):
+            return [self.mark(item, role) for item in value]
+        if not isinstance(value, dict):
+            return value
+        for key in value:
+            if self._is_hostile(str(key), role):
+                raise _cannot_separate([str(key)])
+        return {key: self.mark(item, role) for key, item in value.items()}
+
+    def _mark_text(self, text: str, role: str, *, always: bool = False) -> str:
+        hostile = self._is_hostile(text, role)
+        if not text.strip() or not (hostile or always):
+            return text
+        if hostile:
+            self.hostile.append(text)
+        mark = secrets.token_hex(16)
+        self._marks[mark] = hostile
+        start = len(text) - len(text.lstrip())
+        end = len(text.rstrip())
+        return f"{text[:start]}{mark}{text[start:end]}{mark}{text[end:]}"
+
+    def _is_hostile(self, text: str, role: str) -> bool:
+        """The model's own answers may have its words for thoughts and calls, which are not special."""
+        control = control_tokens(self.path, special_only=role == "assistant")
+        if spelt_exactly(self.path) and not any(word in text for word in control.values()):
+            return False
+        return not control.keys().isdisjoint(encode_rendered(self.path, text))
+
+    def split(self, marked: str) -> list[tuple[str, bool]] | None:
+        """The rendering in pieces, with whether each is a hostile text; None if marks were torn apart."""
+        if not self._marks:
+            return [(marked, False)]
+        pieces, opened = [], None
+        for part in re.split(f"({'|'.join(self._marks)})", marked):
+            if part not in self._marks:
+                pieces.append((part, opened is not None and self._marks[opened]))
+            elif opened is None:
+                opened = part
+            elif opened == part:
+                opened = None
+            else:
+                return None
+        return pieces if opened is None else None
+
+
+def _encode_pieces(path: str, pieces: list[tuple[str, bool]], hostile: list[str]) -> list[int]:
+    """Neighbours are tokenized together, except for hostile texts.
+
+    Control tokens that come into being only where two pieces meet were written by nobody.
+    """
+    control = control_tokens(path)
+    wanted = [
+        token
+        for text, is_hostile in pieces
+        if not is_hostile
+        for token in encode_rendered(path, text)
+        if token in control
+    ]
+    ids: list[int] = []
+    run = ""
+    for text, is_hostile in [*pieces, ("", True)]:
+        if not is_hostile:
+            run += text
+            continue
+        ids += encode_rendered(path, run)
+        run = ""
+        try:
+            ids += encode_content(path, text)
+        except UserError as error:  # the tokenizer knows no other way to write it
+            raise ApiError(str(error)) from None
+    if [token for token in ids if token in control] != wanted:
+        raise _cannot_separate(hostile)
+    return ids
+
+
+def _cannot_separate(texts: list[str]) -> ApiError:
+    shown = texts[0][:60] if texts else ""
+    return ApiError(
+        f"a message has text that is spelt like a control token of the chat template ({shown!r}), which this "
+        "template cannot keep apart from its own: take it out of the message"
+    )

@@ -1,0 +1,333 @@
+"""Prompt files -> Samples: jsonl and parquet rows, chat templates, length filter.
+
+A dataset is written `path`, `path@[0:100]` (a slice of its rows), `path:weight=2` (its rows come
+twice per epoch), or `reasoning-gym:<task>`; every mistake in one is reported with file, line and the flag to change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from codecs import BOM_UTF8
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from slime.config.data_spec import DataSpec
+from slime.config.reward_types import check_row_type
+from slime.core.errors import ConfigError
+from slime.core.types import Sample
+from slime.utils.reasoning_tasks import chosen_rows, task_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZE_CHUNK = 1024
+_Row = tuple[str, dict[str, Any]]  # where it stands, and its keys
+
+
+@dataclass(kw_only=True, frozen=True)
+class DataFormat:
+    """Which keys of a row hold what, and how a prompt becomes tokens."""
+
+    input_key: str = "input"
+    label_key: str | None = None
+    metadata_key: str = "metadata"
+    tool_key: str = "tools"
+    apply_chat_template: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_prompt_len: int | None = None
+    label_needed_by: str | None = None  # e.g. "--rm-type math": rows without a label are refused
+    row_rm_types: tuple[str, ...] | None = (
+        None  # what metadata["rm_type"] of a row may be; None: any
+    )
+    data_flag: str = "--prompt-data"
+    input_flag: str = "--input-key"
+    label_flag: str = "--label-key"
+
+
+class PromptDataset:
+    """Rows as Samples without a response. Prompt tokens are made on first use and kept."""
+
+    def __init__(
+        self,
+        samples: list[Sample],
+        tokenizer: PreTrainedTokenizerBase | None,
+        data_format: DataFormat,
+        num_filtered: int = 0,
+        weight: float = 1.0,
+    ) -> None:
+        self.samples = samples
+        self.num_filtered = num_filtered
+        self.weight = weight
+        self._tokenizer = tokenizer
+        self._format = data_format
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def make_sample(self, row: int) -> Sample:
+        """A fresh Sample of the row: lists and dictionaries are its own."""
+        template = self.samples[row]
+        if not template.tokens and isinstance(template.prompt, str) and self._tokenizer is not None:
+            template.tokens = encode_prompt(
+                self._tokenizer, template.prompt, rendered=self._format.apply_chat_template
+            )
+            if not template.tokens:
+                raise ConfigError(
+                    f"{self._format.data_flag}: the prompt of row {row + 1} has no tokens"
+                )
+        return template.clone()
+
+
+def load_prompts(
+    text: str, data_format: DataFormat, tokenizer: PreTrainedTokenizerBase | None
+) -> PromptDataset:
+    """Read, convert and filter one dataset."""
+    spec = DataSpec.parse(text, data_format.data_flag)
+    data_format = _for_rows_of(spec, data_format)
+    samples = [
+        _to_sample(row, where, data_format, tokenizer)
+        for where, row in _rows_of(spec, text, data_format)
+    ]
+    kept = samples
+    if data_format.max_prompt_len is not None:
+        kept = _filter_by_length(samples, data_format, tokenizer)
+        if not kept:
+            raise ConfigError(
+                f"{data_format.data_flag} {text}: all {len(samples)} prompts are longer than "
+                f"--rollout-max-prompt-len {data_format.max_prompt_len}; raise it"
+            )
+    num_filtered = len(samples) - len(kept)
+    if num_filtered:
+        logger.info(
+            "%s: %d of %d prompts are longer than %d tokens and left out",
+            text, num_filtered, len(samples), data_format.max_prompt_len,
+        )  # fmt: skip
+    return PromptDataset(kept, tokenizer, data_format, num_filtered, spec.weight)
+
+
+def check_prompts(text: str, data_format: DataFormat, *, takes_messages: bool = True) -> None:
+    """Read one dataset without a tokenizer: ConfigError for the first row that could not be used."""
+    spec = DataSpec.parse(text, data_format.data_flag)
+    plain = replace(_for_rows_of(spec, data_format), apply_chat_template=False)
+    for where, row in _rows_of(spec, text, data_format):
+        sample = _to_sample(row, where, plain, None)
+        if not takes_messages and not isinstance(sample.prompt, str):
+            raise ConfigError(
+                f"{where}: {data_format.input_key!r} is a list of messages, which has tokens only once it "
+                "is rendered: add --apply-chat-template"
+            )
+
+
+def _rows_of(spec: DataSpec, text: str, data_format: DataFormat) -> list[_Row]:
+    if spec.task is not None:
+        rows = _task_rows(spec.task, spec.rows, data_format)
+    else:
+        rows = _take_slice(read_rows(spec.path, data_format.data_flag), spec.rows)
+    if not rows:
+        raise ConfigError(f"{data_format.data_flag} {text}: the dataset is empty")
+    return rows
+
+
+def _for_rows_of(spec: DataSpec, data_format: DataFormat) -> DataFormat:
+    """Rows that slime makes itself choose their own reward type."""
+    return data_format if spec.task is None else replace(data_format, row_rm_types=None)
+
+
+def _task_rows(task: str, part: slice, data_format: DataFormat) -> list[_Row]:
+    """Rows of a task under the names that the format looks for."""
+    label_key = data_format.label_key or "label"
+    keys = (data_format.input_key, label_key, data_format.metadata_key)
+    rows = task_rows(task, chosen_rows(part), data_format.data_flag)
+    return [
+        (f"reasoning-gym:{task}, row {number}", dict(zip(keys, row, strict=True)))
+        for number, row in enumerate(rows, start=part.start or 0)
+    ]
+
+
+def read_rows(path: str, flag: str = "--prompt-data") -> Iterator[_Row]:
+    """Rows of a file with where each stands ("data.jsonl:17")."""
+    file = Path(path).expanduser()
+    if not file.exists():
+        raise ConfigError(f"{flag}: there is no file {path}")
+    if file.is_dir():
+        raise ConfigError(f"{flag}: {path} is a folder; give a .jsonl or .parquet file")
+    if file.suffix == ".parquet":
+        yield from _read_parquet(file, flag)
+    elif file.suffix in (".jsonl", ".json"):
+        yield from _read_jsonl(file)
+    else:
+        raise ConfigError(
+            f"{flag}: {path}: expected a .jsonl or .parquet file, not {file.suffix!r}"
+        )
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, rendered: bool) -> list[int]:
+    """Prompt ids; a chat template has already written the special tokens a plain text still needs."""
+    return list(tokenizer.encode(text, add_special_tokens=not rendered))
+
+
+def _take_slice(rows: Iterator[_Row], part: slice) -> list[_Row]:
+    """The first rows without reading on where that is possible."""
+    if (part.start or 0) >= 0 and part.stop is not None and part.stop >= 0:
+        return list(itertools.islice(rows, part.start, part.stop))
+    return list(rows)[part]
+
+
+def _read_jsonl(file: Path) -> Iterator[_Row]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{file}:{number}"
+            try:
+                row = orjson.loads(line.removeprefix(BOM_UTF8) if number == 1 else line)
+            except orjson.JSONDecodeError as error:
+                raise ConfigError(
+                    f"{where}: not valid JSON: {error}; each line must be one JSON object, in UTF-8"
+                ) from None
+            if not isinstance(row, dict):
+                raise ConfigError(
+                    f"{where}: a JSON {type(row).__name__}; each line must be one JSON object"
+                )
+            yield where, row
+
+
+def _read_parquet(file: Path, flag: str) -> Iterator[_Row]:
+    try:
+        import pyarrow.parquet as parquet
+        from pyarrow import ArrowException
+    except ImportError:
+        raise ConfigError(f"{flag}: {file} needs pyarrow: pip install 'slime[parquet]'") from None
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{file}, row {number}", row
+    except ArrowException as error:
+        raise ConfigError(f"{flag}: {file} is not a readable parquet file: {error}") from None
+
+
+def _to_sample(
+    row: dict[str, Any],
+    where: str,
+    data_format: DataFormat,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Sample:
+    prompt = _take(row, data_format.input_key, where, data_format.input_flag)
+    if not isinstance(prompt, (str, list)) or not prompt:
+        raise ConfigError(
+            f"{where}: {data_format.input_key!r} is {_describe(prompt)}; expected a text or a list of "
+            f"messages ({data_format.input_flag} names the key)"
+        )
+    label = None
+    if data_format.label_key is not None:
+        label = _take(row, data_format.label_key, where, data_format.label_flag)
+    if label in (None, "") and data_format.label_needed_by is not None:
+        raise ConfigError(f"{where}: {_missing_label(row, data_format)}")
+    metadata = _metadata(row, where, data_format)
+    if data_format.row_rm_types is not None:
+        check_row_type(metadata.get("rm_type"), data_format.row_rm_types, where)
+    if data_format.apply_chat_template:
+        prompt = _render(prompt, metadata.get("tools"), where, data_format, tokenizer)
+    return Sample(prompt=prompt, label=label, metadata=metadata)
+
+
+def _take(row: dict[str, Any], key: str, where: str, flag: str) -> Any:
+    if key not in row:
+        raise ConfigError(
+            f"{where}: no key {key!r}; the keys there are {', '.join(row) or 'none'}: "
+            f"choose one with {flag}"
+        )
+    return row[key]
+
+
+def _missing_label(row: dict[str, Any], data_format: DataFormat) -> str:
+    if data_format.label_key is None:
+        return (
+            f"{data_format.label_needed_by} compares with a label; name its key with "
+            f"{data_format.label_flag} (keys there: {', '.join(row)})"
+        )
+    return f"{data_format.label_key!r} is empty, and {data_format.label_needed_by} compares with it"
+
+
+def _metadata(row: dict[str, Any], where: str, data_format: DataFormat) -> dict[str, Any]:
+    metadata = _unpacked(row.get(data_format.metadata_key) or {})
+    if not isinstance(metadata, dict):
+        raise ConfigError(
+            f"{where}: {data_format.metadata_key!r} must be an object (--metadata-key names the key)"
+        )
+    tools = _unpacked(row.get(data_format.tool_key) or [])
+    if not isinstance(tools, list):
+        raise ConfigError(
+            f"{where}: {data_format.tool_key!r} must be a list of tools (--tool-key names the key)"
+        )
+    return {**metadata, "tools": tools} if tools else dict(metadata)
+
+
+def _unpacked(value: Any) -> Any:
+    """Some files keep objects as JSON in a text; a text that is none is None."""
+    try:
+        return orjson.loads(value) if isinstance(value, str) else value
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _render(
+    prompt: str | list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    where: str,
+    data_format: DataFormat,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> str:
+    if tokenizer is None or not tokenizer.chat_template:
+        raise ConfigError(
+            "--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template; "
+            "leave the flag out, or add a chat_template to its tokenizer_config.json"
+        )
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    try:
+        return tokenizer.apply_chat_template(  # type: ignore[return-value]
+            messages,
+            tools=tools,  # type: ignore[arg-type]
+            tokenize=False,
+            add_generation_prompt=True,
+            **data_format.chat_template_kwargs,
+        )
+    except (
+        Exception
+    ) as error:  # templates are programs of the checkpoint's author: any error may come
+        raise ConfigError(
+            f"{where}: the chat template does not take this prompt: {type(error).__name__}: {error}"
+        ) from None
+
+
+def _filter_by_length(
+    samples: list[Sample], data_format: DataFormat, tokenizer: PreTrainedTokenizerBase | None
+) -> list[Sample]:
+    assert tokenizer is not None and data_format.max_prompt_len is not None
+    for start in range(0, len(samples), _TOKENIZE_CHUNK):
+        chunk = samples[start : start + _TOKENIZE_CHUNK]
+        texts = [sample.prompt for sample in chunk if isinstance(sample.prompt, str)]
+        if len(texts) < len(chunk):
+            raise ConfigError(
+                "--rollout-max-prompt-len: prompts that are lists of messages have a length only "
+                "once rendered; add --apply-chat-template"
+            )
+        encoded = tokenizer(texts, add_special_tokens=not data_format.apply_chat_template)
+        for sample, ids in zip(chunk, encoded["input_ids"], strict=True):
+            sample.tokens = list(ids)
+    return [sample for sample in samples if len(sample.tokens) <= data_format.max_prompt_len]
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, (str, list, dict)) and not value:
+        return f"an empty {type(value).__name__}"
+    return "null" if value is None else f"of type {type(value).__name__}"

@@ -1,0 +1,139 @@
+"""One tokenizer per checkpoint and process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime.core.errors import ConfigError, UserError
+from slime.utils.gc_tuning import collector_off
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+@lru_cache(maxsize=8)
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    with collector_off():  # brings torch in
+        from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--hf-checkpoint {path}: no tokenizer could be loaded from it: {error}"
+        ) from error
+
+
+def load_hf_config(path: str | Path) -> PretrainedConfig:
+    """The configuration of a Hugging Face folder. Python code in the folder is never run."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        if "custom code" in reason or "trust_remote_code" in str(error):
+            reason = "its model is Python code in the folder, which slime does not run"
+        raise ConfigError(f"{path}: its config.json cannot be used: {reason}") from error
+
+
+def encode_rendered(path: str, text: str) -> list[int]:
+    """Tokens of what a chat template has made, control tokens included; for any thread."""
+    return _rendered_encoder(path)(text) if text else []
+
+
+@lru_cache(maxsize=8)
+def _rendered_encoder(path: str) -> Callable[[str], list[int]]:
+    tokenizer = load_tokenizer(path)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # one written in Python
+        return partial(tokenizer.encode, add_special_tokens=False)
+    # A copy whose settings nobody changes, as `tokenizer.encode` may: threads use it at the same time.
+    own = type(backend).from_str(backend.to_str())
+    own.encode_special_tokens = False
+    own.no_truncation()
+    own.no_padding()
+    return lambda text: own.encode(text, add_special_tokens=False).ids
+
+
+def encode_content(path: str, text: str) -> list[int]:
+    """Tokens of a text that somebody else wrote: what is spelt like a token of the chat template stays text."""
+    return _content_encoder(path)(text)
+
+
+@lru_cache(maxsize=8)
+def control_tokens(path: str, *, special_only: bool = False) -> dict[int, str]:
+    """Tokens that mean something to the chat template, by id: the special ones and, unless only these are
+    asked for, added ones that the template writes (some models' names of roles are not called special)."""
+    tokenizer = load_tokenizer(path)
+    template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
+    control: dict[int, str] = {}
+    for number, token in tokenizer.added_tokens_decoder.items():
+        written = token.content in template and not token.content.isspace()
+        if token.special or (written and not special_only):
+            control[number] = token.content
+    control.pop(tokenizer.unk_token_id, None)  # type: ignore[arg-type]
+    return control
+
+
+@lru_cache(maxsize=8)
+def spelt_exactly(path: str) -> bool:
+    """Whether control tokens stand in a text as they are spelt, and none is found by normalizing the text."""
+    tokenizer = load_tokenizer(path)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.normalizer is None:
+        return True
+    return not any(
+        tokenizer.added_tokens_decoder[token].normalized for token in control_tokens(path)
+    )
+
+
+@lru_cache(maxsize=8)
+def _content_encoder(path: str) -> Callable[[str], list[int]]:
+    tokenizer = load_tokenizer(path)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # one written in Python
+        return partial(tokenizer.encode, add_special_tokens=False, split_special_tokens=True)
+    spec = json.loads(backend.to_str())
+    for token in spec["added_tokens"]:
+        token["special"] |= token["id"] in control_tokens(path)
+    # A copy, as the setting is one of the tokenizer, which other threads use meanwhile.
+    plain = type(backend).from_str(json.dumps(spec))
+    plain.encode_special_tokens = True
+    plain.no_truncation()
+    plain.no_padding()
+    control = control_tokens(path)
+
+    def encode(text: str) -> list[int]:
+        tokens = plain.encode(text, add_special_tokens=False).ids
+        for token in control.keys() & tokens:
+            raise UserError(
+                f"the tokenizer of {path} cannot write {control[token]!r} as plain text"
+            )
+        return tokens
+
+    return encode
+
+
+def refuse_other_vocabulary(path: str, other: str, flag: str) -> None:
+    """Two models that talk in token ids must mean the same by them; a folder without a tokenizer may."""
+    if not (Path(other) / "tokenizer_config.json").exists():
+        return
+    ours, theirs = load_tokenizer(path).get_vocab(), load_tokenizer(other).get_vocab()
+    differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+    if differing:
+        raise ConfigError(
+            f"{flag} {other} has another vocabulary than --hf-checkpoint: {differing[0]!r} is token "
+            f"{theirs.get(differing[0])} there and {ours.get(differing[0])} here"
+        )
+
+
+def eos_token_id(path: str) -> int:
+    token = load_tokenizer(path).eos_token_id
+    if not isinstance(token, int):
+        raise ConfigError(f"--hf-checkpoint {path}: its tokenizer has no end-of-text token")
+    return token

@@ -1,0 +1,135 @@
+"""The processes of a Ray that this run started: watched by pid, ended by session.
+
+    driver ──pipe──▶ keeper (a process of its own, standard library only)
+      one line per process that Ray's start makes, each the leader of a session of its own
+      end of file: the driver has stopped Ray, or is gone, however that came about. The keeper ends what
+      is left of those sessions and removes Ray's folder.
+
+The raylet starts Ray's agents and workers, which stay in its session. Without the keeper some of them
+would outlive a killed driver for a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slime.config.env import child_env, read_env
+
+_ROOT = Path(__file__).resolve().parents[2]
+_GRACE_S = 0.5  # for processes that end by themselves once the raylet is gone
+_LIMIT_S = 20.0
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayProcess:
+    """A process and the leader of its session; `started` tells it from a later one with its pid."""
+
+    name: str  # "gcs_server", "raylet"
+    pid: int
+    started: int  # clock ticks since boot
+
+    def running(self) -> bool:
+        stat = _read_stat(self.pid)
+        return stat is not None and stat.state != "Z" and stat.started == self.started
+
+
+def identify(name: str, pid: int) -> RayProcess:
+    stat = _read_stat(pid)
+    return RayProcess(name=name, pid=pid, started=stat.started if stat else 0)
+
+
+def session_members(leaders: list[RayProcess]) -> list[int]:
+    """Return the pids of this user's live processes in the sessions of these leaders."""
+    sessions = {leader.pid for leader in leaders if not _is_reused(leader)}
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            stat = _read_stat(int(entry.name))
+            if stat and stat.session in sessions and stat.state != "Z" and stat.uid == os.getuid():
+                found.append(int(entry.name))
+    return found
+
+
+def end_sessions(leaders: list[RayProcess], grace_s: float = _GRACE_S) -> None:
+    """Return once no process of these sessions is left; after `grace_s` they are killed."""
+    began = time.monotonic()
+    while (members := session_members(leaders)) and time.monotonic() - began < _LIMIT_S:
+        if time.monotonic() - began >= grace_s:
+            for pid in members:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+
+
+class Keeper:
+    """Ends Ray's processes and removes its folder after `close`, or after this process."""
+
+    def __init__(self, folder: Path):
+        self.processes: list[RayProcess] = []
+        paths = [str(_ROOT), read_env().python_path]
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-S", "-m", "slime.diagnosis.ray_processes", str(folder)],
+            stdin=subprocess.PIPE,
+            env=child_env(PYTHONPATH=os.pathsep.join(path for path in paths if path)),
+            start_new_session=True,  # what ends the driver's process group must not end it too
+        )
+
+    def add(self, name: str, pid: int) -> None:
+        process = identify(name, pid)
+        self.processes.append(process)
+        assert self._keeper.stdin is not None
+        with suppress(BrokenPipeError):
+            self._keeper.stdin.write(json.dumps(asdict(process)).encode() + b"\n")
+            self._keeper.stdin.flush()
+
+    def close(self) -> None:
+        assert self._keeper.stdin is not None
+        with suppress(BrokenPipeError):
+            self._keeper.stdin.close()
+        self._keeper.wait()
+
+
+def main(folder: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends when the driver does
+    leaders = [RayProcess(**json.loads(line)) for line in sys.stdin if line.endswith("\n")]
+    end_sessions(leaders)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stat:
+    state: str
+    session: int
+    started: int
+    uid: int
+
+
+def _read_stat(pid: int) -> _Stat | None:
+    """Read /proc/PID/stat; the name of the program in it may hold spaces and parentheses."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        uid = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+    return _Stat(state=fields[0], session=int(fields[3]), started=int(fields[19]), uid=uid)
+
+
+def _is_reused(leader: RayProcess) -> bool:
+    """Whether the pid belongs to another process by now: then none of the session is left."""
+    stat = _read_stat(leader.pid)
+    return stat is not None and stat.started != leader.started
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

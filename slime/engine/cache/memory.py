@@ -1,0 +1,95 @@
+"""How large the KV cache is, and giving memory back while a colocated trainer works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from slime.core.errors import UserError
+from slime.engine.arguments import EngineArgs
+
+if TYPE_CHECKING:
+    from slime.engine.models.model_runner import ModelRunner
+
+TAGS: tuple[str, ...] = ("weights", "kv_cache", "cuda_graph")
+_CPU_CACHE_BYTES = 2 << 30
+_DEFAULT_RUNNING = 256
+_DEFAULT_FRACTION = 0.85
+_DEFAULT_CHUNK = {"cpu": 2048, "cuda": 8192}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """num_pages x page_size tokens are cached; one request holds at most max_pages_per_request."""
+
+    num_pages: int
+    max_pages_per_request: int
+    max_running: int
+    chunk_size: int
+
+
+def choose_sizes(args: EngineArgs, runner: ModelRunner) -> Sizes:
+    """From the options, or as much as the device has room for."""
+    element = torch.empty(0, dtype=runner.dtype).element_size()
+    page_bytes = sum(layer.elements for layer in runner.layers.values()) * element * args.page_size
+    max_running = args.max_running_requests or _DEFAULT_RUNNING
+    pages_per_request = -(-(runner.context_len + 1) // args.page_size)
+    if args.max_total_tokens is not None:
+        num_pages = args.max_total_tokens // args.page_size
+    elif runner.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(runner.device)
+        reserved = total * (1 - (args.mem_fraction_static or _DEFAULT_FRACTION))
+        num_pages = int((free - reserved) // page_bytes)
+    else:
+        num_pages = min(max_running * pages_per_request, _CPU_CACHE_BYTES // page_bytes)
+    if num_pages < 1:
+        raise UserError("no memory is left for the KV cache; raise --mem-fraction-static")
+    return Sizes(
+        num_pages=num_pages,
+        max_pages_per_request=_with_headroom(pages_per_request),
+        max_running=max_running,
+        chunk_size=args.chunked_prefill_size or _DEFAULT_CHUNK[runner.device.type],
+    )
+
+
+class MemoryReleaser:
+    """Moves weights to host memory and drops the KV cache, and brings them back."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def release(self, tag: str) -> None:
+        self._runner.forget()
+        if tag == "kv_cache":
+            assert self._runner.cache is not None
+            self._runner.cache.free()
+        elif tag == "weights" and self._runner.device.type == "cuda":
+            self._move(torch.device("cpu"))
+        if self._runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def resume(self, tag: str) -> None:
+        if tag == "kv_cache":
+            assert self._runner.cache is not None
+            self._runner.cache.allocate()
+        elif tag == "weights" and self._runner.device.type == "cuda":
+            self._move(self._runner.device)
+
+    def _move(self, device: torch.device) -> None:
+        """Contents are kept, and so are the parameter objects, their ties and what views they are."""
+        model = self._runner.model
+        moved: dict[int, torch.Tensor] = {}  # by address of the memory they share
+        for tensor in [*model.parameters(), *model.buffers()]:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in moved:
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                moved[storage.data_ptr()] = whole.to(device)
+            whole = moved[storage.data_ptr()].view(tensor.dtype)
+            tensor.data = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _with_headroom(pages: int) -> int:
+    """Deterministic mode rounds a row's pages up by less than half again."""
+    return pages + pages // 2 + 1

@@ -1,0 +1,113 @@
+"""Prefix cache: a radix tree over token ids whose edges are whole pages of the KV cache."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+
+from slime.engine.cache.page_pool import PagePool
+
+
+class RadixCache:
+    """Finds the pages that already hold a prefix, and evicts the least recently used when asked.
+
+    A node stands for one full page; the path to it is the text before it, so equal pages at different
+    places in a text are different nodes. Requests hold the pages they use in the pool, and whoever
+    holds a page holds those before it, so evictable nodes always form whole subtrees.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._root = _Node(page=0, parent=None, key=())
+        self._clock = itertools.count(1)
+        self._size = 0
+        self.epoch = 0  # pages filled in an earlier epoch must not be put into the tree
+
+    def __len__(self) -> int:
+        return self._size
+
+    def match(self, token_ids: list[int], limit: int) -> list[int]:
+        """Pages that hold the longest known prefix, at most `limit` tokens of it."""
+        node, pages, now = self._root, [], next(self._clock)
+        for key in self._keys(token_ids, limit):
+            child = node.children.get(key)
+            if child is None:
+                break
+            child.last_used = now
+            pages.append(child.page)
+            node = child
+        return pages
+
+    def insert(
+        self, token_ids: list[int], pages: list[int], num_computed: int, *, in_use: bool = False
+    ) -> None:
+        """Make known that `pages` hold the first `num_computed` tokens; full pages only are kept.
+
+        Where the tree already has a page for a piece of text it stays, and the given one is left to
+        its request. While that is `in_use` nothing goes behind such a page: the request does not hold
+        it, so it would count as evictable with pages behind it that cannot go.
+        """
+        node, now = self._root, next(self._clock)
+        for key, page in zip(self._keys(token_ids, num_computed), pages, strict=False):
+            child = node.children.get(key)
+            if in_use and child is not None and child.page != page:
+                return
+            if child is None:
+                child = _Node(page=page, parent=node, key=key)
+                node.children[key] = child
+                self._pool.hold_for_cache(page)
+                self._size += 1
+            child.last_used = now
+            node = child
+
+    def evict(self, count: int) -> int:
+        """Free up to `count` pages that no request uses, oldest leaves first; returns how many."""
+        leaves = [(n.last_used, id(n), n) for n in self._nodes() if self._is_evictable_leaf(n)]
+        heapq.heapify(leaves)
+        evicted = 0
+        while leaves and evicted < count:
+            _, _, node = heapq.heappop(leaves)
+            parent = node.parent
+            assert parent is not None
+            del parent.children[node.key]
+            self._pool.release_from_cache(node.page)
+            self._size -= 1
+            evicted += 1
+            if self._is_evictable_leaf(parent):
+                heapq.heappush(leaves, (parent.last_used, id(parent), parent))
+        return evicted
+
+    def clear(self) -> None:
+        """Forget everything; pages in use stay with their requests but cannot come back."""
+        for node in list(self._nodes()):
+            self._pool.release_from_cache(node.page)
+        self._root.children.clear()
+        self._size = 0
+        self.epoch += 1
+
+    def _keys(self, token_ids: list[int], limit: int) -> Iterator[tuple[int, ...]]:
+        size = self._pool.page_size
+        for start in range(0, limit - size + 1, size):
+            yield tuple(token_ids[start : start + size])
+
+    def _nodes(self) -> Iterator[_Node]:
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _is_evictable_leaf(self, node: _Node) -> bool:
+        return not node.children and node.parent is not None and self._pool.is_evictable(node.page)
+
+
+class _Node:
+    __slots__ = ("children", "key", "last_used", "page", "parent")
+
+    def __init__(self, *, page: int, parent: _Node | None, key: tuple[int, ...]) -> None:
+        self.page = page
+        self.parent = parent
+        self.key = key
+        self.children: dict[tuple[int, ...], _Node] = {}
+        self.last_used = 0

@@ -1,0 +1,164 @@
+"""The kernels of cpu.c, called with the addresses of contiguous float32 tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_long, c_void_p
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from slime.engine.kernels.interface import (
+    DrawSettings,
+    ExpertKernels,
+    Heads,
+    Pages,
+    QueryKeyNorm,
+    Rotary,
+    Tokens,
+)
+from slime.engine.scheduler.sampling import uniforms
+
+SOURCE = Path(__file__).with_name("cpu.c")
+_P, _L, _F = c_void_p, c_long, c_float
+_SIGNATURES = {
+    "add_rms_norm": [_P, _P, _P, _P, _L, _L, _F],
+    "rope_store": [_P, _L, _L, _L, _L, _P, _P, _P, _P, _F, _P, _P, _P, _L, _L, _P, _P],
+    "attend": [_P, _L, _L, _L, _L, _P, _P, _P, _L, _L, _P, _P, _F, _L, _P],
+    "silu_mul": [_P, _P, _L, _L],
+    "draw": [_P, _L, _L, _P, _P, _P, _L, _P, _P],
+}
+
+
+class CpuKernels:
+    experts: ExpertKernels | None = None
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, types in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = types, None
+        self._library = library
+
+    def add_rms_norm(
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        out = torch.empty_like(hidden)
+        self._library.add_rms_norm(
+            hidden.data_ptr(),
+            None if delta is None else delta.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            *hidden.shape,
+            eps,
+        )
+        return out
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
+    linear_parts = linear  # in one
+
+    def gated_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.silu_mul(F.linear(x, weight, bias))
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        tokens: Tokens,
+        heads: Heads,
+        pages: Pages,
+        rotary: Rotary,
+        norm: QueryKeyNorm | None,
+    ) -> None:
+        self._library.rope_store(
+            qkv.data_ptr(),
+            qkv.shape[0],
+            heads.num_query,
+            heads.num_key,
+            heads.dim,
+            rotary.cosines.data_ptr(),
+            rotary.sines.data_ptr(),
+            None if norm is None else norm.query.data_ptr(),
+            None if norm is None else norm.key.data_ptr(),
+            0.0 if norm is None else norm.eps,
+            *_place(tokens, pages),
+            pages.keys.data_ptr(),
+            pages.values.data_ptr(),
+        )
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        tokens: Tokens,
+        heads: Heads,
+        pages: Pages,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        out = qkv.new_empty(qkv.shape[0], heads.num_query * heads.dim)
+        self._library.attend(
+            qkv.data_ptr(),
+            qkv.shape[0],
+            heads.num_query,
+            heads.num_key,
+            heads.dim,
+            *_place(tokens, pages),
+            pages.keys.data_ptr(),
+            pages.values.data_ptr(),
+            scale,
+            window or 0,
+            out.data_ptr(),
+        )
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        tokens, width = gate_up.shape
+        out = gate_up.new_empty(tokens, width // 2)
+        self._library.silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2)
+        return out
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        settings: DrawSettings,
+        barred: np.ndarray | None = None,  # [R, B] int32, tokens not to be drawn; -1 is none
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = logits.float().contiguous()
+        index = rows.long()
+        temperatures = settings.temperatures[index].numpy()
+        seeds = settings.seeds[index].numpy().view(np.uint64)
+        draws = uniforms(seeds, positions.numpy() + 1)
+        draws[temperatures < 0.0] = -1.0
+        np.abs(temperatures, out=temperatures)
+        tokens = torch.empty(len(index), dtype=torch.int32)
+        log_probs = torch.empty(len(index), dtype=torch.float32)
+        self._library.draw(
+            logits.data_ptr(),
+            *logits.shape,
+            temperatures.ctypes.data,
+            draws.ctypes.data,
+            None if barred is None else barred.ctypes.data,
+            0 if barred is None else barred.shape[1],
+            tokens.data_ptr(),
+            log_probs.data_ptr(),
+        )
+        settings.last_tokens[index] = tokens
+        return tokens, log_probs
+
+
+def _place(tokens: Tokens, pages: Pages) -> tuple[int, int, int, int, int]:
+    return (
+        tokens.positions.data_ptr(),
+        tokens.rows.data_ptr(),
+        pages.table.data_ptr(),
+        pages.table.shape[1],
+        pages.page_size,
+    )

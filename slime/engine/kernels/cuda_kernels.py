@@ -1,0 +1,253 @@
+"""The kernels in Triton: shapes turned into grids and block sizes. Needs triton to be imported."""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from slime.engine.kernels import cuda_matmuls as cuda_products
+from slime.engine.kernels import triton_attention, triton_elementwise
+from slime.engine.kernels import triton_sampling as triton_draw
+from slime.engine.kernels.cuda_device import early_launch, shared_memory
+from slime.engine.kernels.cuda_experts import CudaExperts, dot_precision
+from slime.engine.kernels.interface import (
+    DrawSettings,
+    ExpertKernels,
+    Heads,
+    Pages,
+    QueryKeyNorm,
+    Rotary,
+    Tokens,
+)
+
+_LOG2E = math.log2(math.e)
+_PROGRAMS = 1024  # of an attention launch: enough for every multiprocessor to have several
+_MOST_SPLITS = 32
+_PIECE = 1024  # of the vocabulary
+_PIECES_PER_PROGRAM = 4
+TILE = 64  # tokens of a prompt that attend together
+
+
+class CudaKernels:
+    experts: ExpertKernels | None = CudaExperts()
+
+    def add_rms_norm(
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        out = torch.empty_like(hidden)
+        tokens, size = hidden.shape
+        block = triton.next_power_of_2(size)
+        triton_elementwise.add_rms_norm_kernel[(tokens,)](
+            hidden,
+            hidden if delta is None else delta,
+            weight,
+            out,
+            eps,
+            tokens,
+            SIZE=size,
+            BLOCK=block,
+            PARTS=0 if delta is None else delta.numel() // hidden.numel(),
+            num_warps=_warps(block // 256),
+            **early_launch(),
+        )
+        return out
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return cuda_products.linear(x, weight, bias)
+
+    def linear_parts(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return cuda_products.linear_parts(x, weight, bias)
+
+    def gated_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        out = cuda_products.gated_linear(x, weight) if bias is None else None
+        return self.silu_mul(F.linear(x, weight, bias)) if out is None else out
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        tokens: Tokens,
+        heads: Heads,
+        pages: Pages,
+        rotary: Rotary,
+        norm: QueryKeyNorm | None,
+    ) -> None:
+        heads_block = triton.next_power_of_2(heads.num_query + heads.num_key)
+        triton_elementwise.rope_store_kernel[(qkv.shape[0],)](
+            qkv,
+            tokens.rows,
+            tokens.positions,
+            pages.table,
+            pages.keys,
+            pages.values,
+            rotary.cosines,
+            rotary.sines,
+            qkv if norm is None else norm.query,
+            qkv if norm is None else norm.key,
+            0.0 if norm is None else norm.eps,
+            pages.table.shape[1],
+            QUERY_HEADS=heads.num_query,
+            KEY_HEADS=heads.num_key,
+            HEADS_BLOCK=heads_block,
+            VALUE_BLOCK=triton.next_power_of_2(heads.num_key * heads.dim),
+            DIM=heads.dim,
+            HALF_BLOCK=triton.next_power_of_2(heads.dim // 2),
+            PAGE=pages.page_size,
+            NORM=norm is not None,
+            num_warps=_warps(heads_block * heads.dim // 512),
+            **early_launch(),
+        )
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        tokens: Tokens,
+        heads: Heads,
+        pages: Pages,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        out = qkv.new_empty(qkv.shape[0], heads.num_query * heads.dim)
+        if tokens.tiles is None:
+            _attend_rows(qkv, tokens, heads, pages, scale, window, out)
+        else:
+            _attend_tiles(qkv, tokens, heads, pages, scale, window, out)
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        tokens, width = gate_up.shape
+        size = width // 2
+        out = gate_up.new_empty(tokens, size)
+        block = min(triton.next_power_of_2(size), 1024)
+        grid = (tokens, triton.cdiv(size, block))
+        triton_elementwise.silu_mul_kernel[grid](gate_up, out, SIZE=size, BLOCK=block, num_warps=4)
+        return out
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        settings: DrawSettings,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = logits.contiguous()
+        count, vocab = logits.shape
+        pieces = triton.cdiv(vocab, _PIECE)
+        stats = logits.new_empty(count, pieces, 2, dtype=torch.float32)
+        tokens = logits.new_empty(count, dtype=torch.int32)
+        log_probs = logits.new_empty(count, dtype=torch.float32)
+        grid = (count, triton.cdiv(pieces, _PIECES_PER_PROGRAM))
+        triton_draw.sum_pieces_kernel[grid](
+            *(logits, rows, settings.temperatures, stats, vocab, pieces),
+            PIECE=_PIECE,
+            PER_PROGRAM=_PIECES_PER_PROGRAM,
+            num_warps=4,
+            **early_launch(),
+        )
+        triton_draw.choose_kernel[(count,)](
+            *(logits, rows, positions, settings.temperatures, settings.seeds, stats),
+            *(settings.last_tokens, tokens, log_probs, vocab, pieces),
+            PIECE=_PIECE,
+            PIECES_BLOCK=triton.next_power_of_2(pieces),
+            num_warps=4,
+            **early_launch(),
+        )
+        return tokens, log_probs
+
+
+def _attend_rows(
+    qkv: torch.Tensor,
+    tokens: Tokens,
+    heads: Heads,
+    pages: Pages,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    count = qkv.shape[0]
+    splits = choose_splits(count * heads.num_key)
+    group = heads.num_query // heads.num_key
+    shape = {
+        "KEY_HEADS": heads.num_key,
+        "GROUP": group,
+        "GROUP_BLOCK": max(16, triton.next_power_of_2(group)),
+        "DIM": heads.dim,
+        "DIM_BLOCK": max(16, triton.next_power_of_2(heads.dim)),
+        "SPLITS": splits,
+    }
+    target = stats = out
+    if splits > 1:
+        parts = count * heads.num_key * splits * shape["GROUP_BLOCK"]
+        target = out.new_empty(parts, shape["DIM_BLOCK"], dtype=torch.float32)
+        stats = out.new_empty(parts, 2, dtype=torch.float32)
+    triton_attention.decode_kernel[(heads.num_key, count, splits)](
+        *(qkv, pages.keys, pages.values, pages.table, tokens.rows, tokens.positions),
+        *(target, stats, scale * _LOG2E, heads.width, pages.table.shape[1], window or 0),
+        **shape,
+        **_blocks(shape["DIM_BLOCK"], qkv.element_size(), 3),
+        PAGE=pages.page_size,
+        WINDOWED=window is not None,
+        PRECISION=dot_precision(qkv),
+        **early_launch(),
+    )
+    if splits > 1:
+        triton_attention.combine_kernel[(count, heads.num_query)](
+            target, stats, out, **shape, **early_launch()
+        )
+
+
+def _attend_tiles(
+    qkv: torch.Tensor,
+    tokens: Tokens,
+    heads: Heads,
+    pages: Pages,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    assert tokens.tiles is not None
+    dim_block = max(16, triton.next_power_of_2(heads.dim))
+    triton_attention.prefill_kernel[(heads.num_query, tokens.tiles.shape[0])](
+        *(qkv, pages.keys, pages.values, pages.table, tokens.rows, tokens.positions),
+        *(tokens.tiles, out, scale * _LOG2E, heads.width, pages.table.shape[1], window or 0),
+        KEY_HEADS=heads.num_key,
+        GROUP=heads.num_query // heads.num_key,
+        DIM=heads.dim,
+        DIM_BLOCK=dim_block,
+        TILE=TILE,
+        **_blocks(dim_block, qkv.element_size(), 3 if qkv.element_size() == 2 else 1),
+        PAGE=pages.page_size,
+        WINDOWED=window is not None,
+        PRECISION=dot_precision(qkv),
+    )
+
+
+def choose_splits(programs: int) -> int:
+    """Parts of a request's positions that are read side by side: more of them the fewer requests."""
+    wanted = -(-_PROGRAMS // max(programs, 1))
+    return min(triton.next_power_of_2(wanted), _MOST_SPLITS)
+
+
+@functools.cache
+def _blocks(dim: int, element_size: int, stages: int) -> dict[str, int]:
+    """How many positions are looked at together, and how many such loads are under way: fewer where
+    their keys and values do not fit into a multiprocessor's shared memory."""
+    room = shared_memory() - TILE * dim * element_size - (8 << 10)  # queries and weights
+    block = 64 if element_size == 2 else 32
+    while 2 * block * dim * element_size * stages > room and block > 16:
+        block, stages = (block, stages - 1) if stages > 1 else (block // 2, 1)
+    return {"BLOCK": block, "num_warps": 4, "num_stages": stages}
+
+
+def _warps(wanted: int) -> int:
+    return min(max(triton.next_power_of_2(max(wanted, 1)), 1), 8)

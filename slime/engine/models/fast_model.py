@@ -1,0 +1,198 @@
+"""The forward of Llama-like models on the engine's own kernels.
+
+Per layer four matrix products and five kernels or fewer, on the same parameters that Hugging Face's
+modules have; query, key and value lie in one matrix, and so do gate and up::
+
+    hidden ─ add_rms_norm ─ qkv ─ rope_store ─ attend ─ out ─ add_rms_norm ─ gated_linear ─ down ─▶
+       ▲                                                │                                     │
+       └────────────── added by the next norm ──────────┴─────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from slime.engine.cache.kv_cache import KVCache, LayerShape
+from slime.engine.kernels.interface import (
+    ExpertKernels,
+    Heads,
+    Kernels,
+    Pages,
+    QueryKeyNorm,
+    Rotary,
+    Tokens,
+)
+from slime.engine.models.fused_model import FAMILIES, join_linears, keep_tensor
+
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # a position's angles never change
+_ROPE_PIECE = 4096
+_KNOWN_MIXTURE = "Qwen3MoeSparseMoeBlock"  # whose router is a softmax over all, then the best few
+
+
+class FastModel:
+    def __init__(self, model: PreTrainedModel, kernels: Kernels, context_len: int) -> None:
+        body: Any = model.model
+        self._kernels = kernels
+        self._embedding: Any = model.get_input_embeddings().weight
+        self._head: Any = model.get_output_embeddings()
+        self._norm, self._eps = body.norm.weight, body.norm.variance_epsilon
+        self._layers = [_Layer(layer, kernels) for layer in body.layers]
+        self._rotary = _make_rotary(body, model.dtype, context_len)
+
+    @property
+    def layers(self) -> dict[int, LayerShape]:
+        return {
+            layer.index: LayerShape(
+                num_heads=layer.heads.num_key, key_dim=layer.heads.dim, value_dim=layer.heads.dim
+            )
+            for layer in self._layers
+        }
+
+    def __call__(
+        self,
+        tokens: Tokens,
+        cache: KVCache,
+        table: torch.Tensor,
+        outputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits [R, V] of the tokens named by `outputs` [R], or of all."""
+        hidden = F.embedding(tokens.ids, self._embedding)  # [T, H]
+        delta: torch.Tensor | None = None
+        for layer in self._layers:
+            pages = Pages(
+                keys=cache.keys[layer.index], values=cache.values[layer.index], table=table
+            )
+            delta = layer(hidden, delta, tokens, pages, self._rotary)
+        if outputs is not None:
+            hidden = hidden.index_select(0, outputs)
+            delta = None if delta is None else delta.index_select(-2, outputs)
+        normed = self._kernels.add_rms_norm(hidden, delta, self._norm, self._eps)
+        return F.linear(normed, self._head.weight, self._head.bias)
+
+
+class _Layer:
+    def __init__(self, layer: Any, kernels: Kernels) -> None:
+        attention = layer.self_attn
+        self.index: int = attention.layer_idx
+        self._kernels = kernels
+        self._scale: float = attention.scaling
+        self._window: int | None = getattr(attention, "sliding_window", None)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        query, key, _ = (p.out_features // attention.head_dim for p in projections)
+        self.heads = Heads(num_query=query, num_key=key, dim=attention.head_dim)
+        self._qkv, self._qkv_bias = join_linears(attention, "qkv", projections)
+        self._qk_norm = _make_qk_norm(attention)
+        self._out, self._out_bias = attention.o_proj.weight, attention.o_proj.bias
+        self._before, self._after = (
+            layer.input_layernorm.weight,
+            layer.post_attention_layernorm.weight,
+        )
+        self._eps: float = layer.input_layernorm.variance_epsilon
+        self._mlp = _make_mlp(layer.mlp, kernels)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        delta: torch.Tensor | None,
+        tokens: Tokens,
+        pages: Pages,
+        rotary: Rotary,
+    ) -> torch.Tensor:
+        """What is to be added to `hidden` next; `delta`, left by the layer before, is added now."""
+        kernels, heads = self._kernels, self.heads
+        normed = kernels.add_rms_norm(hidden, delta, self._before, self._eps)
+        qkv = kernels.linear(normed, self._qkv, self._qkv_bias)
+        kernels.rope_store(qkv, tokens, heads, pages, rotary, self._qk_norm)
+        attended = kernels.attend(qkv, tokens, heads, pages, self._scale, self._window)
+        delta = kernels.linear_parts(attended, self._out, self._out_bias)
+        normed = kernels.add_rms_norm(hidden, delta, self._after, self._eps)
+        return self._mlp(normed)
+
+
+class _GatedMlp:
+    def __init__(self, mlp: Any, kernels: Kernels) -> None:
+        self._gate_up, self._bias = join_linears(mlp, "gate_up", (mlp.gate_proj, mlp.up_proj))
+        self._down, self._down_bias = mlp.down_proj.weight, mlp.down_proj.bias
+        self._kernels = kernels
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        active = self._kernels.gated_linear(hidden, self._gate_up, self._bias)
+        return self._kernels.linear_parts(active, self._down, self._down_bias)
+
+
+class _Mixture:
+    def __init__(self, mlp: Any, kernels: ExpertKernels) -> None:
+        self._router, self._kernels = mlp.gate, kernels
+        self._gate_up, self._down = mlp.experts.gate_up_proj, mlp.experts.down_proj
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        router = self._router
+        logits = F.linear(hidden, router.weight)
+        experts, weights = self._kernels.route(logits, router.top_k, router.norm_topk_prob)
+        return self._kernels.mix(hidden, experts, weights, self._gate_up, self._down)
+
+
+class _Experts:
+    """A mixture of experts, run as Hugging Face defines it."""
+
+    def __init__(self, mlp: Any) -> None:
+        self._mlp = mlp
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        output = self._mlp(hidden.unsqueeze(0))
+        return (output[0] if isinstance(output, tuple) else output)[0]
+
+
+def _make_mlp(mlp: Any, kernels: Kernels) -> _GatedMlp | _Mixture | _Experts:
+    if hasattr(mlp, "gate_proj"):
+        return _GatedMlp(mlp, kernels)
+    if kernels.experts is None or type(mlp).__name__ != _KNOWN_MIXTURE:
+        return _Experts(mlp)
+    return _Mixture(mlp, kernels.experts)
+
+
+def why_not_fast(model: PreTrainedModel) -> str | None:
+    """The reason this forward does not fit the model, or None."""
+    kind = type(model).__name__
+    if kind not in FAMILIES or not type(model).__module__.startswith("transformers."):
+        return f"it knows no {kind}"
+    config: Any = model.config
+    if config.hidden_act not in ("silu", "swish"):
+        return f"it has no activation {config.hidden_act!r}"
+    body: Any = model.model
+    if body.rotary_emb.rope_type not in _STATIC_ROPE:
+        return f"it has no rotary embedding of type {body.rotary_emb.rope_type!r}"
+    if 2 * body.rotary_emb.inv_freq.shape[-1] != body.layers[0].self_attn.head_dim:
+        return "only part of each head is rotated"
+    return None
+
+
+def _make_qk_norm(attention: Any) -> QueryKeyNorm | None:
+    if not hasattr(attention, "q_norm"):
+        return None
+    return QueryKeyNorm(
+        query=attention.q_norm.weight,
+        key=attention.k_norm.weight,
+        eps=attention.q_norm.variance_epsilon,
+    )
+
+
+@torch.no_grad()
+def _make_rotary(body: Any, dtype: torch.dtype, context_len: int) -> Rotary:
+    """As Hugging Face computes it, rounded to the model's dtype, for all positions."""
+    like = torch.empty(0, dtype=dtype, device=body.rotary_emb.inv_freq.device)
+    cosines: list[torch.Tensor] = []
+    sines: list[torch.Tensor] = []
+    for start in range(0, context_len + 1, _ROPE_PIECE):
+        end = min(start + _ROPE_PIECE, context_len + 1)
+        cos, sin = body.rotary_emb(like, torch.arange(start, end, device=like.device)[None])
+        cosines.append(cos[0])
+        sines.append(sin[0])
+    rotary = Rotary(cosines=torch.cat(cosines), sines=torch.cat(sines))
+    keep_tensor(body, "cosines", rotary.cosines)
+    keep_tensor(body, "sines", rotary.sines)
+    return rotary

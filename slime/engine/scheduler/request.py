@@ -1,0 +1,126 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from slime.engine.scheduler.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from slime.engine.scheduler.speculation import Guesses
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishReason:
+    """Why generation ended: "stop" (a token or string matched), "length" or "abort"."""
+
+    kind: str
+    matched: int | str | None = None
+    message: str = ""
+    status_code: int | None = None  # of an abort that must become an HTTP error
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionSpan:
+    """Output tokens start..end (end exclusive) were produced by weights of this version."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(kw_only=True, eq=False)
+class Request:
+    """`token_ids` is the prompt and then the output; `num_computed` of them have their keys and values
+    in the cache, in `pages` in order. `num_pending` more have been drawn on the device and not read yet.
+
+        prompt [5, 9, 5], two tokens generated, the second not yet run through the model::
+
+            token_ids = [5, 9, 5, 7, 6]     prompt_len = 3     num_computed = 4     num_pending = 0
+
+        the same while the device is at work on the third::
+
+            token_ids = [5, 9, 5, 7, 6]     prompt_len = 3     num_computed = 5     num_pending = 1
+    """
+
+    # given
+    rid: str
+    token_ids: list[int]
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    eos_ids: frozenset[int] = frozenset()  # empty with ignore_eos
+    return_logprob: bool = False
+    return_routed_experts: bool = False
+    logprob_start_len: int = -1  # -1: no log-probs of the prompt
+    stream: bool = False
+    arrival: float = field(default_factory=time.perf_counter)
+    # kept by the scheduler
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_pending: int = 0
+    num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
+    num_retractions: int = 0
+    row: int = -1  # row of the page table while running
+    cache_epoch: int = -1  # which generation of the prefix cache the pages may go to
+    guesses: Guesses | None = None  # with speculative decoding, from the first step of decoding on
+    # filled in step by step
+    output_log_probs: list[float] = field(default_factory=list)
+    input_log_probs: list[float] = field(default_factory=list)
+    version_starts: list[tuple[str, int]] = field(
+        default_factory=list
+    )  # version, first output token
+    finish: FinishReason | None = None
+    routed_experts: str | None = None  # encoded, once finished
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to run through the model before the next one can be sampled; 1 while decoding."""
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def version_spans(self) -> list[VersionSpan]:
+        if not self.version_starts:
+            return []
+        ends = [start for _, start in self.version_starts[1:]] + [self.num_output]
+        return [
+            VersionSpan(version=version, start=start, end=end)
+            for (version, start), end in zip(self.version_starts, ends, strict=True)
+        ]
+
+    def append(self, token: int, log_prob: float, version: str) -> None:
+        token_ids, starts, params = self.token_ids, self.version_starts, self.params
+        count = len(token_ids) - self.prompt_len + 1
+        if count > params.max_new_tokens:  # no token was wanted at all
+            self.finish = FinishReason(kind="length")
+            return
+        token_ids.append(token)
+        if self.return_logprob:
+            self.output_log_probs.append(log_prob)
+        if not starts or starts[-1][0] != version:
+            starts.append((version, count - 1))
+        if (
+            token in self.eos_ids
+            or token in params.stop_token_ids
+            or count == params.max_new_tokens
+        ):
+            self.finish = self._finish_by(token, count)
+
+    def _finish_by(self, token: int, count: int) -> FinishReason | None:
+        """The end that the token just appended brings; stop strings are looked at elsewhere."""
+        params = self.params
+        if (
+            token in self.eos_ids or token in params.stop_token_ids
+        ) and count > params.min_new_tokens:
+            return FinishReason(kind="stop", matched=token)
+        return FinishReason(kind="length") if count >= params.max_new_tokens else None

@@ -1,0 +1,148 @@
+"""Draws the next token of every row, each with its own settings and its own random stream.
+
+A draw depends on the request's seed and the position of the token alone: one uniform number per token
+from a counter-based hash, looked up in the cumulative distribution of the row. So a request gives the
+same tokens whatever else is in the batch, and goes on unchanged after being interrupted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slime.engine.scheduler.request import Request
+
+
+def sample(
+    logits: torch.Tensor, requests: list[Request], positions: np.ndarray | None = None
+) -> Draw:
+    """One token per row of `logits` [R, V], for the requests and positions of the rows; without
+    positions, the next one of every request."""
+    if positions is None:
+        positions = np.array([len(request.token_ids) for request in requests], np.int64)
+    tokens, log_probs = SamplingRows(requests, logits.device).draw(logits, positions)
+    return Draw(tokens=tokens.tolist(), log_probs=log_probs.tolist())
+
+
+@dataclass(kw_only=True, eq=False)
+class Draw:
+    """tokens and their log-probs in the distribution that temperature alone gives, one per row."""
+
+    tokens: list[int]
+    log_probs: list[float]
+
+
+class SamplingRows:
+    """The settings of the requests of a batch, one row each, made once for as long as they stay."""
+
+    def __init__(self, requests: list[Request], device: torch.device) -> None:
+        params = [request.params for request in requests]
+        self._requests = requests
+        self._streams = _mix(np.array([r.seed for r in requests], np.uint64) + _GOLDEN)
+        scales = [p.scale for p in params]
+        self._scale: torch.Tensor | None = None
+        if any(scale != 1.0 for scale in scales):
+            self._scale = torch.tensor(scales, device=device).unsqueeze(1)
+        self._greedy = torch.tensor([p.greedy for p in params], device=device)
+        self._any_greedy = any(p.greedy for p in params)
+        self._all_greedy = all(p.greedy for p in params)
+        self._filtered = [i for i, p in enumerate(params) if p.filtered]
+        self._shaped = [i for i, p in enumerate(params) if p.penalized or p.min_new_tokens]
+
+    def draw(
+        self, logits: torch.Tensor, positions: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [R] for these positions of their texts, and their log-probs [R].
+
+        Log-probs are those of softmax(logits / temperature) in fp32, before penalties, biases and the
+        filters top_k, top_p and min_p: what a trainer computes from the same logits.
+        """
+        logits = logits.float()
+        log_probs = torch.log_softmax(self._scaled(logits), dim=-1)
+        shaped = log_probs
+        if self._shaped:
+            logits = _shape(logits, [(i, self._requests[i]) for i in self._shaped])
+            shaped = torch.log_softmax(self._scaled(logits), dim=-1)
+        tokens = self._choose(shaped, positions)
+        return tokens, log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self._scale is None else logits / self._scale
+
+    def _choose(self, log_probs: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
+        """Token ids [R]: the most probable for greedy rows, a draw for the others."""
+        if self._all_greedy:
+            return log_probs.argmax(dim=-1)
+        probs = log_probs.exp()
+        if self._filtered:
+            requests = [self._requests[i] for i in self._filtered]
+            probs[self._filtered] = _filter(probs[self._filtered], requests)
+        draws = torch.from_numpy(_uniforms(self._streams, positions)).to(probs.device).unsqueeze(1)
+        total = probs.cumsum(dim=-1, dtype=torch.float64)
+        # The first token whose cumulative weight exceeds the target; it has a weight of its own.
+        tokens = torch.searchsorted(total, draws * total[:, -1:], right=True).squeeze(1)
+        tokens = tokens.clamp_(max=probs.shape[1] - 1)
+        if self._any_greedy:
+            tokens = torch.where(self._greedy, log_probs.argmax(dim=-1), tokens)
+        return tokens
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Numbers in [0, 1) from 64-bit seeds and positions (splitmix64's finalizer, twice)."""
+    return _uniforms(_mix(seeds.astype(np.uint64) + _GOLDEN), positions)
+
+
+def _uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    state = _mix(streams + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _filter(probs: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+    """Zero what top_k, top_p and min_p leave out; the rest is not renormalised."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, device=probs.device, dtype=torch.float64).unsqueeze(1)
+
+    vocab = probs.shape[1]
+    sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocab, device=probs.device)
+    before = sorted_probs.cumsum(dim=-1, dtype=torch.float64) - sorted_probs
+    top_k = column([p.params.top_k if p.params.top_k > 0 else vocab for p in requests])
+    top_p = column([p.params.top_p for p in requests])
+    min_p = column([p.params.min_p for p in requests])
+    drop = (rank >= top_k) | (before > top_p) | (sorted_probs < sorted_probs[:, :1] * min_p)
+    return torch.zeros_like(probs).scatter_(1, order, sorted_probs.masked_fill(drop, 0.0))
+
+
+def _shape(logits: torch.Tensor, requests: list[tuple[int, Request]]) -> torch.Tensor:
+    """Logits with penalties, biases and end tokens forbidden before min_new_tokens."""
+    logits = logits.clone()
+    for row, request in requests:
+        params = request.params
+        if params.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted(set(request.token_ids)), device=logits.device)
+            values = logits[row, seen]
+            penalty = params.repetition_penalty
+            logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
+        if params.frequency_penalty or params.presence_penalty:
+            output = torch.tensor(request.output_ids, dtype=torch.int64, device=logits.device)
+            counts = torch.bincount(output, minlength=logits.shape[1])
+            logits[row] -= (
+                counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
+            )
+        for token, bias in params.logit_bias.items():
+            logits[row, token] += bias
+        if request.num_output < params.min_new_tokens:
+            logits[row, sorted(request.eos_ids | params.stop_token_ids)] = float("-inf")
+    return logits

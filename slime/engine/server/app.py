@@ -1,0 +1,221 @@
+"""HTTP routes of the engine.
+
+With a key every route needs it but /health, /health_generate and /ready, which say nothing. Without one
+control routes are closed, and the others are open as SGLang's are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from slime.engine.engine import Engine
+from slime.engine.scheduler.request import Request
+from slime.engine.scheduler.sampling_params import RequestError
+from slime.engine.server.control import CONTROL_ROUTES
+from slime.engine.server.hub import ReplyHub
+from slime.engine.server.info import INFO_ROUTES
+from slime.engine.server.openai_routes import OpenAIRoutes
+from slime.engine.server.protocol import Generation, Limits, encode_text, make_reply, parse_generate
+from slime.engine.server.workers import Workers
+from slime.utils.http_guard import (
+    MIB,
+    BodyReader,
+    HttpLimits,
+    Refused,
+    check_browser,
+    check_media_type,
+    has_key,
+)
+
+_CONTROL_BODY = 1024 * MIB  # metadata of weights, from those who have the key
+_INLINE_BODY = MIB  # what is parsed on the event loop; larger ones on a thread
+_TEXT_S = 20.0
+_REPLIES_AT_A_TIME = 256
+_HEALTH_POLL = 0.5  # seconds
+_OPEN_ROUTES = ("/health", "/health_generate", "/ready")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class EngineApp:
+    """Binds one engine to its routes; must be made on the event loop that serves them."""
+
+    def __init__(
+        self, engine: Engine, hub: ReplyHub, key: str | None, http: HttpLimits | None = None
+    ) -> None:
+        self._engine = engine
+        self._hub = hub
+        self._key = key
+        self._bodies = BodyReader(http or HttpLimits())
+        self._workers = Workers()
+        self._limits = Limits(
+            context_len=engine.runner.context_len,
+            cache_tokens=engine.sizes.num_pages * engine.args.page_size,
+            vocab_size=engine.runner.vocab_size,
+            routed_experts=engine.runner.routed_experts is not None,
+        )
+
+    def make(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_post("/generate", self._generate)
+        OpenAIRoutes(self._engine, self._hub, self._limits, self._bodies, self._workers).add_to(app)
+        for path in ("/health", "/health_generate"):
+            app.router.add_get(path, self._health)
+        app.router.add_get("/ready", self._ready)
+        for path, info in INFO_ROUTES.items():
+            app.router.add_get(path, self._info_handler(info))
+        for path, (methods, route) in CONTROL_ROUTES.items():
+            for method in methods:
+                app.router.add_route(method, path, self._control_handler(route))
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            check_browser(request, self._engine.args.host)
+            self._check_key(request)
+            check_media_type(request)
+            return await handler(request)
+        except RequestError as error:
+            if error.plain:
+                return _json({"error": str(error)}, 400)
+            return _error(str(error), 400)
+        except Refused as refusal:
+            return _error(str(refusal), refusal.status)
+
+    def _check_key(self, request: web.Request) -> None:
+        if request.path in _OPEN_ROUTES:
+            return
+        if self._key is not None:
+            if not has_key(request, self._key):
+                raise Refused(
+                    401, "this route needs the header `Authorization: Bearer <key of this engine>`"
+                )
+        elif request.path in CONTROL_ROUTES:
+            raise Refused(
+                401, "control routes are closed: start the engine with SLIME_ENGINE_TOKEN=<key>"
+            )
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        generation = await self._parse(await self._bodies.read(http))
+        if self._engine.failure is not None:
+            return _error(f"the engine stopped: {self._engine.failure!r}", 503)
+        self._hub.require_room(len(generation.requests))
+        if generation.stream:
+            return await self._stream(http, generation)
+        await self._hub.run(generation.requests)
+        failed = _failed(generation.requests)
+        if failed is not None:
+            return failed
+        replies: list[dict[str, Any]] = []
+        for request in generation.requests:
+            replies.append(self._reply(request, generation))
+            if len(replies) % _REPLIES_AT_A_TIME == 0:
+                await asyncio.sleep(0)  # others are answered meanwhile
+        return _json(replies if generation.is_batch else replies[0])
+
+    async def _parse(self, data: bytes) -> Generation:
+        """On the event loop what is small and has no text, else on a thread."""
+        if len(data) > _INLINE_BODY:
+            return await self._workers.run(lambda: self._parse_body(_parse_json(data)))
+        body = _parse_json(data)
+        if isinstance(body, dict) and body.get("text") is not None:
+            return await self._workers.run(lambda: self._parse_body(body))
+        return self._parse_body(body)
+
+    def _parse_body(self, body: Any) -> Generation:
+        codec, limits = self._engine.codec, self._limits
+        return parse_generate(
+            encode_text(body, codec, limits, time.monotonic() + _TEXT_S),
+            codec=codec,
+            limits=limits,
+            eos_ids=self._engine.eos_ids,
+            new_seed=self._engine.new_seed,
+        )
+
+    async def _stream(self, http: web.Request, generation: Generation) -> web.StreamResponse:
+        """Server-sent events; each carries everything generated so far."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(http)
+        places = {request: index for index, request in enumerate(generation.requests)}
+        async for request in self._hub.stream(generation.requests):
+            reply = _stream_error(request) or self._reply(request, generation)
+            if generation.is_batch:
+                reply["index"] = places[request]
+            await response.write(b"data: " + orjson.dumps(reply) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _reply(self, request: Request, generation: Generation) -> dict[str, Any]:
+        return make_reply(
+            request,
+            codec=self._engine.codec,
+            weight_version=self._engine.weight_version,
+            with_token_text=generation.with_token_text,
+        )
+
+    async def _health(self, _: web.Request) -> web.Response:
+        """200 if the loop thread answers, or is busy with a call such as a weight update."""
+        answer = asyncio.wrap_future(self._engine.call(lambda: None))
+        while self._engine.failure is None:
+            done, _pending = await asyncio.wait([answer], timeout=_HEALTH_POLL)
+            if done or self._engine.in_call:
+                return web.Response()
+        return web.Response(status=503)
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self._engine.failure is None else 503)
+
+    def _info_handler(self, info: Callable[[Engine], dict[str, Any]]) -> Handler:
+        async def handle(_: web.Request) -> web.Response:
+            return _json(info(self._engine))
+
+        return handle
+
+    def _control_handler(self, route: Callable[..., Awaitable[Any]]) -> Handler:
+        async def handle(http: web.Request) -> web.Response:
+            body = _parse_json(await self._bodies.read(http, _CONTROL_BODY) or b"{}")
+            if not isinstance(body, dict):
+                raise RequestError("the body must be a JSON object")
+            reply = await route(self._engine, {**http.query, **body})
+            if isinstance(reply, web.Response):
+                return reply
+            failed = isinstance(reply, dict) and reply.get("success") is False
+            return _json(reply, 400 if failed else 200)
+
+        return handle
+
+
+def _failed(requests: list[Request]) -> web.Response | None:
+    """An abort that carries a status becomes an HTTP error."""
+    for request in requests:
+        if request.finish is not None and request.finish.status_code is not None:
+            return _error(request.finish.message, request.finish.status_code)
+    return None
+
+
+def _stream_error(request: Request) -> dict[str, Any] | None:
+    finish = request.finish
+    if finish is None or finish.status_code is None:
+        return None
+    return {"error": {"message": finish.message, "type": "abort", "code": finish.status_code}}
+
+
+def _parse_json(data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def _error(message: str, status: int) -> web.Response:
+    return _json({"error": {"message": message}}, status)

@@ -1,0 +1,251 @@
+"""Control routes: abort, pause, cache, weights, memory. Bodies and replies are SGLang's."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from slime.engine.cache.memory import TAGS
+from slime.engine.engine import Engine
+from slime.engine.scheduler.sampling_params import RequestError
+from slime.engine.server.workers import DaemonCall
+from slime.engine.weights import TensorMeta, metadata_in_order, parse_metadata
+from slime.weights.checksum import format_checksum
+
+T = TypeVar("T")
+Body = dict[str, Any]
+Route = Callable[[Engine, Body], Awaitable[Any]]
+PAUSE_MODES = ("abort", "retract", "in_place")
+_FLUSH_POLL = 0.05
+
+
+async def abort_request(engine: Engine, body: Body) -> web.Response:
+    rid, everything = _get(body, "rid", str, ""), _get(body, "abort_all", bool, False)
+    if everything:
+        await _call(engine, lambda: engine.abort(lambda request: True))
+    elif rid:
+        # A batch's requests are named <rid>_0, <rid>_1, ...
+        await _call(
+            engine, lambda: engine.abort(lambda r: r.rid == rid or r.rid.startswith(f"{rid}_"))
+        )
+    return web.Response()
+
+
+async def pause_generation(engine: Engine, body: Body) -> Body:
+    mode = _get(body, "mode", str, "abort")
+    if mode not in PAUSE_MODES:
+        raise RequestError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+    await _call(engine, lambda: engine.pause(mode))
+    return {"message": "Generation paused successfully.", "status": "ok"}
+
+
+async def continue_generation(engine: Engine, body: Body) -> Body:
+    await _call(engine, engine.resume)
+    return {"message": "Generation continued successfully.", "status": "ok"}
+
+
+async def flush_cache(engine: Engine, body: Body) -> web.Response:
+    deadline = time.monotonic() + _seconds(body.get("timeout", 0.0))
+    while not await _call(engine, engine.flush_cache):
+        if time.monotonic() >= deadline:
+            return web.Response(text="Flush cache failed.\n", status=400)
+        await asyncio.sleep(_FLUSH_POLL)
+    return web.Response(text="Cache flushed.\n")
+
+
+async def begin_weight_update(engine: Engine, body: Body) -> Body:
+    return await _report(engine, engine.weights.begin_session, exclusive=False)
+
+
+async def end_weight_update(engine: Engine, body: Body) -> Body:
+    return await _report(engine, engine.weights.end_session, exclusive=False)
+
+
+async def update_weights_from_disk(engine: Engine, body: Body) -> Body:
+    path = _get(body, "model_path", str)
+
+    def update() -> None:
+        engine.weights.update_from_disk(path)
+        engine.model_path = path
+
+    reply = await _update(engine, body, update)
+    return {**reply, "num_paused_requests": engine.in_flight if engine.pause_mode else 0}
+
+
+async def update_weights_from_tensor(engine: Engine, body: Body) -> Body:
+    load_format = body.get("load_format")
+    if load_format != "slime_shm":
+        raise RequestError(
+            'this engine takes no pickled tensors: send load_format "slime_shm" with `handle` and `metadata`'
+        )
+    metas = parse_metadata(body.get("metadata"))
+
+    def update() -> None:
+        engine.weights.require_session("update_weights_from_tensor")
+        engine.weights.update_from_buffer(body.get("handle"), metas)
+
+    return await _update(engine, body, update)
+
+
+async def init_weights_update_group(engine: Engine, body: Body) -> Body:
+    options: dict[str, Any] = {
+        "address": _get(body, "master_address", str),
+        "port": _get(body, "master_port", int),
+        "rank": _get(body, "rank_offset", int),
+        "world_size": _get(body, "world_size", int),
+        "name": _get(body, "group_name", str, "weight_update_group"),
+        "backend": _get(body, "backend", str, "nccl"),
+    }
+    # On a daemon thread: it waits for the other members, who may never come, while the loop has requests
+    # to serve and the process may be told to end.
+    join = DaemonCall(lambda: engine.weights.init_group(**options), "init-weights-group")
+    return await _reported(join.future)
+
+
+async def destroy_weights_update_group(engine: Engine, body: Body) -> Body:
+    name = _get(body, "group_name", str, "weight_update_group")
+    return await _report(engine, lambda: engine.weights.destroy_group(name), exclusive=False)
+
+
+async def update_weights_from_distributed(engine: Engine, body: Body) -> Body:
+    load_format = body.get("load_format")
+    if load_format not in (None, "flattened_bucket"):
+        raise RequestError(f"load_format must be null or flattened_bucket, got {load_format!r}")
+    metas: list[TensorMeta] = metadata_in_order(
+        _get(body, "names", list), _get(body, "dtypes", list), _get(body, "shapes", list)
+    )
+    group = _get(body, "group_name", str, "weight_update_group")
+
+    def update() -> None:
+        engine.weights.require_session("update_weights_from_distributed")
+        engine.weights.update_from_group(metas, group, flattened=load_format is not None)
+
+    return await _update(engine, body, update)
+
+
+async def update_weight_version(engine: Engine, body: Body) -> Body:
+    version = str(_get(body, "new_version", object))
+
+    def update() -> None:
+        if _get(body, "abort_all_requests", bool, True):
+            engine.abort(lambda request: True)
+        engine.weight_version = version
+
+    return {**await _report(engine, update, exclusive=False), "new_version": version}
+
+
+async def weights_checker(engine: Engine, body: Body) -> Body:
+    action = _get(body, "action", str, "checksum")
+    if action != "checksum":
+        raise RequestError(f"action must be checksum, got {action!r}")
+    sums = await _call(engine, engine.weights.checksums)
+    # Sums add up, so the engine's own is the sum of its tensors'.
+    total = format_checksum(sum(sums.values()) % 2**64)
+    rank = {
+        "checksums": {name: format_checksum(value) for name, value in sums.items()},
+        "per_gpu_checksum": total,
+        "parallelism_info": {"tp_rank": 0, "tp_size": 1},
+    }
+    return {"success": True, "message": "", "ranks": [rank], "per_engine_checksum": total}
+
+
+async def release_memory_occupation(engine: Engine, body: Body) -> None:
+    tags = _tags(body)
+    await _call(engine, lambda: engine.release_memory(tags))
+
+
+async def resume_memory_occupation(engine: Engine, body: Body) -> None:
+    tags = _tags(body)
+    await _call(engine, lambda: engine.resume_memory(tags))
+
+
+CONTROL_ROUTES: dict[str, tuple[tuple[str, ...], Route]] = {
+    "/abort_request": (("POST",), abort_request),
+    "/pause_generation": (("POST",), pause_generation),
+    "/continue_generation": (("POST",), continue_generation),
+    "/flush_cache": (("GET", "POST"), flush_cache),
+    "/begin_weight_update": (("POST",), begin_weight_update),
+    "/end_weight_update": (("POST",), end_weight_update),
+    "/update_weights_from_disk": (("POST",), update_weights_from_disk),
+    "/update_weights_from_tensor": (("POST",), update_weights_from_tensor),
+    "/init_weights_update_group": (("POST",), init_weights_update_group),
+    "/destroy_weights_update_group": (("POST",), destroy_weights_update_group),
+    "/update_weights_from_distributed": (("POST",), update_weights_from_distributed),
+    "/update_weight_version": (("POST",), update_weight_version),
+    "/weights_checker": (("GET", "POST"), weights_checker),
+    "/release_memory_occupation": (("GET", "POST"), release_memory_occupation),
+    "/resume_memory_occupation": (("GET", "POST"), resume_memory_occupation),
+}
+
+
+async def _call(engine: Engine, function: Callable[[], T], *, exclusive: bool = False) -> T:
+    return await asyncio.wrap_future(engine.call(function, exclusive=exclusive))
+
+
+async def _report(engine: Engine, function: Callable[[], None], *, exclusive: bool) -> Body:
+    return await _reported(_call(engine, function, exclusive=exclusive))
+
+
+async def _reported(work: Awaitable[None]) -> Body:
+    """{"success", "message"} as the weight routes answer."""
+    try:
+        await work
+    except (RequestError, RuntimeError) as error:
+        return {"success": False, "message": str(error)}
+    return {"success": True, "message": "Success."}
+
+
+async def _update(engine: Engine, body: Body, function: Callable[[], None]) -> Body:
+    version = body.get("weight_version")
+    version = None if version is None else str(version)
+    if _get(body, "abort_all_requests", bool, False):
+        await _call(engine, lambda: engine.abort(lambda request: True))
+
+    def update() -> None:
+        engine.require_memory("weights")
+        try:
+            function()
+        finally:
+            engine.weights_changed()
+        if version is not None:
+            engine.weight_version = version
+
+    reply = await _report(engine, update, exclusive=True)
+    if reply["success"] and version is not None:
+        reply["message"] += f" Weight version updated to {version}."
+    return reply
+
+
+def _seconds(value: Any) -> float:
+    with suppress(TypeError, ValueError):
+        if math.isfinite(seconds := float(value)):
+            return seconds
+    raise RequestError(f"`timeout` must be a number of seconds, got {value!r}")
+
+
+def _tags(body: Body) -> list[str]:
+    tags = body.get("tags")
+    tags = list(TAGS) if tags is None else tags
+    if not isinstance(tags, list) or any(tag not in TAGS for tag in tags):
+        raise RequestError(f"tags must be null or a list of {', '.join(TAGS)}, got {tags!r}")
+    return tags
+
+
+_REQUIRED = object()
+
+
+def _get(body: Body, name: str, kind: type, default: Any = _REQUIRED) -> Any:
+    value = body.get(name)
+    if value is None:
+        if default is _REQUIRED:
+            raise RequestError(f"`{name}` is missing")
+        return default
+    if not isinstance(value, kind):
+        raise RequestError(f"`{name}` must be of type {kind.__name__}, got {value!r}")
+    return value

@@ -1,0 +1,253 @@
+"""OpenAI's routes in front of the engine: /v1/chat/completions and /v1/completions, as SGLang has them.
+
+Body ──▶ ApiRequest ──▶ token ids and sampling parameters ──▶ the requests of /generate ──▶ choices
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from slime.data.openai import replies
+from slime.data.openai.render import check_template_kwargs, render_chat
+from slime.data.openai.replies import Answer, TokenLogProb
+from slime.data.openai.requests import (
+    ApiError,
+    ApiRequest,
+    ChatRequest,
+    CompletionRequest,
+    parse_chat,
+    parse_completion,
+)
+from slime.data.openai.tool_calls import parse_tool_calls
+from slime.engine.engine import Engine
+from slime.engine.scheduler.request import Request
+from slime.engine.scheduler.sampling_params import MOST_REQUESTS, RequestError
+from slime.engine.server.hub import ReplyHub
+from slime.engine.server.openai_stream import TextStream
+from slime.engine.server.protocol import Generation, Limits, parse_generate
+from slime.engine.server.workers import Workers
+from slime.utils.http_guard import BodyReader, Refused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Chunk = dict[str, Any]
+_INLINE_BODY = 1 << 20  # what is parsed on the event loop; larger ones on a thread
+
+
+class OpenAIRoutes:
+    def __init__(
+        self, engine: Engine, hub: ReplyHub, limits: Limits, bodies: BodyReader, workers: Workers
+    ) -> None:
+        self._engine, self._hub, self._limits = engine, hub, limits
+        self._bodies, self._workers = bodies, workers
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._completions)
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        try:
+            asked = parse_chat(await self._read(http))
+            return await self._answer(http, asked, [await self._encode_chat(asked)])
+        except (ApiError, RequestError, Refused) as error:
+            return _error(error)
+
+    async def _completions(self, http: web.Request) -> web.StreamResponse:
+        try:
+            asked = parse_completion(await self._read(http))
+            if len(asked.prompts) > MOST_REQUESTS:
+                raise ApiError(f"{len(asked.prompts)} prompts; at most {MOST_REQUESTS}")
+            prompts = [await self._encode_prompt(prompt) for prompt in asked.prompts]
+            return await self._answer(http, asked, prompts)
+        except (ApiError, RequestError, Refused) as error:
+            return _error(error)
+
+    async def _read(self, http: web.Request) -> Any:
+        data = await self._bodies.read(http)
+        if len(data) > _INLINE_BODY:
+            return await self._workers.run(lambda: _parse_json(data))
+        return _parse_json(data)
+
+    async def _encode_chat(self, asked: ChatRequest) -> list[int]:
+        """Render and tokenize beside the event loop; a rendering that takes too long is ended."""
+        codec, context_len = self._engine.codec, self._limits.context_len
+        if len(asked.messages) > context_len:
+            raise ApiError(
+                f"{len(asked.messages)} messages are more than the model's context length of "
+                f"{context_len} tokens",
+                code="context_length_exceeded",
+            )
+
+        def render(tokenizer: PreTrainedTokenizerBase) -> str:
+            check_template_kwargs(tokenizer, asked.template_kwargs)
+            return render_chat(tokenizer, asked.messages, asked.tools, asked.template_kwargs)
+
+        text = await self._workers.run(lambda: codec.render(render), interruptible=True)
+        return await self._workers.run(lambda: codec.encode_rendered(text, context_len))
+
+    async def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        codec, context_len = self._engine.codec, self._limits.context_len
+        return await self._workers.run(lambda: codec.encode(prompt, context_len))
+
+    async def _answer(
+        self, http: web.Request, asked: ApiRequest, prompts: list[list[int]]
+    ) -> web.StreamResponse:
+        if self._engine.failure is not None:
+            raise ApiError(f"the engine stopped: {self._engine.failure!r}", 503)
+        generation = self._generation(asked, prompts)
+        self._hub.require_room(len(generation.requests))
+        name = f"{'chatcmpl' if isinstance(asked, ChatRequest) else 'cmpl'}-{secrets.token_hex(12)}"
+        num_prompt = sum(len(ids) for ids in prompts)
+        if asked.stream:
+            return await self._stream(http, asked, generation, name, num_prompt)
+        await self._hub.run(generation.requests)
+        answers = [self._make_answer(request, asked) for request in generation.requests]
+        chat = isinstance(asked, ChatRequest)
+        reply = replies.chat_reply if chat else replies.completion_reply
+        return _json(reply(name, self._model(asked), answers, num_prompt))
+
+    def _generation(self, asked: ApiRequest, prompts: list[list[int]]) -> Generation:
+        params = {**asked.sampling}
+        if asked.max_tokens is not None or isinstance(asked, CompletionRequest):
+            params["max_new_tokens"] = (
+                asked.max_tokens or 16
+            )  # what OpenAI's completions default to
+        else:
+            room = min(self._limits.context_len, self._limits.cache_tokens) - len(prompts[0])
+            params["max_new_tokens"] = max(room - 1, 1)
+        body = {
+            "input_ids": prompts,
+            "sampling_params": params,
+            "return_logprob": asked.log_probs,
+            "return_text_in_logprobs": True,
+            "stream": asked.stream,
+        }
+        engine = self._engine
+        return parse_generate(
+            body,
+            codec=engine.codec,
+            limits=self._limits,
+            eos_ids=engine.eos_ids,
+            new_seed=engine.new_seed,
+        )
+
+    def _make_answer(self, request: Request, asked: ApiRequest) -> Answer:
+        finish = request.finish
+        assert finish is not None
+        if finish.status_code is not None:
+            raise ApiError(finish.message, finish.status_code)
+        text, calls = self._engine.codec.decode(request), []
+        if isinstance(asked, ChatRequest) and asked.tools:
+            text, calls = parse_tool_calls(text, secrets.token_hex(6))
+        return Answer(
+            text=text,
+            finish=finish.kind,
+            matched=finish.matched,
+            calls=calls,
+            num_tokens=len(request.output_ids),
+            log_probs=self._log_probs(request) if asked.log_probs else None,
+            weight_version=self._engine.weight_version,
+            weight_versions=[
+                {"version": span.version, "start": span.start, "end": span.end}
+                for span in request.version_spans
+            ],
+        )
+
+    def _log_probs(self, request: Request, start: int = 0) -> list[TokenLogProb]:
+        """Of the output tokens from `start` on."""
+        pairs = zip(request.output_ids[start:], request.output_log_probs[start:], strict=False)
+        return [
+            TokenLogProb(token=self._engine.codec.decode_token(token), log_prob=float(value))
+            for token, value in pairs
+        ]
+
+    # ---- stream
+
+    async def _stream(
+        self,
+        http: web.Request,
+        asked: ApiRequest,
+        generation: Generation,
+        name: str,
+        num_prompt: int,
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(http)
+        async for chunk in self._chunks(asked, generation, name, num_prompt):
+            await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _chunks(
+        self, asked: ApiRequest, generation: Generation, name: str, num_prompt: int
+    ) -> AsyncIterator[Chunk]:
+        requests, model = generation.requests, self._model(asked)
+        chat = isinstance(asked, ChatRequest)
+        make = _chat_chunk if chat else replies.completion_chunk
+        stops = requests[0].params.stop
+        tools = isinstance(asked, ChatRequest) and bool(asked.tools)
+        places = {request: index for index, request in enumerate(requests)}
+        streams = [TextStream(stops, hold_tool_calls=tools) for _ in requests]
+        sent = [0] * len(requests)  # tokens whose log-probs went out
+        answers: list[Answer] = []
+        if chat:
+            for index in range(len(requests)):
+                yield replies.chat_chunk(name, model, index, {"role": "assistant", "content": ""})
+        async for request in self._hub.stream(requests):
+            index, answer = places[request], None
+            if request.finish is not None:
+                if request.finish.status_code is not None:
+                    yield ApiError(request.finish.message, request.finish.status_code).body()
+                    continue
+                answer = self._make_answer(request, asked)
+                answers.append(answer)
+            part = streams[index].push(self._engine.codec.decode(request), answer)
+            if not part and answer is None:
+                continue
+            chunk = make(name, model, index, part, answer)
+            if asked.log_probs and chat:
+                tokens = self._log_probs(request, sent[index])
+                sent[index] += len(tokens)
+                chunk["choices"][0]["logprobs"] = replies.chat_log_probs(tokens)
+            yield chunk
+        if asked.include_usage:
+            kind = "chat.completion.chunk" if chat else "text_completion"
+            yield replies.usage_chunk(name, model, kind, num_prompt, answers)
+
+    def _model(self, asked: ApiRequest) -> str:
+        return asked.model or str(self._engine.args.model_path)
+
+
+def _chat_chunk(name: str, model: str, index: int, part: str, answer: Answer | None) -> Chunk:
+    delta: dict[str, Any] = {"content": part} if part else {}
+    if answer is not None and answer.calls:
+        delta["tool_calls"] = replies.tool_call_deltas(answer.calls)
+    return replies.chat_chunk(name, model, index, delta, answer)
+
+
+def _parse_json(data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(f"the body is not JSON: {error}") from error
+
+
+def _error(error: ApiError | RequestError | Refused) -> web.Response:
+    if isinstance(error, Refused):
+        error = ApiError(str(error), error.status)
+    if isinstance(error, RequestError):
+        too_long = "context length" in str(error)
+        error = ApiError(str(error), code="context_length_exceeded" if too_long else None)
+    return _json(error.body(), error.status)
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")

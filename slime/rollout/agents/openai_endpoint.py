@@ -1,0 +1,320 @@
+"""An OpenAI-compatible endpoint that records: an agent written with the `openai` client trains as it is.
+
+    async def generate(args, sample, sampling_params):          # --custom-generate-function-path
+        return await record_agent(args, sample, sampling_params, my_agent)
+
+    def my_agent(base_url, sample):                              # or async def
+        client = OpenAI(base_url=base_url, api_key="none")
+        client.chat.completions.create(model="policy", messages=[...])
+
+    agent ──/v1/chat/completions──▶ Session: exact tokens so far ──/generate──▶ SGLang or the embedded engine
+
+Temperature, top-p and top-k are the run's: the trainer's log-probs are taken at the run's temperature. A
+client's own values are accepted and not used; its `max_tokens` and `stop` hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from slime.core.errors import UserError
+from slime.core.types import Sample, Status
+from slime.data.openai import replies
+from slime.data.openai.encode import Tools, encode_messages, refuse_control_tokens
+from slime.data.openai.render import check_template_kwargs, render_after_answer, render_chat
+from slime.data.openai.replies import Answer, TokenLogProb
+from slime.data.openai.requests import ApiError, ChatRequest, Message, parse_chat
+from slime.data.openai.tool_calls import parse_tool_calls
+from slime.data.tokenizer import load_tokenizer
+from slime.rollout.agents.recording import Session, Turn
+from slime.rollout.engine_pool import EngineRefusedError
+from slime.rollout.generate_call import current_run, generate
+from slime.rollout.sampling import SamplingParams
+from slime.rollout.user_code import elsewhere, in_thread
+from slime.utils.http_guard import (
+    BodyReader,
+    GuardedServer,
+    Handler,
+    HttpLimits,
+    Refused,
+    check_browser,
+    check_media_type,
+)
+from slime.utils.load_function import is_async
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from slime.config.arguments import Args
+
+_AGENTS = 512  # that run at a time, if they block
+_HOST = "127.0.0.1"
+_LIMITS = HttpLimits()
+_INLINE_TEXT = 1 << 16  # characters that are tokenized on the event loop
+
+Agent = Callable[[str, Sample], Any] | Callable[[str, Sample], Coroutine[Any, Any, Any]]
+
+
+async def record_agent(
+    args: Args, sample: Sample, sampling_params: SamplingParams, agent: Agent
+) -> list[Sample]:
+    """Run the agent; its conversations as samples that share the execution.
+
+    What the agent returns is kept in `metadata["agent_result"]` of each.
+    """
+    endpoint = await _endpoint(args)
+    session = Session(sample=sample, sampling_params=dict(sampling_params), run=current_run.get())
+    endpoint.sessions[session.id] = session
+    base_url = f"{endpoint.url}/sessions/{session.id}/v1"
+    try:
+        call = (
+            elsewhere(agent(base_url, sample))
+            if is_async(agent)
+            else in_thread(agent, base_url, sample, num_threads=_AGENTS)
+        )
+        result = await call
+    except Exception:
+        if session.error is None and not session.aborted:
+            raise
+        result = None  # the agent only passes on that its request failed, or was cut off
+    finally:
+        del endpoint.sessions[session.id]
+    if session.error is not None:
+        raise session.error
+    if session.aborted:
+        sample.status = Status.ABORTED  # a conversation cannot be resumed half way: it starts over
+        return [sample]
+    if not session.segments:
+        raise RuntimeError("the agent ended without asking the model anything")
+    made = session.samples()
+    for one in made:
+        one.metadata["agent_result"] = result
+    return made
+
+
+class RecordingEndpoint:
+    """One per process and run, on the event loop that generates, bound to this machine alone."""
+
+    def __init__(self, args: Args) -> None:
+        self.args = args
+        self.sessions: dict[str, Session] = {}
+        self.url = ""
+        self._bodies = BodyReader(_LIMITS)
+        self._server: GuardedServer | None = None
+
+    async def start(self) -> None:
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat)
+        app.router.add_get("/sessions/{session}/v1/models", self._models)
+        listener = socket.create_server((_HOST, 0), backlog=4096)
+        self._server = GuardedServer(app, _LIMITS, cancel_with_client=False)
+        await self._server.start(listener)
+        self.url = f"http://{_HOST}:{listener.getsockname()[1]}"
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            check_browser(request, _HOST)
+            check_media_type(request)
+            return await handler(request)
+        except Refused as refusal:
+            return _json(ApiError(str(refusal), refusal.status).body(), refusal.status)
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        session = self.sessions.get(http.match_info["session"])
+        if session is None:
+            return _json(ApiError("this session has ended", 404).body(), 404)
+        try:
+            asked = parse_chat(_parse_json(await self._bodies.read(http)))
+            if asked.sampling.get("n", 1) != 1:
+                raise ApiError("`n` above 1 is not supported: ask several times")
+            answer, num_prompt = await self._answer(session, asked)
+        except ApiError as error:
+            return _json(error.body(), error.status)
+        except UserError as error:  # ends the run, whatever the agent makes of it
+            session.error = error
+            return _json(ApiError(str(error), 400).body(), 400)
+        except EngineRefusedError as error:
+            return _json(ApiError(str(error), 400).body(), 400)
+        name, model = f"chatcmpl-{secrets.token_hex(12)}", asked.model or "policy"
+        if asked.stream:
+            return await _stream(http, asked, answer, name, model, num_prompt)
+        return _json(replies.chat_reply(name, model, [answer], num_prompt))
+
+    async def _models(self, http: web.Request) -> web.Response:
+        data = [{"id": "policy", "object": "model", "created": 0, "owned_by": "slime"}]
+        return _json({"object": "list", "data": data})
+
+    async def _answer(self, session: Session, asked: ChatRequest) -> tuple[Answer, int]:
+        """Generate one turn and record it."""
+        tokenizer = load_tokenizer(self.args.hf_checkpoint)
+        kwargs = {**self.args.apply_chat_template_kwargs, **asked.template_kwargs}
+        place = session.place(asked.messages, asked.tools)
+        check_template_kwargs(tokenizer, asked.template_kwargs)
+        refuse_control_tokens(self.args.hf_checkpoint, asked.template_kwargs)
+        past = None if place is None else place[0].turns[place[1] - 1]
+        ids = await self._encode(past, asked, kwargs)
+        used = 0 if place is None else len(ids) - len(place[0].turns[0].prompt_ids)
+        made = await self._generate(session, asked, ids, used)
+        answer = _to_answer(tokenizer, made, asked)
+        message = {"role": "assistant", "content": answer.message()["content"] or ""}
+        if answer.calls:
+            message["tool_calls"] = [call.to_json() for call in answer.calls]
+        assert made.rollout_log_probs is not None
+        turn = Turn(
+            messages=[*asked.messages, message],
+            tools=asked.tools,
+            prompt_ids=ids,
+            output_ids=made.tokens[len(ids) :],
+            log_probs=made.rollout_log_probs,
+            weight_versions=made.weight_versions,
+            status=made.status,
+            text=made.response,
+        )
+        session.record(place, turn)
+        return answer, len(ids)
+
+    async def _encode(
+        self, past: Turn | None, asked: ChatRequest, kwargs: dict[str, Any]
+    ) -> list[int]:
+        """Long texts are tokenized on a thread: other samples are generated meanwhile."""
+        path = self.args.hf_checkpoint
+        size = len(orjson.dumps([asked.messages, asked.tools]))
+        if size <= _INLINE_TEXT:
+            return _encode_turn(path, past, asked, kwargs)
+        return await asyncio.to_thread(_encode_turn, path, past, asked, kwargs)
+
+    async def _generate(
+        self, session: Session, asked: ChatRequest, ids: list[int], used: int
+    ) -> Sample:
+        """One turn of the engine; all but the segment's first prompt counts as response, `used` so far."""
+        current_run.set(session.run)
+        params, limit = {**session.sampling_params}, session.sampling_params["max_new_tokens"]
+        room = None if limit is None else limit - used
+        wanted = [n for n in (room, asked.max_tokens) if n is not None]
+        params["max_new_tokens"] = min(wanted) if wanted else None
+        if "stop" in asked.sampling:
+            params |= {"stop": asked.sampling["stop"], "no_stop_trim": True}
+        one = Sample(
+            tokens=list(ids), index=session.sample.index, group_index=session.sample.group_index,
+            session_id=session.id,
+        )  # fmt: skip
+        if room is None or room > 0:
+            one = await generate(self.args, one, params)
+        if one.status == Status.ABORTED:
+            session.aborted = True
+            raise ApiError("the rollout ends: this conversation will start over", 503, "aborted")
+        if one.response_length == 0:
+            raise ApiError(
+                f"{len(ids)} tokens leave no room for an answer", code="context_length_exceeded"
+            )
+        return one
+
+
+def _encode_turn(
+    path: str, past: Turn | None, asked: ChatRequest, kwargs: dict[str, Any]
+) -> list[int]:
+    """The whole conversation, or the exact tokens of the past, the end of the answer's turn and the new
+    messages. No text of a message becomes a control token."""
+    tokenizer = load_tokenizer(path)
+
+    def render(messages: list[Message], tools: Tools) -> str:
+        if past is None:
+            return render_chat(tokenizer, messages, tools, kwargs)
+        text = render_after_answer(tokenizer, past.messages, messages, kwargs)
+        end = str(tokenizer.decode([past.output_ids[-1]]))
+        written = past.status == Status.COMPLETED and text.startswith(end)  # by the model itself
+        return text[len(end) :] if written else text
+
+    if past is None:
+        return encode_messages(path, asked.messages, asked.tools, render)
+    new = asked.messages[len(past.messages) :]
+    return [*past.tokens, *encode_messages(path, new, [], render)]
+
+
+def _to_answer(tokenizer: PreTrainedTokenizerBase, made: Sample, asked: ChatRequest) -> Answer:
+    tokens = made.tokens[-made.response_length :]
+    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    stops = asked.sampling.get("stop") or []
+    for stop in [stops] if isinstance(stops, str) else stops:
+        text = text.split(stop, 1)[0]
+    text, calls = parse_tool_calls(text, secrets.token_hex(6)) if asked.tools else (text, [])
+    return Answer(
+        text=text,
+        finish="length" if made.status == Status.TRUNCATED else "stop",
+        num_tokens=len(tokens),
+        calls=calls,
+        log_probs=_log_probs(tokenizer, made) if asked.log_probs else None,
+        weight_version=str(made.weight_versions[-1]),
+    )
+
+
+def _log_probs(tokenizer: PreTrainedTokenizerBase, made: Sample) -> list[TokenLogProb]:
+    assert made.rollout_log_probs is not None
+    tokens = made.tokens[-made.response_length :]
+    return [
+        TokenLogProb(token=str(tokenizer.decode([token])), log_prob=value)
+        for token, value in zip(tokens, made.rollout_log_probs, strict=True)
+    ]
+
+
+async def _stream(
+    http: web.Request, asked: ChatRequest, answer: Answer, name: str, model: str, num_prompt: int
+) -> web.StreamResponse:
+    """The finished answer as the chunks a streaming client expects."""
+    delta: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.calls:
+        delta["tool_calls"] = replies.tool_call_deltas(answer.calls)
+    first = replies.chat_chunk(name, model, 0, delta)
+    if answer.log_probs is not None:
+        first["choices"][0]["logprobs"] = replies.chat_log_probs(answer.log_probs)
+    chunks = [first, replies.chat_chunk(name, model, 0, {}, answer)]
+    if asked.include_usage:
+        chunks.append(
+            replies.usage_chunk(name, model, "chat.completion.chunk", num_prompt, [answer])
+        )
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(http)
+    for chunk in chunks:
+        await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+_endpoints: dict[str, asyncio.Task[RecordingEndpoint]] = {}  # by checkpoint: its tokenizer
+
+
+async def _endpoint(args: Args) -> RecordingEndpoint:
+    """Started once, when first needed; by nobody in particular, whom an abort could end half way."""
+    key = f"{args.hf_checkpoint} {args.rollout_max_context_len} {args.apply_chat_template_kwargs}"
+    if key not in _endpoints:
+        _endpoints[key] = asyncio.ensure_future(_started(RecordingEndpoint(args)))
+    starting = _endpoints[key]
+    try:
+        return await asyncio.shield(starting)
+    except OSError:
+        _endpoints.pop(key, None)  # the next sample tries again
+        raise
+
+
+async def _started(endpoint: RecordingEndpoint) -> RecordingEndpoint:
+    await endpoint.start()
+    return endpoint
+
+
+def _parse_json(data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(f"the body is not JSON: {error}") from error
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")

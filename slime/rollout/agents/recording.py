@@ -1,0 +1,140 @@
+"""What an agent said through the recording endpoint, as exact tokens: sessions, segments, turns.
+
+A session belongs to one sample. Each answer is a turn: the token ids that were sent to the engine, and the
+tokens and log-probs that came back. A request whose messages are those of the conversation so far, and
+more, continues its segment: the ids of the past are kept and only the new messages are tokenized. One whose
+past differs (the client edited or shortened it, or went back to try again) is drift and forks a segment:
+
+    turn 1 ─ turn 2 ─ turn 3          segment 0
+        └─── turn 2' ─ turn 3'        segment 1: shares the tokens of turn 1, which count in segment 0 only
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.core.errors import UserError
+from slime.core.types import Sample, Status
+from slime.data.openai.requests import Message
+from slime.data.openai.tool_calls import same_calls
+from slime.rollout.generate_call import Run
+from slime.rollout.samples import clone_sample
+from slime.rollout.sampling import SamplingParams
+
+
+@dataclass(kw_only=True)
+class Turn:
+    """One answer. `messages` is the conversation with the answer as its last message."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    prompt_ids: list[int]  # all that was sent to the engine
+    output_ids: list[int]
+    log_probs: list[float]
+    weight_versions: list[int]
+    status: Status
+    text: str
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.prompt_ids, *self.output_ids]
+
+
+@dataclass(kw_only=True)
+class Segment:
+    turns: list[Turn]
+    num_shared: int = 0  # leading turns that count in the segment this one was forked from
+
+    @property
+    def last(self) -> Turn:
+        return self.turns[-1]
+
+
+@dataclass(kw_only=True)
+class Session:
+    """The conversations of one execution. Lengths are bounded by the run's settings, not the client's."""
+
+    sample: Sample
+    sampling_params: SamplingParams
+    run: Run | None  # of the rollout, whose abort the session obeys
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+    segments: list[Segment] = field(default_factory=list)
+    num_forks: int = 0
+    aborted: bool = False
+    error: UserError | None = None  # that one of its requests met, and that ends the run
+
+    def place(
+        self, messages: list[Message], tools: list[dict[str, Any]]
+    ) -> tuple[Segment, int] | None:
+        """The segment, and how many of its turns, that these messages continue; None: a new beginning.
+
+        The end of a segment is preferred to a place in the middle, and a longer past to a shorter one.
+        """
+        best: tuple[Segment, int] | None = None
+        for segment in self.segments:
+            for count in range(len(segment.turns), 0, -1):
+                turn = segment.turns[count - 1]
+                if turn.tools != tools or not _continues(turn.messages, messages):
+                    continue
+                if best is None or _rank(segment, count) > _rank(*best):
+                    best = segment, count
+                break
+        return best
+
+    def record(self, place: tuple[Segment, int] | None, turn: Turn) -> None:
+        if place is None:
+            self.num_forks += bool(self.segments)
+            self.segments.append(Segment(turns=[turn]))
+            return
+        segment, count = place
+        if count == len(segment.turns):
+            segment.turns.append(turn)
+            return
+        self.num_forks += 1
+        self.segments.append(Segment(turns=[*segment.turns[:count], turn], num_shared=count))
+
+    def samples(self) -> list[Sample]:
+        """One sample per segment, in the order they began."""
+        return [self._to_sample(segment, number) for number, segment in enumerate(self.segments)]
+
+    def _to_sample(self, segment: Segment, number: int) -> Sample:
+        made = clone_sample(self.sample)
+        first = segment.turns[0]
+        made.tokens = list(first.prompt_ids)
+        made.response, made.response_length, made.weight_versions = "", 0, []
+        made.loss_mask, made.rollout_log_probs = [], []
+        for index, turn in enumerate(segment.turns):
+            between = turn.prompt_ids[len(made.tokens) :]
+            if between:
+                made.append_response_tokens(tokens=between, trainable=False)
+            made.append_response_tokens(
+                tokens=turn.output_ids,
+                log_probs=turn.log_probs,
+                weight_versions=turn.weight_versions,
+                trainable=index >= segment.num_shared,
+            )
+        made.response = segment.last.text
+        made.status = Status.ABORTED if self.aborted else segment.last.status
+        made.metadata["messages"] = segment.last.messages
+        made.metadata["segment"] = number
+        return made
+
+
+def _rank(segment: Segment, count: int) -> tuple[int, bool]:
+    return len(segment.turns[count - 1].messages), count == len(segment.turns)
+
+
+def _continues(past: list[Message], messages: list[Message]) -> bool:
+    """Whether `messages` begin with `past` and go on."""
+    return len(messages) > len(past) and all(map(_same, past, messages))
+
+
+def _same(one: Message, other: Message) -> bool:
+    return (
+        one["role"] == other["role"]
+        and one["content"] == other["content"]
+        and one.get("tool_call_id") == other.get("tool_call_id")
+        and same_calls(one.get("tool_calls"), other.get("tool_calls"))
+    )

@@ -1,0 +1,206 @@
+"""Scored samples become training rows: rewards normalised by group, weights fixed, rows dealt to ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from slime.algorithms.advantages import normalize_group_rewards
+from slime.algorithms.group_rewards import overlong_penalty
+from slime.config.arguments import Args
+from slime.core.dp_schedule import executions_of_steps, loss_weights, make_schedule
+from slime.core.errors import UserError
+from slime.core.types import RolloutBatch, Sample, Status
+from slime.rollout.base_types import ConvertSamples, RewardPostProcess
+from slime.utils.load_function import load_function
+
+_PER_TOKEN = ("loss_mask", "rollout_log_probs", "teacher_log_probs")
+
+# What --custom-convert-samples-to-train-data-path must return.
+_CONVERTED = (
+    "tokens",
+    "response_lengths",
+    "rewards",
+    "raw_reward",
+    "truncated",
+    "sample_indices",
+    "loss_masks",
+)
+
+
+def samples_to_batch(args: Args, samples: list[Sample]) -> RolloutBatch:
+    """One global batch, before it is spread over ranks; rewards are normalised here, where groups are whole."""
+    if not any(s.response_length for s in samples):
+        raise UserError("no sample of this rollout has a response token: nothing to train on")
+    rows = [as_row(s) for s in samples]
+    if args.custom_convert_samples_to_train_data_path:
+        return _convert_by_hook(args, rows)
+    raw, rewards = _rewards(args, samples)
+    return RolloutBatch(
+        tokens=[s.tokens for s in rows],
+        response_lens=[s.response_length for s in rows],
+        loss_masks=[_loss_mask(s) for s in rows],
+        rewards=rewards,
+        raw_rewards=raw,
+        truncated=[s.status is Status.TRUNCATED for s in rows],
+        group_indices=[s.group_index for s in rows],
+        sample_indices=[s.index for s in rows],
+        rollout_ids=[_execution(s) for s in rows],
+        rollout_log_probs=_column(rows, "rollout_log_probs"),
+        teacher_log_probs=_column(rows, "teacher_log_probs"),
+        routed_experts=_routed_experts(args, rows),
+        metadata=[s.train_metadata for s in rows],
+    )
+
+
+def as_row(sample: Sample) -> Sample:
+    """The sample with at least one token to predict and one to predict it from.
+
+    An empty response gets a token that counts for nothing, so that the sample's reward still counts in
+    its group and its execution in the loss's divisor. Where the response is all there is, its first
+    token, which nothing predicts, becomes the prompt.
+    """
+    if 0 < sample.response_length < len(sample.tokens):
+        return sample
+    row = replace(sample, tokens=list(sample.tokens) or [0])
+    row.loss_mask, cut = _loss_mask(sample), int(sample.response_length > 0)
+    for name in _PER_TOKEN:
+        column = getattr(row, name)
+        if column is not None:
+            setattr(row, name, list(column[cut:]))
+    row.response_length -= cut
+    if not row.response_length:
+        row.tokens, row.response_length, row.loss_mask = [*row.tokens, row.tokens[-1]], 1, [0]
+        for name in _PER_TOKEN:
+            if name != "loss_mask" and getattr(row, name) is not None:
+                setattr(row, name, [0.0])
+    return row
+
+
+def _routed_experts(args: Args, samples: list[Sample]) -> list[np.ndarray] | None:
+    """[tokens, layers, experts per token] of each sample; what the engine did not say is free (-1)."""
+    if not args.use_rollout_routing_replay:
+        return None
+    columns = []
+    for sample in samples:
+        experts = sample.rollout_routed_experts
+        if experts is None:
+            raise UserError(
+                f"--use-rollout-routing-replay: sample {sample.index} came without the engine's expert "
+                "choices; a generate function of your own must set sample.rollout_routed_experts"
+            )
+        free = np.full((len(sample.tokens), *experts.shape[1:]), -1, np.int16)
+        known = min(len(experts), len(free))
+        free[:known] = experts[:known]
+        columns.append(free)
+    return columns
+
+
+def split_batch(
+    args: Args, batch: RolloutBatch, *, dp_size: int, cp_size: int
+) -> list[RolloutBatch]:
+    """One batch per data-parallel rank, each with its schedule."""
+    batch.loss_weights = loss_weights(
+        batch.loss_masks,
+        batch.rollout_ids,
+        global_batch_size=args.global_batch_size,
+        per_token=args.calculate_per_token_loss,
+    )
+    batch.executions = executions_of_steps(batch.rollout_ids, args.global_batch_size)
+    by_tokens = args.use_dynamic_batch_size
+    parts = make_schedule(
+        batch.total_lens,
+        batch.rollout_ids,
+        dp_size=dp_size,
+        cp_size=cp_size,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        max_tokens=args.max_tokens_per_gpu if by_tokens else None,
+        log_probs_max_tokens=args.log_probs_max_tokens_per_gpu if by_tokens else None,
+        balance=args.balance_data,
+    )
+    return [batch.select(rows, schedule) for rows, schedule in parts]
+
+
+def _rewards(args: Args, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """Raw rewards, and what the advantage is made of."""
+    path = args.custom_reward_post_process_path
+    if path:
+        flag = "--custom-reward-post-process-path"
+        hook = load_function(path, flag=flag, protocol=RewardPostProcess)
+        raw, rewards = hook(args, samples)
+        return np.asarray(raw, np.float32), np.asarray(rewards, np.float32)
+    raw = np.array([s.get_reward_value(args.reward_key) for s in samples], np.float32)
+    if args.overlong_buffer_len:
+        raw = raw + overlong_penalty(
+            np.array([s.response_length for s in samples]),
+            max_response_len=args.rollout_max_response_len,
+            buffer_len=args.overlong_buffer_len,
+            factor=args.overlong_penalty_factor,
+        )
+    if args.disable_rewards_normalization or args.loss_type == "sft_loss":
+        return raw, raw
+    groups = np.array([s.group_index for s in samples])
+    kept = np.array([s.status is not Status.FAILED for s in samples])
+    rewards = np.zeros_like(raw)
+    rewards[kept] = normalize_group_rewards(
+        raw[kept],
+        groups[kept],
+        estimator=args.advantage_estimator,
+        std=not args.disable_grpo_std_normalization,
+    )
+    return raw, rewards
+
+
+def _convert_by_hook(args: Args, samples: list[Sample]) -> RolloutBatch:
+    flag = "--custom-convert-samples-to-train-data-path"
+    hook = load_function(
+        args.custom_convert_samples_to_train_data_path, flag=flag, protocol=ConvertSamples
+    )
+    made = hook(args, samples)
+    missing = [key for key in _CONVERTED if key not in made]
+    if missing:
+        raise UserError(f"{flag}: the returned dictionary lacks {', '.join(missing)}")
+    by_index = {s.index: s for s in samples}
+    rows = [by_index[i] for i in made["sample_indices"]]
+    return RolloutBatch(
+        tokens=made["tokens"],
+        response_lens=made["response_lengths"],
+        loss_masks=made["loss_masks"],
+        rewards=made["rewards"],
+        raw_rewards=made["raw_reward"],
+        truncated=made["truncated"],
+        group_indices=[s.group_index for s in rows],
+        sample_indices=made["sample_indices"],
+        rollout_ids=[_execution(s) for s in rows],
+        rollout_log_probs=made.get("rollout_log_probs"),
+        teacher_log_probs=made.get("teacher_log_probs"),
+        metadata=made.get("metadata"),
+    )
+
+
+def _execution(sample: Sample) -> int:
+    execution = sample.index if sample.rollout_id is None else sample.rollout_id
+    assert execution is not None
+    return execution
+
+
+def _loss_mask(sample: Sample) -> list[int]:
+    if sample.remove_sample:
+        return [0] * sample.response_length
+    return sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+
+
+def _column(samples: list[Sample], name: str) -> list[list[float]] | None:
+    columns = [getattr(sample, name) for sample in samples]
+    if name == "teacher_log_probs" and any(columns):
+        # A sample whose scoring failed never got them, and counts for nothing.
+        columns = [
+            [0.0] * s.response_length if column is None and s.status is Status.FAILED else column
+            for s, column in zip(samples, columns, strict=True)
+        ]
+    present = [column is not None for column in columns]
+    if any(present) and not all(present):
+        raise UserError(f"{sum(present)} of {len(columns)} samples have {name}; all or none must")
+    return columns if all(present) else None

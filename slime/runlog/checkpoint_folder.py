@@ -1,0 +1,235 @@
+"""Folders of checkpoints: written aside, renamed when complete, so that a reader never sees half a save.
+
+<save>/iter_0000019/                       complete
+<save>/iter_0000039.tmp/                   being written; ignored, and removed by the next save
+<save>/iter_0000009.deleting/              being removed; likewise
+<save>/latest_checkpointed_iteration.txt   "19"
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zlib
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from slime.core.errors import ConfigError
+from slime.runlog.checkpoint_files import (
+    file_sizes,
+    share_of_rank,
+    smallest_first,
+    sync_file,
+    sync_tree,
+    take_checksums,
+    wrong_checksum,
+    wrong_size,
+)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+CRITIC = "critic"  # the critic's folder inside a checkpoint
+_META = "meta.json"
+_NAME = re.compile(r"^iter_(\d{7,})$")
+_OWN_SUM = "checksum"  # of meta.json itself
+_QUICK_BYTES = 4 << 30  # what is read of a checkpoint before a run starts: a second or a few
+
+
+@dataclass(kw_only=True, frozen=True)
+class CheckpointMeta:
+    """What a run needs to know of a checkpoint before it loads it."""
+
+    rollout_id: int  # the last rollout trained on
+    weight_version: int  # the version the engines had before this rollout's update
+    train_backend: str
+    release: bool = False  # weights that no run has trained: a run that loads them starts at 0
+    # Of its files when it was written; checkpoints of older versions have no checksums.
+    sizes: dict[str, int] = field(default_factory=dict, compare=False)
+    checksums: dict[str, str] = field(default_factory=dict, compare=False)
+
+
+class CheckpointFolder:
+    """The folder `--save` names."""
+
+    def __init__(self, root: str | Path):
+        self.root = Path(root)
+
+    def path(self, rollout_id: int) -> Path:
+        return self.root / f"iter_{rollout_id:07d}"
+
+    def begin(self, rollout_id: int) -> Path:
+        """An empty folder to write the checkpoint into; `commit` makes it count."""
+        for pattern in ("iter_*.tmp", "iter_*.deleting"):
+            for leftover in self.root.glob(pattern):
+                shutil.rmtree(leftover)
+        aside = self._aside(rollout_id)
+        aside.mkdir(parents=True)
+        return aside
+
+    def commit(self, meta: CheckpointMeta, keep: int | None = None) -> Path:
+        """Make a completely written checkpoint the latest one, then drop all but the newest `keep`."""
+        aside, final = self._aside(meta.rollout_id), self.path(meta.rollout_id)
+        checksums = take_checksums(aside)
+        fields = asdict(replace(meta, sizes=file_sizes(aside), checksums=checksums))
+        (aside / _META).write_text(json.dumps(fields | {_OWN_SUM: _sum(fields)}) + "\n")
+        sync_tree(aside)
+        replaced = self._set_aside(meta.rollout_id)  # the same rollout, saved before a resume
+        aside.rename(final)
+        self._point_to(meta.rollout_id)
+        if replaced:
+            shutil.rmtree(replaced)
+        self.prune(keep)
+        return final
+
+    def prune(self, keep: int | None) -> None:
+        """Drop all but the newest `keep`, and never the only one."""
+        for rollout_id in self.rollout_ids()[: -max(keep, 1)] if keep is not None else ():
+            if removed := self._set_aside(rollout_id):
+                shutil.rmtree(removed)
+
+    def discard(self, rollout_id: int) -> None:
+        shutil.rmtree(self._aside(rollout_id), ignore_errors=True)
+
+    def rollout_ids(self) -> list[int]:
+        """Complete checkpoints, oldest first."""
+        if not self.root.is_dir():
+            return []
+        matches = (_NAME.match(entry.name) for entry in self.root.iterdir())
+        return sorted(int(m[1]) for m in matches if m and (self.path(int(m[1])) / _META).exists())
+
+    def _set_aside(self, rollout_id: int) -> Path | None:
+        """Rename a checkpoint, so that a kill while it is removed leaves nothing that is taken for one."""
+        path, aside = self.path(rollout_id), self.root / f"iter_{rollout_id:07d}.deleting"
+        if not path.exists():
+            return None
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        return aside
+
+    def _aside(self, rollout_id: int) -> Path:
+        return self.root / f"iter_{rollout_id:07d}.tmp"
+
+    def _point_to(self, rollout_id: int) -> None:
+        fresh = self.root / f"{TRACKER}.tmp"
+        fresh.write_text(f"{rollout_id}\n")
+        sync_file(fresh)
+        fresh.replace(self.root / TRACKER)
+        sync_file(self.root)
+
+
+def find_checkpoint(load: str | None, step: int | None = None) -> Path | None:
+    """The checkpoint `--load` (and `--ckpt-step`) means; None where the folder holds none yet."""
+    if load is None:
+        return None
+    folder = CheckpointFolder(load)
+    complete = folder.rollout_ids()
+    if step is None:
+        # After a crash between rename and tracker the newest complete folder is the truth.
+        return folder.path(complete[-1]) if complete else None
+    if step not in complete:
+        raise ConfigError(
+            f"--ckpt-step {step}: {load} has no complete checkpoint of that step; "
+            f"it has {complete or 'none'}"
+        )
+    return folder.path(step)
+
+
+def read_meta(path: Path) -> CheckpointMeta:
+    """What the checkpoint says of itself; ConfigError where a part of it was lost since."""
+    try:
+        fields = json.loads((path / _META).read_text())
+        expected = fields.pop(_OWN_SUM, None)
+        meta = CheckpointMeta(**fields)
+        _check_facts(meta)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise damaged(path, f"{_META} cannot be read ({error})") from None
+    if expected is not None and _sum(fields) != expected:
+        raise damaged(path, f"{_META} is not what was written")
+    if problem := wrong_size(path, meta.sizes):
+        raise damaged(path, problem)
+    return meta
+
+
+def _check_facts(meta: CheckpointMeta) -> None:
+    """ValueError or TypeError for what only a hostile or damaged file says."""
+    if type(meta.rollout_id) is not int or type(meta.weight_version) is not int:
+        raise ValueError("rollout_id and weight_version must be numbers")
+    for name in {**meta.sizes, **meta.checksums}:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"it names the file {name}")
+
+
+def check_quickly(path: Path, meta: CheckpointMeta) -> None:
+    """ConfigError where files are damaged, of as many of the small ones as can be read in seconds.
+
+    The ranks check all files, each a part of them (`check_share`), before they load.
+    """
+    if problem := _problem(path, meta):
+        raise damaged(path, problem)
+
+
+def check_share(path: str | Path, rank: int, world_size: int) -> str | None:
+    """What is wrong with the files that this rank checks for all others; None where nothing is known.
+
+    `path` is a checkpoint or a folder inside one. The critic inside a checkpoint is checked by itself.
+    """
+    folder = Path(path)
+    root = folder if (folder / _META).exists() else folder.parent
+    if not (root / _META).exists():
+        return None
+    checksums = read_meta(root).checksums
+    inside = "" if root == folder else f"{folder.name}/"
+    names = [name for name in checksums if name.startswith(inside)]
+    if not inside:
+        names = [name for name in names if not name.startswith(f"{CRITIC}/")]
+    return wrong_checksum(root, checksums, share_of_rank(names, rank, world_size))
+
+
+def damaged(path: Path, what: str) -> ConfigError:
+    """The sentence for a checkpoint, or a folder inside one, with the newest that is intact."""
+    inside = _NAME.match(path.parent.name) and not _NAME.match(path.name)
+    root = path.parent if inside else path
+    folder = CheckpointFolder(root.parent)
+    others = [number for number in folder.rollout_ids() if folder.path(number) != root]
+    intact = next((n for n in reversed(others) if _is_intact(folder.path(n))), None)
+    advice = f"use another one: --ckpt-step {intact}" if intact is not None else "there is no other"
+    return ConfigError(f"the checkpoint {root} is damaged: {what}; {advice}")
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        fields = json.loads((path / _META).read_text())
+        fields.pop(_OWN_SUM, None)
+        return _problem(path, CheckpointMeta(**fields)) is None
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False
+
+
+def _problem(path: Path, meta: CheckpointMeta) -> str | None:
+    if problem := wrong_size(path, meta.sizes):
+        return problem
+    names = smallest_first(meta.sizes, _QUICK_BYTES)
+    for name in names:
+        if name.endswith(".json") and name not in meta.checksums:
+            try:
+                json.loads((path / name).read_text())
+            except ValueError as error:
+                return f"{name} cannot be read ({error})"
+    return wrong_checksum(path, meta.checksums, names)
+
+
+def _sum(fields: dict[str, object]) -> str:
+    return f"{zlib.crc32(json.dumps(fields, sort_keys=True).encode()):08x}"
+
+
+def how_to_continue(save: str | None, load: str | None) -> str:
+    """What to type after a run with these flags broke off."""
+    if save is None:
+        return "Nothing was saved (--save was not given): the same command starts anew."
+    good = CheckpointFolder(save).rollout_ids()
+    if not good:
+        return "Nothing had been saved yet: the same command starts anew."
+    where = f"The checkpoint after rollout {good[-1]} is in {save}"
+    if load == save:
+        return f"{where}: the same command continues from it."
+    return f"{where}: continue with the same command and --load {save}"

@@ -1,0 +1,111 @@
+"""Folders of --save-hf: written aside, renamed when complete, and marked with what they hold.
+
+<path>/                     complete: it has the marker, slime_export.json
+<path>.slime-tmp/           being written; complete once it has the marker
+<path>.slime-replacing/     the export whose place <path> takes; removed once that is done
+<path>.previous/            what was at <path> and was not an export of slime; kept
+
+`export_info(path)` says which run made an export; anyone may ask.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+
+from slime.runlog.checkpoint_files import sync_file, sync_tree
+from slime.runlog.jsonl import replace_file
+
+logger = logging.getLogger(__name__)
+
+MARKER = "slime_export.json"
+
+
+@dataclass(kw_only=True, frozen=True)
+class ExportInfo:
+    """What an export holds and who made it."""
+
+    rollout_id: int | None = None  # the last rollout trained on; None: not known, or no longer true
+    run_dir: str | None = None  # of the run, absolute; None: not made by a run
+
+
+def export_info(path: str | Path) -> ExportInfo | None:
+    """What the complete export at `path` says of itself; None where there is none."""
+    try:
+        fields = json.loads((Path(path) / MARKER).read_text())
+        return ExportInfo(rollout_id=fields["rollout_id"], run_dir=fields["run_dir"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def begin_export(path: str | Path) -> Path:
+    """Return an empty folder to write an export into; `commit_export` gives it its name."""
+    recover_export(path)
+    partial = _names(path)[1]
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit_export(path: str | Path, info: ExportInfo) -> None:
+    """Mark the folder of `begin_export` as complete, and put it in the place of what is at `path`."""
+    target, partial, replaced = _names(path)
+    sync_tree(partial)
+    replace_file(partial / MARKER, json.dumps(asdict(info)).encode() + b"\n")
+    sync_file(partial)
+    _take_place(target, partial, replaced)
+
+
+def discard_export(path: str | Path) -> None:
+    """Remove what a failed export wrote."""
+    shutil.rmtree(_names(path)[1], ignore_errors=True)
+
+
+def recover_export(path: str | Path) -> None:
+    """Finish or undo what a killed process left half done: afterwards there is <path> or nothing."""
+    target, partial, replaced = _names(path)
+    if export_info(partial):
+        _take_place(target, partial, replaced)
+    elif replaced.exists() and not target.exists():
+        replaced.rename(target)
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def mark_outdated(path: str | Path, rollout_id: int) -> None:
+    """Have an export no longer say that it holds `rollout_id` or a later one, which is trained again."""
+    info = export_info(path)
+    if info and info.rollout_id is not None and info.rollout_id >= rollout_id:
+        outdated = ExportInfo(run_dir=info.run_dir)
+        replace_file(Path(path) / MARKER, json.dumps(asdict(outdated)).encode() + b"\n")
+
+
+def _take_place(target: Path, partial: Path, replaced: Path) -> None:
+    if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced if _is_ours(target) else _free_name(target))
+    partial.rename(target)
+    sync_file(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _names(path: str | Path) -> tuple[Path, Path, Path]:
+    """The export, the folder it is written into, and the one it replaces, on one file system."""
+    target = Path(path).resolve()
+    ends = ("slime-tmp", "slime-replacing")  # names that nobody else has for their own folders
+    partial, replaced = (target.with_name(f"{target.name}.{end}") for end in ends)
+    return target, partial, replaced
+
+
+def _is_ours(target: Path) -> bool:
+    return (target / MARKER).exists() or not any(target.iterdir())
+
+
+def _free_name(target: Path) -> Path:
+    names = (f"{target.name}.previous{f'-{n}' if n else ''}" for n in count())
+    free = next(path for path in map(target.with_name, names) if not path.exists())
+    logger.warning("%s is not an export of slime: it was renamed to %s", target, free)
+    return free

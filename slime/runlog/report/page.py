@@ -1,0 +1,42 @@
+"""report.html: one file, no network, that shows what a run learned and where its time went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from markupsafe import Markup
+
+from slime.runlog.format import duration, number, score, signed
+from slime.runlog.html_page import content_policy, page_templates
+from slime.runlog.jsonl import replace_file
+from slime.runlog.report import sections
+from slime.runlog.run_data import RunData, read_run
+
+REPORT_FILE = "report.html"
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Render <run_dir>/report.html from what the folder holds at this moment."""
+    run = read_run(run_dir)
+    path = run.run_dir / REPORT_FILE
+    replace_file(path, render_report(run).encode())
+    return path
+
+
+def render_report(run: RunData) -> str:
+    environment = page_templates("slime.runlog.report")
+    environment.filters.update(number=number, score=score, signed=signed, duration=duration)
+    script = environment.get_template("report.js.jinja").render()
+    return environment.get_template("report.html.jinja").render(
+        policy=Markup(content_policy(script)),
+        script=Markup(script),
+        name=run.run_dir.resolve().name,
+        header=sections.header(run),
+        reward=sections.reward_chart(run),
+        charts=sections.small_charts(run),
+        phases=sections.phases(run),
+        samples=sections.samples(run),
+        config=sections.config(run),
+        starts=sections.starts(run),
+        resumed_at=sorted(set(run.resumed_at)),
+    )

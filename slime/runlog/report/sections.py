@@ -1,0 +1,282 @@
+"""The parts of the report, each a record the template writes out; a part without data is None or empty."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from slime.runlog import metric_names as names
+from slime.runlog.format import count, duration, layout, model_name, number, score
+from slime.runlog.report.charts import Chart, Line, line_chart, stacked_bars
+from slime.runlog.run_data import RunData
+from slime.runlog.sample_log import SampleRow, evenly
+
+MAX_SAMPLES = 400
+
+# title, metric, logarithmic, what it means
+_SMALL_CHARTS = (
+    ("Response length", names.RESPONSE_LEN, False, "mean tokens per response"),
+    ("Train/inference gap", names.LOG_PROB_GAP, True, "largest log-prob difference"),
+    ("Entropy", names.ENTROPY, False, "nats per response token"),
+    ("Loss", names.LOSS, False, "mean over optimizer steps"),
+    ("Gradient norm", names.GRAD_NORM, False, "before clipping"),
+    ("Generation speed", names.TOKENS_PER_SECOND, False, "tokens per second, all engines"),
+    ("Groups without signal", names.ZERO_STD_GROUPS, False, "groups whose rewards are all equal"),
+    ("Truncated responses", names.TRUNCATED, False, "share at the length limit"),
+    ("Clipped tokens", names.CLIP_FRACTION, False, "share of response tokens"),
+    ("KL to the reference", names.KL, False, "estimate over response tokens"),
+)
+
+
+@dataclass(kw_only=True, frozen=True)
+class Drawn:
+    chart: Chart
+    svg: Markup
+
+
+@dataclass(kw_only=True, frozen=True)
+class Learned:
+    dataset: str
+    first: float
+    last: float
+    count: int  # evaluations made
+    color: int
+
+
+@dataclass(kw_only=True, frozen=True)
+class Header:
+    status: str  # "complete", "partial" or "empty"
+    status_text: str
+    sentence: str
+    learned: list[Learned]
+    tiles: list[tuple[str, str, str]]  # label, value, remark
+
+
+@dataclass(kw_only=True, frozen=True)
+class PhaseRow:
+    name: str
+    color: int
+    total: float
+    mean: float
+    share: float
+
+
+@dataclass(kw_only=True, frozen=True)
+class Phases:
+    svg: Markup
+    rows: list[PhaseRow]
+
+
+@dataclass(kw_only=True, frozen=True)
+class Samples:
+    rows: list[tuple[int, SampleRow]]
+    rollout_ids: list[int]
+    kinds: list[str]
+    labels: bool  # some row has one
+    left_out: int
+
+
+@dataclass(kw_only=True, frozen=True)
+class ConfigRow:
+    name: str
+    value: str
+    origin: str
+
+
+def header(run: RunData) -> Header:
+    status, status_text = _status(run)
+    learned = [
+        Learned(
+            dataset=name, first=points[0][1], last=points[-1][1], count=len(points), color=1 + i % 6
+        )
+        for i, name in enumerate(run.eval_datasets())
+        if (points := run.eval_reward(name))
+    ]
+    return Header(
+        status=status,
+        status_text=status_text,
+        sentence=_sentence(run),
+        learned=learned,
+        tiles=_tiles(run),
+    )
+
+
+def reward_chart(run: RunData) -> Drawn | None:
+    lines = []
+    if points := run.series.get(names.REWARD):
+        lines.append(Line(name="train", points=points, color=0))
+    for i, name in enumerate(run.eval_datasets()):
+        points = run.eval_reward(name)
+        lines.append(Line(name=f"eval {name}", points=points, color=1 + i % 6, markers=True))
+    chart = Chart(title="Reward", lines=lines, width=1120, height=300, resumed_at=run.resumed_at)
+    return _draw(chart)
+
+
+def small_charts(run: RunData) -> list[Drawn]:
+    charts = [
+        Chart(
+            title=title,
+            help=meaning,
+            log=log,
+            lines=[Line(name=title, points=run.series[metric])],
+            resumed_at=run.resumed_at,
+        )
+        for title, metric, log, meaning in _SMALL_CHARTS
+        if run.series.get(metric)
+    ]
+    return [drawn for chart in charts if (drawn := _draw(chart))]
+
+
+def phases(run: RunData) -> Phases | None:
+    every = list(dict.fromkeys(name for _, times in run.phases for name in times))
+    if not every:
+        return None
+    colors = {name: place % 7 for place, name in enumerate(every)}
+    totals = {name: sum(times.get(name, 0.0) for _, times in run.phases) for name in every}
+    everything = sum(totals.values()) or 1.0
+    rows = [
+        PhaseRow(
+            name=name.replace("_", " "),
+            color=colors[name],
+            total=totals[name],
+            mean=totals[name] / len(run.phases),
+            share=totals[name] / everything,
+        )
+        for name in every
+    ]
+    return Phases(svg=stacked_bars(run.phases, colors, 760, 220), rows=rows)
+
+
+def samples(run: RunData) -> Samples:
+    """The newest first; of a long run some rollouts, evenly over it, each with all its samples."""
+    rollout_ids = sorted({rollout_id for rollout_id, _ in run.samples})
+    largest = max(Counter(rollout_id for rollout_id, _ in run.samples).values(), default=1)
+    shown = evenly(rollout_ids, max(2, MAX_SAMPLES // largest))
+    rows = [entry for entry in run.samples if entry[0] in set(shown)]
+    rows.sort(key=lambda entry: -entry[0])
+    return Samples(
+        rows=rows,
+        rollout_ids=shown[::-1],
+        kinds=sorted({row.kind for _, row in rows}),
+        labels=any(row.label is not None for _, row in rows),
+        left_out=len(run.samples) - len(rows),
+    )
+
+
+def config(run: RunData) -> dict[str, list[ConfigRow]]:
+    """Rows by what a reader looks for: what was set, what followed from it, what was left alone."""
+    parts: dict[str, list[ConfigRow]] = {"set": [], "derived": [], "default": []}
+    for name in sorted(name for name, value in run.config.items() if value is not None):
+        origin = run.origins[name]
+        part = origin if origin in parts else "set"
+        value = run.config[name]
+        text = value if isinstance(value, str) else json.dumps(value)
+        parts[part].append(ConfigRow(name=name, value=text, origin=origin))
+    return parts
+
+
+def starts(run: RunData) -> list[tuple[str, str]]:
+    """(when, on what) for each start of the run."""
+    return [(_date(start["time"]), _machine(start)) for start in run.starts]
+
+
+def _draw(chart: Chart) -> Drawn | None:
+    return Drawn(chart=chart, svg=line_chart(chart)) if chart.lines else None
+
+
+def _status(run: RunData) -> tuple[str, str]:
+    done, wanted = run.rollouts(), run.config.get("num_rollout")
+    if done == 0:
+        return "empty", "nothing recorded yet"
+    if wanted is None:
+        return "partial", f"{done} rollouts"
+    if done >= wanted:
+        return "complete", f"complete, {done} rollouts"
+    return "partial", f"{done} of {wanted} rollouts"
+
+
+def _sentence(run: RunData) -> str:
+    done = run.rollouts()
+    if done == 0 and not run.eval_datasets():
+        return "This run has recorded no metrics yet. Build the report again once it has."
+    if not run.eval_datasets():
+        return _sentence_without_eval(run)
+    if done == 0:
+        return "Mean reward on held-out prompts before training; no rollout is complete yet."
+    return f"Mean reward on held-out prompts, at first and after {_rollouts(run)}."
+
+
+def _sentence_without_eval(run: RunData) -> str:
+    points = run.series.get(names.REWARD)
+    if not points:
+        return f"{_rollouts(run).capitalize()} recorded, without a reward."
+    first, last = score(points[0][1]), score(points[-1][1])
+    return (
+        f"Training reward went from {first} to {last} in {_rollouts(run)}. No evaluation was run: "
+        "--eval-prompt-data and --eval-interval turn it on."
+    )
+
+
+def _rollouts(run: RunData) -> str:
+    """`60 rollouts of GRPO, 16 prompts x 8 samples each`, as far as the configuration tells."""
+    done, config = run.rollouts(), run.config
+    text = f"{done} rollout{'s' if done != 1 else ''}"
+    if config.get("loss_type") == "sft_loss":
+        return f"{text} of supervised training"
+    if config.get("advantage_estimator"):
+        text += f" of {config['advantage_estimator'].replace('_', ' ').upper()}"
+    prompts, samples = config.get("rollout_batch_size"), config.get("n_samples_per_prompt")
+    return f"{text}, {prompts} prompts x {samples} samples each" if prompts and samples else text
+
+
+def _tiles(run: RunData) -> list[tuple[str, str, str]]:
+    tiles = [("Rollouts", str(run.rollouts()), f"of {run.config.get('num_rollout', '?')}")]
+    if tokens := run.total(names.RESPONSE_TOKENS):
+        tiles.append(("Response tokens", count(tokens), "generated for training"))
+    if seconds := run.seconds():
+        each = sum(run.rollout_seconds) / max(len(run.rollout_seconds), 1)
+        tiles.append(("Time", duration(seconds), f"{duration(each)} a rollout"))
+    if points := run.series.get(names.TOKENS_PER_SECOND):
+        mean = sum(value for _, value in points) / len(points)
+        tiles.append(("Generation", f"{count(mean)}/s", "tokens, mean over rollouts"))
+    if points := run.series.get(names.LOG_PROB_GAP):
+        worst = max(value for _, value in points)
+        tiles.append(("Largest log-prob gap", number(worst), "trainer against engine"))
+    if run.config:
+        model = model_name(run.config.get("hf_checkpoint"))
+        tiles.append(("Model", model, _layout(run.config)))
+    return tiles
+
+
+def _layout(config: dict[str, Any]) -> str:
+    needed = ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "colocate")
+    if any(config.get(name) is None for name in needed):
+        return ""
+    return layout(
+        trainers=config["actor_num_nodes"] * config["actor_num_gpus_per_node"],
+        rollout=config["rollout_num_gpus"],
+        colocate=config["colocate"],
+        backend=config.get("train_backend", ""),
+        engine=config.get("rollout_engine", ""),
+    )
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _machine(start: dict[str, Any]) -> str:
+    gpus = [gpu["name"] for gpu in start.get("gpus", [])]
+    device = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU"
+    packages = start.get("packages", {})
+    versions = ", ".join(
+        f"{n} {packages[n]}" for n in ("torch", "transformers", "ray") if n in packages
+    )
+    commit = start.get("git_commit")
+    place = f"{device}, Python {start.get('python', '?')}, {versions}"
+    return f"{place}, commit {commit[:12]}" if commit else place

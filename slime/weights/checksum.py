@@ -1,0 +1,130 @@
+"""Integer checksums of tensors that add up over shards and catch swapped or transposed contents.
+
+The sum of a tensor is  sum_i bits(x_i) * (hash(name) + K * i)  modulo 2**64, with bits(x_i) the
+element's bit pattern as an integer (signed, but for one byte) and i its flat position in the Hugging
+Face tensor. A shard that starts at flat position s contributes its part of the sum, so parts from
+several ranks may simply be added. Integer arithmetic makes the result independent of the order of
+summation, of device and of library.
+
+Written as a matrix of rows of C elements, sum_i i * b_i is  sum_r r * C * rowsum_r + sum_c c * colsum_c:
+two plain reductions, and no multiplication by positions as long as the tensor itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Iterable
+
+import torch
+
+_POSITION_FACTOR = 0x9E3779B97F4A7C15  # odd: a change at any position changes the sum
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COLUMNS = 1024
+# Blocks of 31 x 1024 stay in a core's cache when widened to int64, and are just too small for torch to
+# spread over threads, whose barriers would cost far more than they gain on a busy machine.
+_CPU_ROWS = 31
+
+
+def tensor_checksum(name: str, tensor: torch.Tensor, start: int = 0) -> int:
+    """Checksum of the elements of HF tensor `name` from flat position `start` on."""
+    plain, positional = _sums(_bits(tensor)).tolist()
+    return _combine(name, plain, positional + start * plain)
+
+
+def tensor_checksums(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Checksums of whole tensors by name, read back from their device all at once."""
+    sums = RunningChecksums()
+    sums.add(named)
+    return sums.read()
+
+
+class RunningChecksums:
+    """Checksums of tensors that come in parts of a model, read back when all have come.
+
+    A GPU sums them in the order of its work: what is queued after `add` may overwrite them.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._sums: list[torch.Tensor] = []  # [tensors of one part, 2]
+
+    def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        tensors = []
+        for name, tensor in named:
+            self._names.append(name)
+            tensors.append(tensor.contiguous())
+        if tensors:
+            self._sums.append(_all_sums(tensors))
+
+    def read(self) -> dict[str, int]:
+        rows = torch.cat(self._sums).tolist() if self._sums else []
+        return {name: _combine(name, *row) for name, row in zip(self._names, rows, strict=True)}
+
+
+def format_checksum(value: int) -> str:
+    return f"{value:016x}"
+
+
+def _combine(name: str, plain: int, positional: int) -> int:
+    return (plain * _hash(name) + positional * _POSITION_FACTOR) % 2**64
+
+
+@functools.lru_cache(maxsize=1 << 17)  # of two models with all the experts that there are
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(_BITS[flat.element_size()])
+
+
+def _all_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """What `_sums` gives for each, [len(tensors), 2]; those of a GPU together."""
+    if not tensors[0].is_cuda or importlib.util.find_spec("triton") is None:
+        return torch.stack([_sums(_bits(tensor)) for tensor in tensors])
+    from slime.weights.checksum_kernel import many_sums
+
+    sizes = {tensor.element_size() for tensor in tensors}
+    if len(sizes) == 1:
+        return many_sums(tensors, _BITS[sizes.pop()])
+    sums = torch.empty(len(tensors), 2, dtype=torch.int64, device=tensors[0].device)
+    for size in sizes:
+        rows = [row for row, tensor in enumerate(tensors) if tensor.element_size() == size]
+        sums[rows] = many_sums([tensors[row] for row in rows], _BITS[size])
+    return sums
+
+
+def _sums(bits: torch.Tensor) -> torch.Tensor:
+    """[sum_i b_i, sum_i i * b_i]; int64 wraps around, which is what modulo 2**64 means."""
+    whole = bits.numel() // _COLUMNS * _COLUMNS
+    tail = bits[whole:].to(torch.int64)
+    plain = tail.sum()
+    positional = (tail * _positions(tail)).sum() + whole * plain
+    if whole:
+        rows, columns = _reduce(bits[:whole].view(-1, _COLUMNS))
+        row_starts = _positions(rows) * _COLUMNS
+        plain = plain + rows.sum()
+        positional = positional + (rows * row_starts).sum() + (columns * _positions(columns)).sum()
+    return torch.stack([plain, positional])
+
+
+def _reduce(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of rows and of columns in int64."""
+    if matrix.device.type != "cpu":
+        return matrix.sum(1, dtype=torch.int64), matrix.sum(0, dtype=torch.int64)
+    # On a CPU the reduction would first widen the whole matrix in main memory.
+    rows = torch.empty(len(matrix), dtype=torch.int64)
+    columns = torch.zeros(_COLUMNS, dtype=torch.int64)
+    buffer = torch.empty(_CPU_ROWS, _COLUMNS, dtype=torch.int64)
+    for block, block_rows in zip(matrix.split(_CPU_ROWS), rows.split(_CPU_ROWS), strict=True):
+        wide = buffer[: len(block)].copy_(block)
+        torch.sum(wide, 1, out=block_rows)
+        columns += wide.sum(0)
+    return rows, columns
+
+
+def _positions(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(like.numel(), device=like.device, dtype=torch.int64)

@@ -1,0 +1,254 @@
+"""What an SGLang server holds after an update, as its own checksums name it.
+
+SGLang fuses q, k and v, and gate and up, into one parameter each, all experts of a layer into two, pads
+the vocabulary with zeros, and cuts what is left over the ranks of its tensor parallelism. Where all
+of that is known, its checksum of each parameter can be told in advance from what is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slime.weights.fp8 import FP8, Fp8Format, dequantize, format_of
+from slime.weights.sglang_hash import gpu_hash
+
+_EXACT = frozenset(
+    {
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    }
+)
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+_PART = {part: (fused, parts) for fused, parts in _FUSED.items() for part in parts}
+_CUT_BY_COLUMN = ("o_proj", "down_proj")
+_EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+_VOCABULARY = ("embed_tokens", "lm_head")
+_VOCABULARY_MULTIPLE = 64
+_MOST_EXPERT_BYTES = 2**31  # of a layer: they are kept until all of them are there
+# Settings that lay parameters out in other ways.
+_OTHER_CUTS = (
+    "dp_size",
+    "attn_dp_size",
+    "attn_cp_size",
+    "moe_dp_size",
+    "moe_dense_tp_size",
+    "enable_dp_attention",
+    "enable_dp_lm_head",
+    "enable_eplb",
+    "ep_num_redundant_experts",
+    "enable_lora",
+    "speculative_algorithm",
+    "torchao_config",
+)
+
+
+@dataclass(kw_only=True, frozen=True)
+class Cuts:
+    """How a server cuts a model: tensor-parallel ranks, and groups of them that share out experts."""
+
+    tp_size: int = 1
+    ep_size: int = 1
+    num_kv_heads: int | None = None
+    num_experts: int | None = None
+
+    width_multiple: int = 1  # to which the inner width of MLPs and experts is filled up with zeros
+    sums_experts: bool = True  # whether experts lie as they are sent, not in a kernel's own order
+
+    def key_rank(self, rank: int) -> tuple[int, int]:
+        """Of how many parts of keys and values which one: heads are copied where they are too few."""
+        if self.tp_size == 1:
+            return 1, 0
+        assert self.num_kv_heads is not None
+        parts = min(self.tp_size, self.num_kv_heads)
+        return parts, rank * parts // self.tp_size
+
+
+@dataclass(kw_only=True, frozen=True)
+class ModelFacts:
+    """What the layout depends on beside the tensors."""
+
+    num_kv_heads: int | None = None
+    num_experts: int | None = None
+    fp8: Fp8Format | None = None
+
+
+def model_facts(config: dict[str, Any]) -> ModelFacts:
+    """From a Hugging Face config.json."""
+    inner = config.get("text_config") or config
+    counts = (inner.get(name) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+    return ModelFacts(
+        num_kv_heads=inner.get("num_key_value_heads") or inner.get("num_attention_heads"),
+        num_experts=next((count for count in counts if count), None),
+        fp8=format_of(config),
+    )
+
+
+def cuts_of(
+    server: Mapping[str, object], architectures: list[str] | None, model: ModelFacts
+) -> Cuts | None:
+    """From what /server_info says; None where the layout is not known to the last bit."""
+    known = bool(architectures) and set(architectures or ()) <= _EXACT
+    in_bytes = model.fp8 is not None and model.fp8.strategy == "block"
+    quantized = server.get("quantization") is not None or model.fp8 is not None
+    if not known or not all(_is_plain(server.get(name)) for name in _OTHER_CUTS):
+        return None
+    if quantized and not in_bytes:
+        return None
+    tp_size, ep_size = _number(server, "tp_size"), _number(server, "ep_size")
+    if tp_size > 1 and not (model.num_kv_heads and _divides(tp_size, model.num_kv_heads)):
+        return None
+    if model.num_experts and (model.num_experts % ep_size or tp_size % ep_size):
+        return None
+    on_cpu = server.get("device") == "cpu"
+    if on_cpu and (model.num_kv_heads or 1) % tp_size:  # heads are filled up there
+        return None
+    return Cuts(
+        tp_size=tp_size,
+        ep_size=ep_size,
+        num_kv_heads=model.num_kv_heads,
+        num_experts=model.num_experts,
+        width_multiple=tp_size * (model.fp8.block[0] if model.fp8 else 32) if on_cpu else 1,
+        sums_experts=on_cpu or server.get("moe_runner_backend") == "triton",
+    )
+
+
+def _is_plain(setting: object) -> bool:
+    """Not set, switched off, or a number of one part."""
+    return not setting or (setting == 1 and setting is not True)
+
+
+def _number(server: Mapping[str, object], name: str) -> int:
+    value = server.get(name)
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def _divides(one: int, other: int) -> bool:
+    return max(one, other) % min(one, other) == 0
+
+
+class ServedSums:
+    """Checksums of the parameters as each rank holds them, from Hugging Face tensors in any order."""
+
+    def __init__(self, cuts: Cuts) -> None:
+        self.cuts = cuts
+        self.sums: list[dict[str, str]] = [{} for _ in range(cuts.tp_size)]
+        self._parts: dict[str, dict[str, torch.Tensor]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        module, _, rest = name.rpartition(".")
+        prefix, _, last = module.rpartition(".")
+        if tensor.dtype == FP8 or rest == "weight_scale_inv":
+            self._add_fp8(module, rest, tensor)
+        elif last in _VOCABULARY or module in _VOCABULARY:
+            whole = _padded(tensor, self.cuts.tp_size)
+            self._put(name, lambda rank: [_cut(whole, 0, self.cuts.tp_size, rank)])
+        elif ".experts." in prefix and last in _EXPERT_PARTS:
+            self._add_expert(prefix, last, tensor)
+        elif last in _PART:
+            fused, order = _PART[last]
+            self._add_part(f"{prefix}.{fused}.{rest}", last, order, tensor)
+        elif last in _CUT_BY_COLUMN and tensor.ndim == 2:
+            wide = self._widened(tensor, 1) if last == "down_proj" else tensor
+            self._put(name, lambda rank: [_cut(wide, 1, self.cuts.tp_size, rank)])
+        else:
+            self._put(name, lambda rank: [tensor])
+
+    def _add_fp8(self, module: str, rest: str, tensor: torch.Tensor) -> None:
+        """SGLang sums what 8 bits in blocks stand for, in bfloat16."""
+        parts = self._collect(f"{module} in 8 bits", rest, tensor, 2)
+        if parts is not None:
+            weight, scale = parts["weight"], parts["weight_scale_inv"]
+            block = -(-weight.shape[1] // scale.shape[1])
+            layout = Fp8Format(strategy="block", block=(block, block))
+            self.add(f"{module}.weight", dequantize(weight, scale, layout).bfloat16())
+
+    def _add_part(
+        self, fused: str, part: str, order: tuple[str, ...], tensor: torch.Tensor
+    ) -> None:
+        parts = self._collect(fused, part, tensor, len(order))
+        if parts is not None:
+            self._put(fused, lambda rank: [self._part(parts[one], one, rank) for one in order])
+
+    def _part(self, tensor: torch.Tensor, name: str, rank: int) -> torch.Tensor:
+        parts, place = self.cuts.tp_size, rank
+        if name in ("k_proj", "v_proj"):
+            parts, place = self.cuts.key_rank(rank)
+        wide = tensor if name in _FUSED["qkv_proj"] else self._widened(tensor, 0)
+        return _cut(wide, 0, parts, place)
+
+    def _add_expert(self, prefix: str, part: str, tensor: torch.Tensor) -> None:
+        experts, _, number = prefix.rpartition(".")
+        count = self.cuts.num_experts or 0
+        if not self.cuts.sums_experts or 3 * count * tensor.nbytes > _MOST_EXPERT_BYTES:
+            return
+        parts = self._collect(experts, f"{number}.{part}", tensor, 3 * count)
+        if parts is None:
+            return
+        local, size = count // self.cuts.ep_size, self.cuts.tp_size // self.cuts.ep_size
+
+        def of(rank: int, names: tuple[str, ...], dim: int) -> list[torch.Tensor]:
+            first = rank // size * local
+            return [
+                _cut(self._widened(parts[f"{expert}.{name}"], dim), dim, size, rank % size)
+                for expert in range(first, first + local)
+                for name in names
+            ]
+
+        self._put(f"{experts}.w13_weight", lambda rank: of(rank, ("gate_proj", "up_proj"), 0))
+        self._put(f"{experts}.w2_weight", lambda rank: of(rank, ("down_proj",), 1))
+
+    def _widened(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return _filled_up(tensor, dim, self.cuts.width_multiple)
+
+    def _collect(
+        self, whole: str, part: str, tensor: torch.Tensor, count: int
+    ) -> dict[str, torch.Tensor] | None:
+        """All parts, once they are there."""
+        parts = self._parts.setdefault(whole, {})
+        parts[part] = tensor.clone()  # the bucket it lies in is used again
+        return self._parts.pop(whole) if len(parts) == count else None
+
+    def _put(self, name: str, of_rank: Callable[[int], list[torch.Tensor]]) -> None:
+        for rank, sums in enumerate(self.sums):
+            sums[name] = _digest(of_rank(rank))
+
+
+def _cut(tensor: torch.Tensor, dim: int, parts: int, place: int) -> torch.Tensor:
+    size = tensor.shape[dim] // parts
+    return tensor if parts == 1 else tensor.narrow(dim, place * size, size)
+
+
+def _padded(tensor: torch.Tensor, parts: int) -> torch.Tensor:
+    multiple = _VOCABULARY_MULTIPLE
+    if (tensor.shape[0] + -tensor.shape[0] % multiple) % parts:
+        multiple *= parts
+    return _filled_up(tensor, 0, multiple)
+
+
+def _filled_up(tensor: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
+    missing = -tensor.shape[dim] % multiple
+    if not missing:
+        return tensor
+    behind = (0, 0) * (tensor.ndim - 1 - dim)  # pad counts dimensions from the last one
+    return torch.nn.functional.pad(tensor, (*behind, 0, missing))
+
+
+def _digest(tensors: list[torch.Tensor]) -> str:
+    if tensors[0].is_cuda:
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        return f"{gpu_hash(flat[0] if len(flat) == 1 else torch.cat(flat)):016x}"
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return total.hexdigest()[:16]
