@@ -8,6 +8,27 @@
 # torch's CUDA build brings the CUDA libraries along; the host needs the NVIDIA driver and the NVIDIA
 # Container Toolkit. gcc is there because Triton compiles a small launcher at first use.
 #
+# Megatron with TransformerEngine: docker build --target te -t slime-te .
+# CUDA's compiler and cuDNN's headers are needed, because TransformerEngine's torch extension is built against
+# the torch that is installed. `slime doctor` in it tells whether they match and what FP8 the GPU has.
+FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04 AS te
+
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends bubblewrap g++ gcc make python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 1001 slime \
+    && install -d -o slime -g slime /slime
+USER slime
+WORKDIR /slime
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 PATH=/slime/.venv/bin:$PATH
+COPY --chown=slime constraints.txt ./
+RUN python3 -m venv .venv && pip install --constraint constraints.txt torch
+COPY --chown=slime . .
+RUN SLIME_TORCH=installed tools/install.sh .venv/bin/python megatron,tensorboard,wandb,parquet
+RUN pip install ninja pybind11 setuptools wheel \
+    && NVTE_FRAMEWORK=pytorch MAX_JOBS=8 pip install --no-build-isolation 'transformer_engine[pytorch]==2.20.2'
+CMD ["slime", "doctor"]
+
 # The base image by digest; for a newer one: docker buildx imagetools inspect python:3.12-slim-bookworm
 FROM python:3.12-slim-bookworm@sha256:782412e85d0f0984994c290652577d4018aff08145c85b262bb63dc0c7522254
 

@@ -2,25 +2,32 @@
 
 usage: python benchmarks/train_gpu.py [--shapes 0.6B 4B 30B-A3B-4L] [--backends fsdp megatron]
        [--micro-batches 4] [--tokens 16384] [--sample-len 2048] [--recompute] [--profile FILE]
+       python benchmarks/train_gpu.py --te      our layers, TransformerEngine's and its FP8, side by side
 
 Random weights of Qwen3's shapes, bf16 with fp32 master weights and moments, packed micro-batches of
 `--tokens` tokens; a step is forward, backward, clipping and AdamW over `--micro-batches` of them. FLOPs
 are counted from the shape, nothing that is computed twice counts. MFU is against the rate of a large
 bf16 matrix product measured in the same run; the share of the data sheet's figure stands beside it.
 30B-A3B-4L is four layers of the MoE; the backend megatron-loop computes its experts one after another, as
-megatron-core's own module does. megatron-local is made of our layers, megatron-te of TransformerEngine's. Each backend runs in a process of its own; the median
-of `--steps` steps counts. The last lines are `RATIO train_gpu_mfu_<shape>_<backend> <MFU>`.
+megatron-core's own module does. megatron-local is made of our layers, megatron-te of TransformerEngine's.
+MFU of FP8 is against the bf16 rate too, so it may pass 1. Each backend runs in a process of its own: they
+import at the same time and measure one after another; the median of `--steps` steps counts. `plan` is what
+`slime plan` predicts for the peak. The last lines are `RATIO train_gpu_mfu_<shape>_<backend> <MFU>` and
+`RATIO train_gpu_plan_<shape>_<backend> <predicted / measured>`.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,24 +79,12 @@ BACKENDS: dict[str, dict[str, Any]] = {  # and the flags that make them
 }
 
 
+SIDE_BY_SIDE = ["megatron-local", "megatron-te", "megatron-te-fp8", "megatron-te-fp8-blocks"]
+NOT_OF_THE_ALLOCATOR = ("CUDA context", "NCCL buffers")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shapes", nargs="+", default=["0.6B", "4B"], choices=list(SHAPES))
-    parser.add_argument(
-        "--backends", nargs="+", default=["fsdp", "megatron"], choices=list(BACKENDS)
-    )
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--sample-len", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--recompute", action="store_true", help="activations of each layer anew")
-    parser.add_argument(
-        "--profile", help="write a table of the operations of one step to this file"
-    )
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parse()
     if args.worker:
         measure(args, *args.worker)
         return
@@ -103,35 +98,133 @@ def main() -> None:
     )
     ratios = []
     for shape in args.shapes:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=_fast_folder()) as folder:
             model = write_model(Path(folder), shape)
+            found, planned = run_workers(args, model)
             for backend in args.backends:
-                result = run_worker(backend, model)
-                if result is None:
-                    print(f"{shape:<11}{backend:<23} failed", flush=True)
-                    continue
-                mfu = result["flops"] / result["seconds"] / peak
-                print(
-                    f"{shape:<11}{backend:<23}{result['seconds']:7.3f} s/step "
-                    f"{result['tokens'] / result['seconds']:9.0f} tok/s  "
-                    f"{result['flops'] / result['seconds'] / 1e12:5.0f} TFLOP/s  MFU {mfu:.3f}  "
-                    f"peak {result['peak'] / 2**30:.1f} GiB (weights, gradients, optimizer "
-                    f"{result['resident'] / 2**30:.1f})",
-                    flush=True,
-                )
-                ratios.append((f"train_gpu_mfu_{shape}_{backend}", mfu))
+                ratios += show(shape, backend, found[backend], planned[backend], peak)
     for name, value in ratios:
         print(f"RATIO {name} {value:.3f}")
 
 
-def run_worker(backend: str, model: Path) -> dict[str, float] | None:
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
+    parser.add_argument("--backends", nargs="+", choices=list(BACKENDS))
+    parser.add_argument("--te", action="store_true", help="the three shapes, all precisions")
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--sample-len", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--recompute", action="store_true", help="activations of each layer anew")
+    parser.add_argument(
+        "--profile", help="write a table of the operations of one step to this file"
+    )
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--together", type=int, default=1, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    shapes = ["0.6B", "30B-A3B-4L", "4B"] if args.te else ["0.6B", "4B"]
+    args.shapes = args.shapes or shapes
+    args.backends = args.backends or (SIDE_BY_SIDE if args.te else ["fsdp", "megatron"])
+    return args
+
+
+def show(
+    shape: str, backend: str, result: dict[str, float] | None, planned: float, peak: float
+) -> list[tuple[str, float]]:
+    if result is None:
+        print(f"{shape:<11}{backend:<23} failed", flush=True)
+        return []
+    mfu = result["flops"] / result["seconds"] / peak
+    print(
+        f"{shape:<11}{backend:<23}{result['seconds']:7.3f} s/step "
+        f"{result['tokens'] / result['seconds']:9.0f} tok/s  "
+        f"{result['flops'] / result['seconds'] / 1e12:5.0f} TFLOP/s  MFU {mfu:.3f}  "
+        f"peak {result['peak'] / 2**30:.1f} GiB, plan {planned / 2**30:.1f} (weights, gradients, "
+        f"optimizer {result['resident'] / 2**30:.1f})",
+        flush=True,
+    )
+    ratios = [(f"train_gpu_mfu_{shape}_{backend}", mfu)]
+    if result["peak"] and planned:
+        ratios.append((f"train_gpu_plan_{shape}_{backend}", planned / result["peak"]))
+    return ratios
+
+
+def run_workers(
+    options: argparse.Namespace, model: Path
+) -> tuple[dict[str, dict[str, float] | None], dict[str, float]]:
+    """Return (what was measured, predicted bytes) of every backend."""
+    children = {backend: start_worker(options, backend, model) for backend in options.backends}
+    with ThreadPoolExecutor(len(children)) as pool:
+        found = pool.map(finish_worker, children.values())
+        measured = dict(zip(children, found, strict=True))
+    with ThreadPoolExecutor(len(children)) as pool:  # on the CPU, after all that was timed
+        sizes = pool.map(lambda backend: predicted(options, backend, str(model)), children)
+        return measured, dict(zip(children, sizes, strict=True))
+
+
+def start_worker(options: argparse.Namespace, backend: str, model: Path) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, *sys.argv[1:], "--worker", backend, str(model)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    for line in done.stdout.splitlines():
+    command += ["--together", str(len(options.backends))]
+    env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+    )
+
+
+def finish_worker(child: subprocess.Popen[str]) -> dict[str, float] | None:
+    said = child.communicate()[0]
+    for line in said.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
-    print((done.stdout + done.stderr)[-3000:])
+    print(said[-3000:])
     return None
+
+
+def predicted(options: argparse.Namespace, backend: str, model: str) -> float:
+    """Return the plan's bytes of a training step that torch's allocator counts; 0 without a plan."""
+    from slime.cli.plan.plan import Machine, make_plan
+
+    try:
+        machine = Machine(gpu_bytes=140 * 2**30, source="benchmark")
+        plan = make_plan(make_arguments(options, backend, model), machine)
+    except Exception as error:  # the measurement still counts
+        print(f"no plan for {backend}: {error}")
+        return 0.0
+    training = next(phase for phase in plan.phases if phase.name == "training")
+    items = [i for i in training.items if not i.name.endswith(NOT_OF_THE_ALLOCATOR)]
+    return float(sum(item.nbytes for item in items))
+
+
+class Turn:
+    """Lets worker processes measure one after another, once all of them have imported everything."""
+
+    def __init__(self, model: Path, backend: str, count: int) -> None:
+        self._folder, self._count = model.parent, count
+        (self._folder / f"{backend}.ready").touch()
+
+    def __enter__(self) -> None:
+        deadline = time.monotonic() + 60
+        while len(list(self._folder.glob("*.ready"))) < self._count:
+            if time.monotonic() > deadline:  # one of them ended early
+                break
+            time.sleep(0.05)
+        self._lock = (self._folder / "turn").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+
+def _fast_folder() -> str | None:
+    """Models of gigabytes are written to memory where there is enough."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir():
+        return None
+    free = os.statvfs(memory)
+    return str(memory) if free.f_bavail * free.f_frsize > 40 * 2**30 else None
 
 
 def write_model(folder: Path, shape: str) -> Path:
@@ -161,9 +254,15 @@ def write_model(folder: Path, shape: str) -> Path:
 
 
 def measure(options: argparse.Namespace, backend: str, model: str) -> None:
+    args = make_arguments(options, backend, model)
+    import_trainer(backend)
+    with Turn(Path(model), backend, options.together):
+        measure_alone(options, args, backend, model)
+
+
+def measure_alone(options: argparse.Namespace, args: Any, backend: str, model: str) -> None:
     from slime.runlog.flops import ModelShape, train_flops
 
-    args = make_arguments(options, backend, model)
     actor = start(args, backend)
     batch = make_batch(args, options)
     cuda = torch.cuda.is_available()
@@ -229,11 +328,16 @@ def make_arguments(options: argparse.Namespace, backend: str, model: str) -> Any
     return make_args(**flags)
 
 
-def start(args: Any, backend: str) -> Any:
+def import_trainer(backend: str) -> Any:
     if backend == "fsdp":
         from slime.backends.fsdp_utils.actor import FSDPTrainRayActor as Actor
     else:
         from slime.backends.megatron_utils.actor import MegatronTrainRayActor as Actor
+    return Actor
+
+
+def start(args: Any, backend: str) -> Any:
+    Actor = import_trainer(backend)
     actor: Any = Actor(args, 0, 1)
     actor.init(args)
     if backend == "megatron-loop":

@@ -18,7 +18,16 @@ PAGES = [
     if path.name != "LOG.md"
 ]
 _CODE = ("slime", "tools", "scripts", "benchmarks", "tests")
-_FOREIGN = {"--pid", "--generate", "--master-addr", "--master-port"}  # py-spy, ray, torchrun
+# Of py-spy, ray, torchrun and docker.
+_FOREIGN = {
+    "--pid",
+    "--generate",
+    "--master-addr",
+    "--master-port",
+    "--rm",
+    "--target",
+    "--shm-size",
+}
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w-])")
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
 _PATH = re.compile(r"`((?:slime|tests|tools|scripts|docs|benchmarks|examples)/[\w./-]+\w)`")
