@@ -34,7 +34,7 @@ def training(folder: str, *flags: str):  # noqa: F811
 
 def test_fp8_copies_of_linear_layers_are_in_the_plan(folder):  # noqa: F811
     assert item(training(folder, *FP8).items, COPIES) == 2 * (P - TABLE)
-    for flags in (MEGATRON, TE, (*FP8, "--fp8-param-gather")):
+    for flags in (MEGATRON, TE):
         assert COPIES not in {i.name for i in training(folder, *flags).items}
 
 
@@ -42,6 +42,8 @@ def test_masters_of_the_precision_aware_optimizer_share_half_with_the_weights(fo
     items = training(folder, *TE, "--use-precision-aware-optimizer").items
     assert item(items, "fp32 master weights") == 2 * P
     assert item(items, "Adam's moments") == 8 * P
+    halves = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16")
+    assert item(training(folder, *TE, *halves).items, "Adam's moments") == 6 * P
     assert item(training(folder, *TE).items, "fp32 master weights") == 4 * P
 
 

@@ -27,11 +27,8 @@ def uses_te(args: Args) -> bool:
 
 
 def fp8_copy_bytes(args: Args, shape: Shape, rank: RankModel, tp: int) -> int:
-    """Return the bytes of the FP8 copies of linear layers' weights, which live from step to step.
-
-    Parameters that are FP8 themselves (--fp8-param-gather) take those bytes in place of bf16's.
-    """
-    if not (uses_te(args) and args.fp8_format) or args.fp8_param_gather or args.fp8_param:
+    """Return the bytes of the FP8 copies of linear layers' weights, which live from step to step."""
+    if not (uses_te(args) and args.fp8_format):
         return 0
     tables = rank.has_embedding + (rank.has_head and not (shape.tied and rank.has_embedding))
     outside = tables * math.ceil(shape.vocab / tp) * shape.hidden
@@ -44,7 +41,7 @@ def optimizer_bytes(args: Args, rank: RankModel) -> tuple[int, int]:
     if not aware:
         return rank.master_bytes, rank.moment_bytes
     # Of an fp32 master whose upper half is the bf16 weight only the lower 16 bits are kept.
-    halved = args.store_param_remainders is not False and args.precision == "bf16"
+    halved = args.store_param_remainders is not False or _size(args.main_params_dtype) == 2
     master = rank.master_bytes // 2 if halved else rank.master_bytes
     first, second = (_size(args.exp_avg_dtype), _size(args.exp_avg_sq_dtype))
     return master, int(rank.moment_bytes * (first + second) / 8)

@@ -35,7 +35,7 @@ class Trainer:
         weights = 0 if self.args.fsdp_cpu_offload else rank.weight_bytes
         items = [Item(name="parameters", nbytes=weights, note=self._dtype_note())]
         if self._is_megatron:
-            note = "accumulated in fp32"
+            note = f"accumulated in {self.args.main_grads_dtype or 'fp32'}"
             items.append(Item(name=GRADIENTS, nbytes=rank.gradient_bytes, note=note))
         master, moments = self._optimizer(rank)
         items.append(Item(name="fp32 master weights", nbytes=master))
