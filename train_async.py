@@ -24,7 +24,7 @@ def train(args: Args, *, closing_words: bool = True) -> int:
     if args.colocate or args.offload_rollout:
         raise ConfigError(
             "train_async.py generates and trains at the same time, on processors of their own: "
-            "leave --colocate and --offload out and give --rollout-num-gpus, or use train.py"
+            "remove --colocate and --offload and give --rollout-num-gpus, or use train.py"
         )
     with Run(args, closing_words=closing_words) as run:
         if run.complete:

@@ -5,7 +5,7 @@
 #
 # OUT/NAME.txt is what each printed; a table with status and seconds comes last. Without names all run.
 # TRL_PATH and SGLANG_PATH name folders of packages that hold trl and sglang; MODEL a folder of
-# SmolLM2-135M-Instruct (tools/convert_gguf_to_hf.py). What needs one that is not there is left out.
+# SmolLM2-135M-Instruct (tools/convert_gguf_to_hf.py). What needs one that does not exist is left out.
 set -uo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 OUT=${1:?"which folder for the results? bash benchmarks/all_gpu.sh OUT [NAME...]"}

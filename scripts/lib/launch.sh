@@ -103,8 +103,8 @@ check_folders() {  # of the flags that name what must exist already
     for word in "$@"; do
         case $previous in
             --hf-checkpoint) [[ -r $word/config.json ]] || refuse "--hf-checkpoint $word is not a folder of a Hugging Face model: download it there$(base_dir "$word")" ;;
-            --ref-load) [[ -d $word ]] || refuse "--ref-load $word is not there: make it with tools/convert_hf_to_torch_dist.py$(base_dir "$word")" ;;
-            --prompt-data) [[ $word == *:* || -e ${word%%@*} ]] || refuse "--prompt-data $word is not there: download it$(base_dir "$word")" ;;
+            --ref-load) [[ -d $word ]] || refuse "--ref-load $word does not exist: make it with tools/convert_hf_to_torch_dist.py$(base_dir "$word")" ;;
+            --prompt-data) [[ $word == *:* || -e ${word%%@*} ]] || refuse "--prompt-data $word does not exist: download it$(base_dir "$word")" ;;
         esac
         previous=$word
     done

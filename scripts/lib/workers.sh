@@ -4,7 +4,7 @@ read_hosts() {  # into HOSTS: the workers, without the head
     HOSTS=()
     ((NUM_NODES > 1)) || return 0
     [[ -n $HOSTFILE ]] || refuse "$NUM_NODES nodes need a hostfile: set HOSTFILE to a file with one node per line (ADDRESS slots=8), or JOIN_BY_HAND=1 to start Ray on the others yourself"
-    [[ -f $HOSTFILE && -r $HOSTFILE ]] || refuse "HOSTFILE $HOSTFILE is not there: write one node per line (ADDRESS slots=8), or set JOIN_BY_HAND=1 to start Ray on the others yourself"
+    [[ -f $HOSTFILE && -r $HOSTFILE ]] || refuse "HOSTFILE $HOSTFILE does not exist: write one node per line (ADDRESS slots=8), or set JOIN_BY_HAND=1 to start Ray on the others yourself"
     local host head
     head=$(numeric_address "$MASTER_ADDR") || refuse "MASTER_ADDR $MASTER_ADDR is a name that $(uname -n) does not know: give the address of this machine"
     while read -r host _ || [[ -n $host ]]; do  # the last line may have no end

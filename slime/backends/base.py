@@ -201,7 +201,7 @@ class TrainRayActor(Backend):
         if self.args.use_opd and batch.teacher_log_probs is None:
             raise UserError(
                 "--use-opd: the teacher did not say what it thinks of the samples: the reward function "
-                "must set sample.teacher_log_probs, or leave --custom-rm-path out"
+                "must set sample.teacher_log_probs, or remove --custom-rm-path"
             )
         if batch.values is not None and batch.returns is None:
             raise UserError(

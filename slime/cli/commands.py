@@ -130,7 +130,9 @@ def _loop() -> Callable[..., int]:
     """`main` of train.py, which stands beside the package in a checkout."""
     path = Path(__file__).resolve().parents[2] / "train.py"
     if not path.exists():
-        raise ConfigError(f"{path} is not there; `slime train` needs a checkout (pip install -e .)")
+        raise ConfigError(
+            f"{path} does not exist; `slime train` needs a checkout (pip install -e .)"
+        )
     return runpy.run_path(str(path))["main"]
 
 

@@ -111,7 +111,7 @@ def _derive_engine_size(draft: Draft) -> None:
     elif draft["rollout_num_gpus_per_engine"] != tp_size:
         raise ConfigError(
             f"--sglang-tp-size {tp_size} and --rollout-num-gpus-per-engine "
-            f"{draft['rollout_num_gpus_per_engine']} are the same thing and must agree: leave one out"
+            f"{draft['rollout_num_gpus_per_engine']} are the same thing and must agree: remove one"
         )
 
 

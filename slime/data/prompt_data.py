@@ -290,7 +290,7 @@ def _render(
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(
             "--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template; "
-            "leave the flag out, or add a chat_template to its tokenizer_config.json"
+            "remove the flag, or add a chat_template to its tokenizer_config.json"
         )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:

@@ -145,7 +145,7 @@ def _check_kept(message: Message, rendered: str, instead: str | None = None) -> 
 
 def _drift(message: Message, instead: str | None) -> UserError:
     said = _text_of(message) or str(message.get("reasoning_content"))
-    advice = f": use --loss-mask-type {instead}, or mend the data" if instead else ": mend the data"
+    advice = f": use --loss-mask-type {instead}, or fix the data" if instead else ": fix the data"
     return UserError(
         "the chat template does not keep an assistant message as it was said, so that training on it "
         f"would teach something else ({said[:60]!r}){advice}"

@@ -50,7 +50,7 @@ class EngineArgs:
         if self.chunked_prefill_size is not None and self.chunked_prefill_size < 1:
             raise ConfigError(
                 f"--chunked-prefill-size must be at least 1, not {self.chunked_prefill_size}; "
-                "leave it out for the default"
+                "remove it for the default"
             )
         if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
             raise ConfigError(
@@ -87,7 +87,7 @@ def parse_engine_args(argv: list[str] | None = None) -> EngineArgs:
         section.add_argument(_flag(name), nargs="*", metavar="VALUE")
     given = vars(parser.parse_args(argv))
     if given.pop("tp_size") not in (None, 1):
-        raise ConfigError("--tp-size: the embedded engine runs on one device; leave it out")
+        raise ConfigError("--tp-size: the embedded engine runs on one device; remove it")
     return EngineArgs(
         **{name: v for name, v in given.items() if v is not None and name not in HARMLESS}
     )

@@ -146,7 +146,7 @@ class Checkpointer:
         cause = str(error.__cause__ or error).strip().splitlines()[-1]
         return UserError(
             f"could not save rollout {rollout_id} to {self._folder.root}: {cause}{room}; {last}. "
-            f"Mend the cause and continue with --load {self._folder.root}"
+            f"Fix the problem and resume with --load {self._folder.root}"
         )
 
 

@@ -147,7 +147,7 @@ class RolloutDataSource:
             return
         path = _state_path(self.args.load, rollout_id)
         if not path.exists():
-            logger.warning("%s is not there: the data starts from its beginning", path)
+            logger.warning("%s does not exist: the data starts from its beginning", path)
             return
         self.load_state_dict(orjson.loads(path.read_bytes()))
 

@@ -84,7 +84,7 @@ def _check_placement(args: Args) -> None:
     if getattr(fn, "never_stops", False) and (args.colocate or args.offload_rollout):
         raise ConfigError(
             f"--rollout-function-path {path} generates while the trainer works, on processors of its "
-            "own: leave --colocate and --offload out and give --rollout-num-gpus"
+            "own: remove --colocate and --offload and give --rollout-num-gpus"
         )
 
 

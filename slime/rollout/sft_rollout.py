@@ -25,7 +25,7 @@ def generate_rollout(
     if evaluation:
         raise UserError(
             "supervised data has nothing to evaluate by generation; set --eval-function-path "
-            "slime.rollout.sglang_rollout.generate_rollout, or leave --eval-interval out"
+            "slime.rollout.sglang_rollout.generate_rollout, or remove --eval-interval"
         )
     tracks = isinstance(data_source, TracksRollouts)
     if tracks:

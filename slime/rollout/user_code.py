@@ -1,7 +1,7 @@
 """Calls into user code: off the event loop that generates, with a deadline, and whatever it does stays there.
 
 A hook may block, never come back, exit the interpreter, raise what is no Exception, or take no notice of
-a cancellation. None of these may end the event loop or leave anybody waiting for ever.
+a cancellation. None of these may end the event loop or leave anybody waiting forever.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def _wandb_settings(args: Args) -> dict[str, Any]:
 def _missing_package(flag: str, package: str, error: ImportError) -> ConfigError:
     return ConfigError(
         f"{flag} needs the package {package}, which cannot be imported here ({error}). "
-        f"Type `pip install '{requirement_of(package)}'`, or leave the flag out."
+        f"Type `pip install '{requirement_of(package)}'`, or remove the flag."
     )
 
 

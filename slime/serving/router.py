@@ -153,7 +153,7 @@ def make_router(args: Args, num_engines: int, host: str, token: str) -> Router |
     for name in args.to_dict(redact=False):
         if name in all_flags() and all_flags()[name].family == "router":
             raise UserError(
-                f"{all_flags()[name].option} needs the package sglang-router: install it, or leave the "
-                "flag out"
+                f"{all_flags()[name].option} needs the package sglang-router: install it, or remove the "
+                "flag"
             )
     return None

@@ -23,7 +23,7 @@ def test_equal_nodes_are_ok(cluster, tmp_path):
 
 
 def test_an_odd_node_is_named(odd_cluster, tmp_path):
-    """Another SGLang, a folder of its own, and an interface that is not there."""
+    """Another SGLang, a folder of its own, and an interface that does not exist."""
     status, rows = _examine(odd_cluster, odd_cluster.odd_folder)
     assert status == 1
     assert rows["sglang"]["status"] == "differs"

@@ -118,7 +118,7 @@ def test_rewards_that_are_no_numbers_fail_their_sample(tmp_path, fake_engines, h
 
 
 def test_a_plain_reward_may_raise_stop_iteration(tmp_path, fake_engines):
-    """Which no future takes: without care the rollout would wait for it for ever."""
+    """Which no future takes: without care the rollout would wait for it forever."""
     fake_engines()
     hook = f"{HOOKS}.plain_reward_that_stops_iterating"
     output = within(120, lambda: run_once(tmp_path, custom_rm_path=hook))

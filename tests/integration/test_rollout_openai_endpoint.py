@@ -151,7 +151,7 @@ def test_what_an_engine_refuses_is_told_to_the_agent(run):
 
 
 def test_an_abort_while_the_endpoint_starts_ends_one_waiter_only(tmp_path):
-    """The first to need it is cancelled half way: all others would wait for it for ever."""
+    """The first to need it is cancelled half way: all others would wait for it forever."""
     args = rollout_args(tmp_path, rollout_max_context_len=77)
 
     async def scenario():

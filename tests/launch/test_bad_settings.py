@@ -41,7 +41,7 @@ def test_no_hostfile(site, hosts):
 
 
 def test_hostfile_that_is_not_there(site, hosts):
-    assert "HOSTFILE /no/hosts is not there" in refused(
+    assert "HOSTFILE /no/hosts does not exist" in refused(
         site, GLM, **{**hosts, "HOSTFILE": "/no/hosts"}
     )
 

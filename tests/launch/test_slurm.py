@@ -106,10 +106,10 @@ def test_time_is_nearly_over(site, job):
     ("words", "settings", "sentence"),
     [
         ([], {}, "which run? type: sbatch scripts/slurm/slime.sbatch"),
-        (["scripts/run-no.sh"], {}, "the run script scripts/run-no.sh is not there"),
+        (["scripts/run-no.sh"], {}, "the run script scripts/run-no.sh does not exist"),
         ([QWEN], {"SLURM_JOB_NODELIST": ""}, "this runs inside a SLURM job"),
         ([QWEN], {"SLURM_SUBMIT_DIR": "/tmp"}, "SLIME_DIR /tmp is no checkout of slime"),
-        ([QWEN], {"IMAGE": "/no/image.sqsh"}, "IMAGE /no/image.sqsh is not there"),
+        ([QWEN], {"IMAGE": "/no/image.sqsh"}, "IMAGE /no/image.sqsh does not exist"),
     ],
 )
 def test_refused(site, job, words, settings, sentence):

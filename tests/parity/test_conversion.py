@@ -169,7 +169,11 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
         folders[:1],
         [f"--hf-checkpoint={tmp_path}", folders[1]],
     ]
-    sentences = [*(said for _, said in BAD_INPUT), "--save is missing", "config.json is not there"]
+    sentences = [
+        *(said for _, said in BAD_INPUT),
+        "--save is missing",
+        "config.json does not exist",
+    ]
     script = (
         "import sys, json; from slime.cli import main\n"
         "for argv in json.loads(sys.argv[1]):\n"

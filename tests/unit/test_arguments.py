@@ -226,4 +226,4 @@ def test_dry_run_prints_origins_placement_and_warnings(capsys, tmp_path):
     assert any(line.startswith("trainer 8") for line in lines)
     assert any(line.startswith("engines 8 of 1") for line in lines)
     assert any("--rollout-num-gpus 3 is not used" in line for line in lines)
-    assert any(str(missing) in line and "not there" in line for line in lines)
+    assert any(str(missing) in line and "does not exist" in line for line in lines)

@@ -55,7 +55,7 @@ RULES = [
     ({"use_dynamic_batch_size": True}, ["--max-tokens-per-gpu"]),
     ({"over_sampling_batch_size": 1}, ["--over-sampling-batch-size", "--rollout-batch-size"]),
     ({"num_rollout": None}, ["--num-rollout", "--num-epoch"]),
-    ({"num_rollout": 2, "num_epoch": 1}, ["--num-rollout", "--num-epoch", "leave one out"]),
+    ({"num_rollout": 2, "num_epoch": 1}, ["--num-rollout", "--num-epoch", "remove one"]),
     ({"num_rollout": 0}, ["--num-rollout", "at least 1"]),
     ({"global_batch_size": 3}, ["--global-batch-size 3", "4"]),
     ({"num_steps_per_rollout": 3}, ["--num-steps-per-rollout 3", "4"]),
@@ -63,7 +63,7 @@ RULES = [
     ({"rollout_batch_size": None}, ["--rollout-batch-size", "missing"]),
     ({"hf_checkpoint": None}, ["--hf-checkpoint", "missing"]),
     ({"prompt_data": None}, ["--prompt-data", "missing"]),
-    ({"prompt_data": ["/no/data.jsonl@[0:3]"]}, ["--prompt-data", "/no/data.jsonl is not there"]),
+    ({"prompt_data": ["/no/data.jsonl@[0:3]"]}, ["--prompt-data", "/no/data.jsonl does not exist"]),
     ({"hf_checkpoint": "/no/model"}, ["--hf-checkpoint", "/no/model"]),
     ({"hf_checkpoint": "Qwen/Qwen3-0.6B"}, ["hf download Qwen/Qwen3-0.6B"]),
     ({"hf_checkpoint": "/tmp"}, ["/tmp", "config.json"]),
@@ -76,7 +76,7 @@ RULES = [
     ({"config": "/no/run.yaml"}, ["--config", "/no/run.yaml"]),
     ({"load_debug_rollout_data": "/no/{rollout_id}.pt"}, ["--load-debug-rollout-data", "/no"]),
     ({"debug_train_only": True}, ["--load-debug-rollout-data"]),
-    ({"debug_train_only": True, "debug_rollout_only": True}, ["leave one out"]),
+    ({"debug_train_only": True, "debug_rollout_only": True}, ["remove one"]),
     ({"rollout_max_context_len": 8, "rollout_max_prompt_len": 8}, ["no response token"]),
     ({"rollout_max_context_len": 1}, ["--rollout-max-context-len 1", "no response token"]),
     ({"rollout_max_prompt_len": 1024}, ["1024", "no response token"]),
@@ -104,7 +104,7 @@ RULES = [
     ({"eps_clip_c": 0.5}, ["--eps-clip-c", "above 1"]),
     ({"use_tis": True, "tis_clip": 1, "tis_clip_low": 2}, ["--tis-clip-low"]),
     ({"min_lr": 1}, ["--min-lr", "--lr"]),
-    ({"lr_warmup_iters": 1, "lr_warmup_fraction": 0.1}, ["--lr-warmup-iters", "leave one out"]),
+    ({"lr_warmup_iters": 1, "lr_warmup_fraction": 0.1}, ["--lr-warmup-iters", "remove one"]),
     ({"lr_warmup_iters": 9}, ["--lr-warmup-iters 9", "2 steps"]),
     ({"lr_decay_style": "WSD"}, ["WSD", "cosine"]),
     ({"optimizer": "dist_muon"}, ["--optimizer dist_muon", "use muon"]),
@@ -217,7 +217,7 @@ def test_megatron_flags_that_fit(model, overrides):
         ({"norm_epsilon": 1e-6}, ["--norm-epsilon 1e-06", "rms_norm_eps 1e-05"]),
         ({"rotary_base": 1e6}, ["--rotary-base 1e+06", "rope_theta 10000"]),
         ({"vocab_size": 100}, ["--vocab-size 100", "99"]),
-        ({"untie_embeddings_and_output_weights": True}, ["tie_word_embeddings", "leave out"]),
+        ({"untie_embeddings_and_output_weights": True}, ["tie_word_embeddings", "remove"]),
         ({"tensor_model_parallel_size": 3}, ["--tensor-model-parallel-size 3", "8 training GPUs"]),
         (
             {"tensor_model_parallel_size": 4, "context_parallel_size": 4},
@@ -300,7 +300,7 @@ def test_rope_scaling_megatron_does_not_train(tmp_path, model_type, rope):
 def test_a_tied_model_cannot_be_untied(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "tie_word_embeddings": True}))
     message = megatron(hf_checkpoint=tmp_path, untie_embeddings_and_output_weights=True)
-    assert "leave out --untie-embeddings-and-output-weights" in message
+    assert "remove --untie-embeddings-and-output-weights" in message
 
 
 def test_heads_and_experts_that_the_parallel_sizes_do_not_divide(tmp_path):

@@ -1,4 +1,4 @@
-"""The scheduler with a model that writes the same token for ever: budgets, sharing, retraction."""
+"""The scheduler with a model that writes the same token forever: budgets, sharing, retraction."""
 
 from __future__ import annotations
 

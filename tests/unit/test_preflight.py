@@ -57,7 +57,7 @@ def test_a_missing_shard_a_pointer_and_a_broken_index(folder):
     shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
     assert "pointer of Git LFS" in refusal(folder)
     shard.unlink()
-    assert f"{shard} is not there" in refusal(folder)
+    assert f"{shard} does not exist" in refusal(folder)
     (folder / INDEX).write_text("{")
     assert str(folder / INDEX) in refusal(folder)
 
@@ -74,7 +74,7 @@ def test_a_tokenizer_without_a_chat_template(tmp_path):
     tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"none has no chat template; leave the flag out"):
+    with pytest.raises(ConfigError, match=r"none has no chat template; remove the flag"):
         check_chat_template(str(tmp_path / "none"))
     tokenizer.chat_template = "{{ messages }}"
     tokenizer.save_pretrained(tmp_path / "file")

@@ -128,7 +128,7 @@ def check_flags(model: Architecture, args: Args) -> None:
             there = "absent" if wanted is None else wanted
             raise ConfigError(
                 f"{option} {given} disagrees with config.json of --hf-checkpoint, where it is "
-                f"{there}: leave {option} out or correct it"
+                f"{there}: remove {option} or correct it"
             )
 
 

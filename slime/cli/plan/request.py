@@ -115,7 +115,7 @@ def _give_config(given: dict[str, Any], folder: Path) -> list[str]:
     if not named:
         return [shape]
     extra = fp8 if "quantization_config" in config else ""
-    return [f"--hf-checkpoint: {named} is not there; {shape}{extra}"]
+    return [f"--hf-checkpoint: {named} does not exist; {shape}{extra}"]
 
 
 def _assume(given: dict[str, Any], origins: dict[str, Origin]) -> list[str]:

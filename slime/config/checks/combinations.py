@@ -51,7 +51,7 @@ def check_backend(draft: Draft) -> None:
         if owner is not None and owner != backend:
             raise ConfigError(
                 f"{flag.option} belongs to --train-backend {owner}, this run uses {backend}: "
-                f"{_INSTEAD.get(name, 'leave it out')}, or choose --train-backend {owner}"
+                f"{_INSTEAD.get(name, 'remove it')}, or choose --train-backend {owner}"
             )
     if draft["lr_decay_style"] == "WSD":
         raise ConfigError(
@@ -60,7 +60,7 @@ def check_backend(draft: Draft) -> None:
     if draft["nccl_ub"] and draft["offload_train"]:
         raise ConfigError(
             "--nccl-ub registers the gradients' memory with NCCL, and --offload-train gives that memory back "
-            "every rollout: leave --nccl-ub out, or add --no-offload-train"
+            "every rollout: remove --nccl-ub, or add --no-offload-train"
         )
 
 
@@ -74,14 +74,14 @@ def check_engine(draft: Draft) -> None:
         flag = all_flags()[name]
         if flag.family == "router":
             raise ConfigError(
-                f"{flag.option}: the embedded engine is reached without a router: leave it out"
+                f"{flag.option}: the embedded engine is reached without a router: remove it"
             )
         off = draft[name] is False and not flag.default
         if flag.family != "sglang" or off or draft[name] == flag.default:
             continue
         if embedded_support(name.removeprefix("sglang_")) == "refused":
             raise ConfigError(
-                f"{flag.option} is not supported by the embedded engine: leave it out, or use "
+                f"{flag.option} is not supported by the embedded engine: remove it, or use "
                 "--rollout-engine sglang"
             )
     algorithm = draft["sglang_speculative_algorithm"]
@@ -100,7 +100,7 @@ def check_engine(draft: Draft) -> None:
 def check_algorithm(draft: Draft) -> None:
     if draft["kl_coef"] and draft["kl_loss_coef"]:
         raise ConfigError(
-            "--kl-coef (KL in the rewards) and --kl-loss-coef (KL in the loss) exclude each other: set "
+            "--kl-coef (KL in the rewards) and --kl-loss-coef (KL in the loss) are mutually exclusive: set "
             "one of them to 0"
         )
     if draft["kl_loss_coef"] and not draft["use_kl_loss"]:
@@ -114,7 +114,7 @@ def check_algorithm(draft: Draft) -> None:
     if draft["use_tis"] and draft["use_rollout_logprobs"] and not draft["custom_tis_function_path"]:
         raise ConfigError(
             "--use-rollout-logprobs takes ratios against the engine's probabilities already: --use-tis "
-            "would count the same correction twice: leave one of them out"
+            "would count the same correction twice: remove one of them"
         )
     if (draft["loss_type"] == "custom_loss") != bool(draft["custom_loss_function_path"]):
         raise ConfigError(
@@ -158,7 +158,7 @@ def check_distillation(draft: Draft) -> None:
             "--custom-rm-path"
         )
     if served and draft["group_rm"]:
-        raise ConfigError("--opd-type sglang asks for single samples: leave --group-rm out")
+        raise ConfigError("--opd-type sglang asks for single samples: remove --group-rm")
     if served and draft["rollout_temperature"] != 1:
         raise ConfigError(
             "--opd-type sglang: engines give log-probs at temperature 1: use --rollout-temperature 1, "
@@ -176,7 +176,7 @@ def check_optimizer(draft: Draft) -> None:
     fraction, iters = draft["lr_warmup_fraction"], draft["lr_warmup_iters"]
     if fraction is not None and iters:
         raise ConfigError(
-            "--lr-warmup-fraction and --lr-warmup-iters exclude each other: leave one out"
+            "--lr-warmup-fraction and --lr-warmup-iters are mutually exclusive: remove one"
         )
     decay = draft["lr_decay_iters"]
     if draft["lr_decay_style"] != "constant" and decay is not None and iters > decay:
@@ -200,13 +200,13 @@ def check_optimizer_kind(draft: Draft) -> None:
         if kind == "muon" and draft["fsdp_cpu_offload"]:
             raise ConfigError(
                 "--optimizer muon multiplies whole matrices, which --fsdp-cpu-offload would do on the CPU: "
-                "leave one of them out"
+                "remove one of them"
             )
         return
     for name in ("use_distributed_optimizer", "overlap_param_gather", "optimizer_cpu_offload"):
         if draft.given(name) and draft[name]:
             raise ConfigError(
-                f"{option_of(name)} is for --optimizer adam, this run uses {kind}: leave it out"
+                f"{option_of(name)} is for --optimizer adam, this run uses {kind}: remove it"
             )
     if kind != "sgd" and draft["muon_num_ns_steps"] % 5:
         raise ConfigError(
@@ -290,7 +290,7 @@ def _check_pattern(draft: Draft, name: str, known: set[str]) -> None:
 def check_modes(draft: Draft) -> None:
     if draft["debug_train_only"] and draft["debug_rollout_only"]:
         raise ConfigError(
-            "--debug-rollout-only and --debug-train-only exclude each other: leave one out"
+            "--debug-rollout-only and --debug-train-only are mutually exclusive: remove one"
         )
     if draft["debug_train_only"] and draft["load_debug_rollout_data"] is None:
         raise ConfigError("--debug-train-only needs --load-debug-rollout-data to train on")

@@ -24,9 +24,9 @@ def check_cluster(draft: Draft) -> None:
     check_machine(draft)
     check_env_vars(draft)
     if draft["distributed_backend"] == "nccl" and not draft.gpus:
-        draft.lacking("--distributed-backend nccl needs GPUs: use gloo, or leave it out")
+        draft.lacking("--distributed-backend nccl needs GPUs: remove it, or use gloo")
     if draft["distributed_backend"] == "gloo" and draft.gpus:
-        raise ConfigError("--distributed-backend gloo is for machines without a GPU: leave it out")
+        raise ConfigError("--distributed-backend gloo is for machines without a GPU: remove it")
     _check_transport(draft)
 
 
@@ -73,7 +73,7 @@ def check_env_vars(draft: Draft) -> None:
     for name in draft["train_env_vars"]:
         if name in _OF_THE_RANK:
             raise ConfigError(
-                f"--train-env-vars: {name} is set by slime ({_OF_THE_RANK[name]}): leave it out"
+                f"--train-env-vars: {name} is set by slime ({_OF_THE_RANK[name]}): remove it"
             )
 
 
@@ -94,7 +94,7 @@ def _engines_beside(draft: Draft) -> int:
 
 def _way_out(draft: Draft) -> str:
     if _training(draft) and _engines_beside(draft) and _training(draft) <= draft.gpus:
-        return "add --colocate and leave --rollout-num-gpus out, or lower one of them"
+        return "add --colocate and remove --rollout-num-gpus, or lower one of them"
     return f"lower {option_of('actor_num_nodes')} x {option_of('actor_num_gpus_per_node')}"
 
 

@@ -291,20 +291,20 @@ def check_megatron_flags(draft: Draft) -> None:
             continue
         option = all_flags()[name].option
         if name in refused:
-            raise ConfigError(f"{option} is not honoured: {refused[name]}: leave it out")
+            raise ConfigError(f"{option} is not honoured: {refused[name]}: remove it")
         if name in NEEDS_TE and not is_installed("transformer_engine"):
             draft.lacking(
-                f"{option} needs TransformerEngine, which is not installed: leave it out, or install "
+                f"{option} needs TransformerEngine, which is not installed: remove it, or install "
                 "transformer-engine"
             )
         if name in NEEDS_TE and name != "transformer_impl" and has_local_layers(draft):
             raise ConfigError(
                 f"{option} reaches TransformerEngine's layers only: add --transformer-impl "
-                "transformer_engine, or leave it out"
+                "transformer_engine, or remove it"
             )
     if draft["transformer_impl"] == "inference_optimized":
         raise ConfigError(
-            "--transformer-impl inference_optimized cannot be trained: leave it out, or use local or "
+            "--transformer-impl inference_optimized cannot be trained: remove it, or use local or "
             "transformer_engine"
         )
 

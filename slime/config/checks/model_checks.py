@@ -70,7 +70,7 @@ def check_against_config(draft: Draft, config: dict[str, Any]) -> None:
             )
     if config.get("tie_word_embeddings") and draft["untie_embeddings_and_output_weights"]:
         raise ConfigError(
-            "config.json of --hf-checkpoint says tie_word_embeddings true: leave out "
+            "config.json of --hf-checkpoint says tie_word_embeddings true: remove "
             "--untie-embeddings-and-output-weights"
         )
 
@@ -81,9 +81,7 @@ def check_expert_flags(draft: Draft, config: dict[str, Any]) -> None:
     for name in draft.given_names():
         if name.startswith("moe_") and asks_for_something(name, draft[name]):
             option = all_flags()[name].option
-            raise ConfigError(
-                f"{option}: the model of --hf-checkpoint has no experts: leave it out"
-            )
+            raise ConfigError(f"{option}: the model of --hf-checkpoint has no experts: remove it")
 
 
 def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
@@ -108,7 +106,7 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
         raise ConfigError(
             f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} needs "
             "--expert-model-parallel-size 2 or more, as megatron-core adds up the experts' gradients "
-            "only then: leave --expert-tensor-parallel-size out or spread the experts"
+            "only then: remove --expert-tensor-parallel-size or spread the experts"
         )
     _check_divides(draft, config, "num_attention_heads", "tensor_model_parallel_size")
     _check_divides(draft, config, "num_experts", "expert_model_parallel_size")
@@ -117,7 +115,7 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
     if draft["sequence_parallel"] and tp == 1:
         raise ConfigError(
             "--sequence-parallel cuts sequences over tensor ranks and --tensor-model-parallel-size is 1: "
-            "leave one out or raise the other"
+            "remove one or raise the other"
         )
     experts = draft["num_experts"] or _found(config, "num_experts")
     if tp > 1 and experts is not None and not draft["sequence_parallel"]:
@@ -126,8 +124,8 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
         )
     if ep > 1 and experts is None and _found(config, "num_layers") is not None:
         raise ConfigError(
-            f"--expert-model-parallel-size {ep}: the model of --hf-checkpoint has no experts: leave "
-            "it out"
+            f"--expert-model-parallel-size {ep}: the model of --hf-checkpoint has no experts: remove "
+            "it"
         )
 
 
@@ -137,7 +135,7 @@ def check_recompute(draft: Draft) -> None:
     for name in ("recompute_method", "recompute_num_layers"):
         if draft[name] is not None:
             raise ConfigError(
-                f"{option_of(name)} belongs to --recompute-granularity full: leave it out, or use full"
+                f"{option_of(name)} belongs to --recompute-granularity full: remove it, or use full"
             )
 
 
@@ -145,7 +143,7 @@ def check_dispatcher(draft: Draft) -> None:
     dispatcher = draft["moe_token_dispatcher_type"]
     if draft["moe_enable_deepep"] and dispatcher != "flex":
         raise ConfigError(
-            f"--moe-token-dispatcher-type {dispatcher} does not use DeepEP: leave --moe-enable-deepep out, "
+            f"--moe-token-dispatcher-type {dispatcher} does not use DeepEP: remove --moe-enable-deepep, "
             "or use flex"
         )
 
@@ -158,7 +156,7 @@ def check_hooks(draft: Draft) -> None:
         if draft[name] is not None:
             raise ConfigError(
                 f"{option_of(name)} sees whole samples and --context-parallel-size "
-                f"{draft['context_parallel_size']} cuts them: leave one of them out"
+                f"{draft['context_parallel_size']} cuts them: remove one of them"
             )
 
 
@@ -174,7 +172,7 @@ def check_replay(draft: Draft, config: dict[str, Any]) -> None:
     if draft["use_routing_replay"] and draft["use_rollout_routing_replay"]:
         raise ConfigError(
             "--use-routing-replay and --use-rollout-routing-replay both say whose expert choices training "
-            "repeats: leave one out"
+            "repeats: remove one"
         )
 
 
@@ -229,7 +227,7 @@ def _check_layers(draft: Draft, config: dict[str, Any]) -> None:
     if per_stage and pp == 1:
         raise ConfigError(
             f"--num-layers-per-virtual-pipeline-stage {per_stage} cuts the stages of a pipeline and "
-            "--pipeline-model-parallel-size is 1: leave one out or raise the other"
+            "--pipeline-model-parallel-size is 1: remove one or raise the other"
         )
     if layers is None or pp == 1 or uneven or draft["pipeline_model_parallel_layout"]:
         return

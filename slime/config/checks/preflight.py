@@ -28,7 +28,7 @@ def check_chat_template(folder: str) -> None:
     config = Path(folder) / "tokenizer_config.json"
     if not config.exists() or '"chat_template"' not in config.read_text():
         raise ConfigError(
-            f"--apply-chat-template: the tokenizer in {folder} has no chat template; leave the flag out, or "
+            f"--apply-chat-template: the tokenizer in {folder} has no chat template; remove the flag, or "
             "add a chat_template to its tokenizer_config.json"
         )
 
@@ -54,7 +54,8 @@ def check_writable(folder: str | Path, flag: str) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"{flag} {folder} cannot be written to: {error.strerror}: name another folder, or mend it"
+            f"{flag} {folder} cannot be written to: {error.strerror}: fix its permissions, or name "
+            "another folder"
         ) from None
 
 
@@ -74,7 +75,7 @@ def _weight_files(folder: Path, flag: str) -> list[Path]:
 def _problem(file: Path) -> str | None:
     """The format: 8 bytes with the length of the header, the header as JSON, the tensors' bytes."""
     if not file.exists():
-        return f"is not there, and {_INDEX} names it"
+        return f"does not exist, and {_INDEX} names it"
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(len(_LFS))

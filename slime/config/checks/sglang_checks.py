@@ -13,10 +13,10 @@ from slime.config.sglang_install import find_sglang
 from slime.core.errors import ConfigError
 
 _ROUTER_OWNED = {
-    "router_api_key": "leave it out: every run makes a key of its own",
-    "router_worker_urls": "leave it out: slime tells the router its engines",
+    "router_api_key": "remove it: every run makes a key of its own",
+    "router_worker_urls": "remove it: slime tells the router its engines",
     "router_host": "set SLIME_HOST_IP to the address other nodes reach this one at",
-    "router_port": "leave it out: slime finds a free port",
+    "router_port": "remove it: slime finds a free port",
 }
 _DRAFTLESS = ("NGRAM",)  # algorithms that guess without weights
 
@@ -46,7 +46,7 @@ def check_external(draft: Draft) -> None:
         return
     _check_addresses(addresses)
     if draft["colocate"]:
-        raise ConfigError("--colocate is for engines that slime starts: leave it out")
+        raise ConfigError("--colocate is for engines that slime starts: remove it")
     if draft["update_weight_transport"] == "tensor":
         raise ConfigError(
             "--update-weight-transport tensor shares memory with engines of this run: use disk or "

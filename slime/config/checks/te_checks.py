@@ -39,20 +39,20 @@ def check_attention_backend(draft: Draft) -> None:
     option = f"--attention-backend {backend}"
     if not is_installed("transformer_engine"):
         draft.lacking(
-            f"{option} is TransformerEngine's, which is not installed: leave it out (slime's packed "
+            f"{option} is TransformerEngine's, which is not installed: remove it (slime's packed "
             "attention runs torch's FlashAttention), or install transformer-engine"
         )
     if has_local_layers(draft):
         raise ConfigError(
             f"{option} is TransformerEngine's, and the layers are slime's own: add --transformer-impl "
-            "transformer_engine, or leave it out"
+            "transformer_engine, or remove it"
         )
     if backend == "fused" and draft["precision"] == "fp32":
-        raise ConfigError(f"{option} computes in bf16: leave out --fp32, or use unfused")
+        raise ConfigError(f"{option} computes in bf16: remove --fp32, or use unfused")
     if cp > 1:
         raise ConfigError(
             f"{option} with --context-parallel-size {cp}: only slime's packed attention splits packed "
-            "samples over context ranks: leave --attention-backend out"
+            "samples over context ranks: remove --attention-backend"
         )
 
 
@@ -79,7 +79,7 @@ def check_fusions(draft: Draft) -> None:
     if replay and draft["moe_router_fusion"]:
         raise ConfigError(
             f"--moe-router-fusion chooses experts inside one kernel, which {option_of(replay)} cannot "
-            "override: leave one out"
+            "override: remove one"
         )
 
 
@@ -91,7 +91,7 @@ def check_flex_dispatcher(draft: Draft) -> None:
     if draft["moe_enable_deepep"] and draft["moe_flex_dispatcher_backend"] == "hybridep":
         raise ConfigError(
             "--moe-enable-deepep and --moe-flex-dispatcher-backend hybridep name two backends of "
-            f"{option}: leave one out"
+            f"{option}: remove one"
         )
     if not is_installed("deep_ep"):
         asked = "--moe-enable-deepep" if draft["moe_enable_deepep"] else option
@@ -108,7 +108,7 @@ def check_flex_dispatcher(draft: Draft) -> None:
     router = draft["moe_router_dtype"]
     if router not in (None, "fp32"):
         raise ConfigError(
-            f"{option} takes probabilities in fp32: leave out --moe-router-dtype {router}"
+            f"{option} takes probabilities in fp32: remove --moe-router-dtype {router}"
         )
     if draft["moe_shared_expert_overlap"]:
         raise ConfigError(f"--moe-shared-expert-overlap cannot overlap with {option}: use alltoall")

@@ -97,9 +97,9 @@ def check_values(draft: Draft) -> None:
     if draft["num_rollout"] is None and draft["num_epoch"] is None:
         raise ConfigError("how long to train is missing: give --num-rollout or --num-epoch")
     if draft["num_rollout"] is not None and draft["num_epoch"] is not None:
-        raise ConfigError("--num-rollout and --num-epoch exclude each other: leave one out")
+        raise ConfigError("--num-rollout and --num-epoch are mutually exclusive: remove one")
     if draft["bf16"] and draft["fp32"]:
-        raise ConfigError("--bf16 and --fp32 exclude each other: leave one out")
+        raise ConfigError("--bf16 and --fp32 are mutually exclusive: remove one")
     for name in ("train_env_vars", "apply_chat_template_kwargs", "phase_timeout_minutes"):
         if not isinstance(draft[name], dict):
             raise ConfigError(f"""{option_of(name)} must be a JSON object, as in '{{"name": 1}}'""")

@@ -21,7 +21,7 @@ def read_config(path: str) -> dict[str, Any]:
     for key, raw in load_mapping(path, "--config").items():
         flag, negated = _find(str(key), path)
         if flag.name in values:
-            raise ConfigError(f"{path}: {flag.option} is given twice, once as {key}: leave one out")
+            raise ConfigError(f"{path}: {flag.option} is given twice, once as {key}: remove one")
         if raw is None:  # "load:" with nothing behind it is a flag that is not given
             continue
         value = convert(flag, raw, f"{path}: {key}")
@@ -32,7 +32,7 @@ def read_config(path: str) -> dict[str, Any]:
 def load_mapping(path: str, option: str) -> dict[Any, Any]:
     """The keys and values of a YAML file; a key that stands there twice is refused."""
     if not Path(path).is_file():
-        raise ConfigError(f"{option}: {path} is not there")
+        raise ConfigError(f"{option}: {path} does not exist")
     try:
         content = yaml.load(Path(path).read_text(), Loader=_Loader)
     except yaml.YAMLError as error:

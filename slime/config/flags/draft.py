@@ -69,5 +69,5 @@ class Draft:
     def need_file(self, path: str, option: str, hint: str = "") -> bool:
         if Path(path).expanduser().exists():
             return True
-        self.lacking(f"{option}: {path} is not there{hint}")
+        self.lacking(f"{option}: {path} does not exist{hint}")
         return False

@@ -43,7 +43,7 @@ def check_precision_aware(draft: Draft) -> None:
     if draft["fp32"]:
         raise ConfigError(
             "--use-precision-aware-optimizer keeps main parameters beside those in bf16, and this run "
-            "trains in fp32: leave it out, or add --bf16"
+            "trains in fp32: remove it, or add --bf16"
         )
 
 
@@ -59,7 +59,7 @@ def _check_dtypes(draft: Draft) -> None:
             )
         if not draft["use_precision_aware_optimizer"]:
             raise ConfigError(
-                f"{option} {value} needs --use-precision-aware-optimizer: add it, or leave {option} out"
+                f"{option} {value} needs --use-precision-aware-optimizer: add it, or remove {option}"
             )
         if draft["optimizer_cpu_offload"] and name != "main_grads_dtype":
             raise ConfigError(
@@ -104,7 +104,7 @@ def fp8_refusal(recipe: str, capability: tuple[int, int] | None, cuda: str | Non
         return None
     card = f"compute capability {capability[0]}.{capability[1]}"
     if capability < (8, 9):
-        return f"--fp8-format needs a GPU of compute capability 8.9 or higher, this one has {card}: leave it out"
+        return f"--fp8-format needs a GPU of compute capability 8.9 or higher, this one has {card}: remove it"
     if recipe == "mxfp8" and not (10, 0) <= capability < (12, 0):
         return (
             f"--fp8-recipe mxfp8 needs a GPU of compute capability 10.x, this one has {card}: use "
@@ -132,7 +132,7 @@ def _check_sizes(draft: Draft, config: dict[str, Any], recipe: str) -> None:
             over = f" over {option_of(cut)} {ranks}" if cut and ranks and ranks > 1 else ""
             raise ConfigError(
                 f"--fp8-format: {key} {size} of the model{over} is not a multiple of {unit}, which FP8 "
-                "matmuls need: leave it out"
+                "matmuls need: remove it"
             )
 
 

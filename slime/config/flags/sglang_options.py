@@ -21,20 +21,20 @@ Argv = list[str]
 OWNED: dict[str, str] = {
     "model_path": "use --hf-checkpoint",
     "host": "set SLIME_HOST_IP to the address other nodes reach this one at",
-    "port": "leave it out: slime finds free ports",
-    "nccl_port": "leave it out: slime finds free ports",
-    "dist_init_addr": "leave it out: slime brings an engine's nodes together",
-    "nnodes": "leave it out: it follows from --rollout-num-gpus-per-engine and --num-gpus-per-node",
-    "node_rank": "leave it out: slime numbers the nodes of an engine",
-    "base_gpu_id": "leave it out: Ray hands out the GPUs",
-    "gpu_id_step": "leave it out: Ray hands out the GPUs",
+    "port": "remove it: slime finds free ports",
+    "nccl_port": "remove it: slime finds free ports",
+    "dist_init_addr": "remove it: slime brings an engine's nodes together",
+    "nnodes": "remove it: it follows from --rollout-num-gpus-per-engine and --num-gpus-per-node",
+    "node_rank": "remove it: slime numbers the nodes of an engine",
+    "base_gpu_id": "remove it: Ray hands out the GPUs",
+    "gpu_id_step": "remove it: Ray hands out the GPUs",
     "enable_memory_saver": "use --offload-rollout, which --colocate implies",
-    "admin_api_key": "leave it out: every run makes a key of its own",
-    "api_key": "leave it out: every run makes a key of its own",
-    "ssl_keyfile": "leave it out: engines speak plain HTTP inside the cluster",
-    "ssl_certfile": "leave it out: engines speak plain HTTP inside the cluster",
-    "is_embedding": "leave it out: training needs a model that generates",
-    "skip_tokenizer_init": "leave it out: the text of a response is read from the engine",
+    "admin_api_key": "remove it: every run makes a key of its own",
+    "api_key": "remove it: every run makes a key of its own",
+    "ssl_keyfile": "remove it: engines speak plain HTTP inside the cluster",
+    "ssl_certfile": "remove it: engines speak plain HTTP inside the cluster",
+    "is_embedding": "remove it: training needs a model that generates",
+    "skip_tokenizer_init": "remove it: the text of a response is read from the engine",
 }
 
 
@@ -79,7 +79,7 @@ def _spell(name: str, value: Any, version: str) -> Argv:
         if replaced or value is False or value == flag.default:
             return []
         raise ConfigError(
-            f"{flag.option}: SGLang {version} has no {option}; leave it out, or install SGLang "
+            f"{flag.option}: SGLang {version} has no {option}; remove it, or install SGLang "
             f"{flag.versions[0]}"
         )
     if flag.kind == "bool":

@@ -85,7 +85,7 @@ def context_len(args: EngineArgs, model: PreTrainedModel) -> int:
     if args.context_length is not None and most is not None and args.context_length > most:
         raise UserError(
             f"--context-length {args.context_length} is more than the {most} positions of the model; "
-            "leave it out or lower it"
+            "remove it or lower it"
         )
     chosen = args.context_length or most or _DEFAULT_CONTEXT
     short = _longrope_border(model)

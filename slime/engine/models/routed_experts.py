@@ -34,7 +34,7 @@ class RoutedExperts:
         if not routers:
             raise UserError(
                 f"--enable-return-routed-experts: {type(model).__name__} has no routers whose choice the "
-                "embedded engine can see; leave it out or use --rollout-engine sglang"
+                "embedded engine can see; remove it or use --rollout-engine sglang"
             )
         self._page_size = page_size
         shape = (
@@ -56,7 +56,7 @@ class RoutedExperts:
                     return
             raise UserError(
                 f"--enable-return-routed-experts: the routers of {model_name} do not tell which experts "
-                "they choose; leave it out or use --rollout-engine sglang"
+                "they choose; remove it or use --rollout-engine sglang"
             )
 
         return hook

@@ -69,7 +69,7 @@ def with_layout(args: Args, dtype: str, layout: str | None, world_size: int) -> 
         raise ConfigError(
             f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size "
             f"{values['pipeline_model_parallel_size']} = {each} does not divide the {world_size} "
-            "processes: leave them out, and the model is spread by itself"
+            "processes: remove them, and the model is spread by itself"
         )
     return args.replace(**values)
 
@@ -80,4 +80,4 @@ def _check_folders(given: dict[str, Any]) -> None:
             raise ConfigError(f"{all_flags()[name].option} is missing")
     config = Path(given["hf_checkpoint"]) / "config.json"
     if not config.is_file():
-        raise ConfigError(f"--hf-checkpoint: {config} is not there")
+        raise ConfigError(f"--hf-checkpoint: {config} does not exist")

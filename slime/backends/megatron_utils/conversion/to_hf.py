@@ -165,7 +165,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(argv)
     if not (Path(options.origin_hf_dir) / "config.json").is_file():
-        raise ConfigError(f"--origin-hf-dir: {options.origin_hf_dir}/config.json is not there")
+        raise ConfigError(f"--origin-hf-dir: {options.origin_hf_dir}/config.json does not exist")
     if Path(options.output_dir).resolve() == Path(options.origin_hf_dir).resolve():
         raise ConfigError("--output-dir is --origin-hf-dir: choose another folder")
     return options
