@@ -13,10 +13,10 @@ import sys
 from typing import Any
 
 from slime.config.checks.combinations import check_all
+from slime.config.checks.declared import check_values
 from slime.config.checks.file_checks import check_files
 from slime.config.checks.installed import count_gpus
 from slime.config.checks.model_checks import check_model
-from slime.config.checks.value_checks import check_values
 from slime.config.derive import derive
 from slime.config.env import read_env
 from slime.config.eval_config import EvalDataset

@@ -11,14 +11,10 @@ from slime.config.checks.prompt_file_checks import count_prompts
 from slime.config.eval_config import EvalDataset, pair_datasets, read_eval_config
 from slime.config.flags.draft import Draft
 from slime.config.flags.registry import own_flags
+from slime.config.flags.rollout import OPD_REWARD, SFT_ROLLOUT
 from slime.config.flags.spec import option_of
 from slime.config.sglang_install import find_sglang
 from slime.core.errors import ConfigError
-
-PLAIN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
-ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout"
-SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
-OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
 
 
 def derive(draft: Draft) -> None:

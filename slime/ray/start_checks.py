@@ -13,7 +13,7 @@ from slime.config.checks.preflight import (
     check_writable,
 )
 from slime.config.data_spec import DataSpec
-from slime.config.derive import ASYNC_ROLLOUT, PLAIN_ROLLOUT
+from slime.config.flags.rollout import ASYNC_ROLLOUT, PLAIN_ROLLOUT
 from slime.core.errors import ConfigError
 from slime.data.prompt_data import check_prompts
 from slime.rollout.data_source import data_format_of

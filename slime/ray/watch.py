@@ -20,7 +20,7 @@ from typing import Any
 import ray
 
 from slime.config.arguments import Args
-from slime.config.phase_timeouts import phase_timeouts
+from slime.config.flags.run import phase_timeouts
 from slime.core.errors import UserError
 from slime.diagnosis.run_monitor import died, raylet_answers
 from slime.diagnosis.stall import describe

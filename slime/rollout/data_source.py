@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 import orjson
 
-from slime.config.derive import OPD_REWARD
+from slime.config.flags.rollout import OPD_REWARD
 from slime.config.reward_types import needs_label
 from slime.core.errors import ConfigError, UserError
 from slime.core.types import Group

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime.config.phase_timeouts import DEFAULTS, phase_timeouts
+from slime.config.flags.run import PHASE_MINUTES, phase_timeouts
 from slime.core.errors import ConfigError
 from slime.diagnosis.process_status import GroupCount, Whereabouts, Work
 from slime.diagnosis.stall import Answer, describe, waited_for
@@ -60,7 +60,7 @@ def test_the_text_has_phase_call_stack_and_verdict():
 
 def test_deadlines_are_given_in_minutes_and_only_for_phases():
     seconds = phase_timeouts({"train": 0.5})
-    assert seconds["train"] == 30 and seconds["save"] == 60 * DEFAULTS["save"]
+    assert seconds["train"] == 30 and seconds["save"] == 60 * PHASE_MINUTES["save"]
     with pytest.raises(ConfigError, match="no phase 'training'; one of start, generate"):
         phase_timeouts({"training": 1})
     for wrong in (0, -1, "1", True):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from slime.config.checks.declared import warn_without_effect
 from slime.config.checks.embedded_engine import embedded_support
-from slime.config.checks.inactive_flags import warn_inert
 from slime.config.checks.layout_checks import check_cluster
 from slime.config.checks.sglang_checks import check_external, check_sglang
 from slime.config.derive import context_limit
@@ -38,8 +38,8 @@ def check_all(draft: Draft) -> None:
     check_lengths(draft)
     check_modes(draft)
     check_patterns(draft)
-    warn_lonely_groups(draft)
-    warn_inert(draft)
+    warn_single_sample_groups(draft)
+    warn_without_effect(draft)
 
 
 def check_backend(draft: Draft) -> None:
@@ -105,8 +105,6 @@ def check_algorithm(draft: Draft) -> None:
         )
     if draft["kl_loss_coef"] and not draft["use_kl_loss"]:
         raise ConfigError("--kl-loss-coef has no effect alone: add --use-kl-loss, or set it to 0")
-    if draft["eps_clip_c"] is not None and draft["eps_clip_c"] <= 1:
-        raise ConfigError(f"--eps-clip-c must be above 1, not {draft['eps_clip_c']}")
     if draft["tis_clip"] < draft["tis_clip_low"]:
         raise ConfigError(
             f"--tis-clip {draft['tis_clip']} is below --tis-clip-low {draft['tis_clip_low']}"
@@ -122,7 +120,7 @@ def check_algorithm(draft: Draft) -> None:
         )
 
 
-def warn_lonely_groups(draft: Draft) -> None:
+def warn_single_sample_groups(draft: Draft) -> None:
     """One response per prompt has no sibling to be compared with."""
     elsewhere = (
         "disable_rewards_normalization", "custom_reward_post_process_path", "use_opd",
@@ -173,12 +171,7 @@ def check_optimizer(draft: Draft) -> None:
         raise ConfigError(f"--min-lr {draft['min_lr']} is above --lr {draft['lr']}")
     if draft["critic_lr"] is not None and draft["min_lr"] > draft["critic_lr"]:
         raise ConfigError(f"--min-lr {draft['min_lr']} is above --critic-lr {draft['critic_lr']}")
-    fraction, iters = draft["lr_warmup_fraction"], draft["lr_warmup_iters"]
-    if fraction is not None and iters:
-        raise ConfigError(
-            "--lr-warmup-fraction and --lr-warmup-iters are mutually exclusive: remove one"
-        )
-    decay = draft["lr_decay_iters"]
+    iters, decay = draft["lr_warmup_iters"], draft["lr_decay_iters"]
     if draft["lr_decay_style"] != "constant" and decay is not None and iters > decay:
         raise ConfigError(
             f"--lr-warmup-iters {iters} is more than the {decay} steps of the schedule: lower it, or "

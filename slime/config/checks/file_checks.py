@@ -8,9 +8,9 @@ from pathlib import Path
 from slime.config.checks.installed import is_installed
 from slime.config.checks.prompt_file_checks import data_path, need_data
 from slime.config.checks.sglang_checks import check_installed
-from slime.config.derive import SFT_ROLLOUT
 from slime.config.flags.draft import Draft
 from slime.config.flags.registry import own_flags
+from slime.config.flags.rollout import SFT_ROLLOUT
 from slime.core.errors import ConfigError
 
 

@@ -26,7 +26,8 @@ placement and the batches, and starts nothing. Hooks are imported, and model and
 start would; files and packages missing on the machine are only warnings. Secrets are never printed or
 written.
 
-Flags marked *megatron* or *fsdp* belong to that `--train-backend` and are refused with the other.
+Bounds and conditions stand in parentheses. A value out of bounds is an error; a flag whose condition does
+not hold has no effect, which is a warning. Flags marked *megatron* or *fsdp* belong to that `--train-backend` and are refused with the other.
 Flags of Megatron, SGLang and the router that are not set keep the default of the installed package.
 """
 
@@ -65,12 +66,12 @@ def _section(title: str, text: str, rows: list[list[str]], head: list[str] | Non
 
 def _own_row(flag: Flag) -> list[str]:
     backend = f" *{flag.backend}*" if flag.backend else ""
-    return [_spelled(flag), _default(flag), _plain(flag.help) + backend]
+    return [_spelled(flag), _default(flag), _plain(_with_rules(flag, flag.help)) + backend]
 
 
 def _foreign_section(family: str, text: str, head: list[str]) -> str:
     flags = [f for f in all_flags().values() if f.family == family]
-    rows = [[_spelled(f), _default(f), _plain(f.summary)] for f in flags]
+    rows = [[_spelled(f), _default(f), _plain(_with_rules(f, f.summary))] for f in flags]
     if "embedded" in head:
         words = {"honoured": "yes", "harmless": "ignored", "refused": "-"}
         for row, flag in zip(rows, flags, strict=True):
@@ -96,6 +97,10 @@ def _default(flag: Flag) -> str:
     if flag.kind == "bool":
         return "on" if flag.default is True else ""
     return "" if flag.default in (None, [], {}) else f"`{flag.default}`"
+
+
+def _with_rules(flag: Flag, text: str) -> str:
+    return f"{text} ({flag.rules})" if flag.rules else text
 
 
 def _plain(text: str) -> str:

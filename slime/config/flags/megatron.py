@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from slime.config.flags.spec import Flag, Kind, option_of
+from slime.config.flags.spec import Flag, Kind, is_set, option_of
 from slime.config.flags.tables import table_flags
+from slime.config.flags.train import MUON
 
 
 def megatron_flags() -> list[Flag]:
@@ -50,6 +51,11 @@ _SPELLINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "num_layers_in_last_pipeline_stage": (("--decoder-last-pipeline-num-layers",), ()),
 }
 
+_AT_LEAST_ONE = {"min": 1}
+_CPU_OFFLOAD = is_set("optimizer_cpu_offload")
+_RECOMPUTE = is_set("recompute_granularity")
+
+# Names, defaults, choices, bounds and conditions that differ from the table of megatron-core's fields.
 # A pattern such as [0]*3+[1]*89 is text that the Megatron backend reads.
 _CHANGES: dict[str, dict[str, Any]] = {
     "num_moe_experts": {"name": "num_experts"},
@@ -60,8 +66,18 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "main_params_dtype": {"default": "fp32", "choices": ("fp32", "fp16")},
     "exp_avg_dtype": {"default": "fp32", "choices": ("fp32", "fp16", "bf16", "fp8")},
     "exp_avg_sq_dtype": {"default": "fp32", "choices": ("fp32", "fp16", "bf16", "fp8")},
-    "muon_tp_mode": {"choices": ("blockwise", "duplicated", "distributed")},
-    "muon_fp32_matmul_prec": {"choices": ("medium", "high", "highest")},
+    "muon_tp_mode": {"choices": ("blockwise", "duplicated", "distributed"), "needs": MUON},
+    "muon_fp32_matmul_prec": {"choices": ("medium", "high", "highest"), "needs": MUON},
+    "muon_split_qkv": {"needs": MUON},
+    "optimizer_offload_fraction": {"min": 0, "max": 1, "needs": _CPU_OFFLOAD},
+    "overlap_cpu_optimizer_d2h_h2d": {"needs": _CPU_OFFLOAD},
+    "recompute_method": {"needs": _RECOMPUTE},
+    "recompute_num_layers": {"needs": _RECOMPUTE},
+    "tensor_model_parallel_size": _AT_LEAST_ONE,
+    "pipeline_model_parallel_size": _AT_LEAST_ONE,
+    "context_parallel_size": _AT_LEAST_ONE,
+    "expert_model_parallel_size": _AT_LEAST_ONE,
+    "expert_tensor_parallel_size": _AT_LEAST_ONE,
 }
 
 _WITHOUT_FIELD: list[tuple[str, Kind, str, dict[str, Any]]] = [

@@ -76,8 +76,9 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 def _help(flag: Flag) -> str:
     text = flag.help if flag.family == "slime" else flag.summary
-    if flag.default not in (None, False, [], {}):
-        text += f" (default: {flag.default})"
+    default = f"default: {flag.default}" if flag.default not in (None, False, [], {}) else ""
+    notes = "; ".join(filter(None, (flag.rules, default)))
+    text += f" ({notes})" if notes else ""
     return text.replace("%", "%%")
 
 

@@ -7,7 +7,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config.flags.spec import flag
+from slime.config.flags.spec import differs, equals, flag, is_set
+from slime.config.reward_types import REWARD_TYPES
+
+PLAIN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout"
+SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
+PLAIN_SOURCE = "slime.rollout.data_source.RolloutDataSource"
+_OWN_ROLLOUT = differs("rollout_function_path", PLAIN_ROLLOUT)
+_SFT = equals("rollout_function_path", SFT_ROLLOUT)
 
 
 @dataclass(kw_only=True)
@@ -15,61 +24,93 @@ class Rollout:
     """Rollout."""
 
     rollout_function_path: str = flag(
-        "slime.rollout.sglang_rollout.generate_rollout",
-        "fn(args, rollout_id, data_source, evaluation=bool), which makes one rollout",
+        PLAIN_ROLLOUT,
+        "fn(args, rollout_id, data_source, evaluation=bool) that generates one rollout",
     )
-    rollout_temperature: float = flag(1.0, "sampling temperature; above 0")
-    rollout_top_p: float = flag(1.0, "nucleus sampling")
-    rollout_top_k: int = flag(-1, "sample among this many likeliest tokens; -1: all")
+    rollout_temperature: float = flag(
+        1.0,
+        "sampling temperature",
+        above=0,
+        hint="training needs samples, not the likeliest token; --eval-temperature 0 makes evaluations "
+        "greedy",
+    )
+    rollout_top_p: float = flag(
+        1.0, "nucleus sampling: the smallest set of tokens with this probability", above=0, max=1
+    )
+    rollout_top_k: int = flag(
+        -1, "sample from the k likeliest tokens; -1: from all", min=1, special=-1
+    )
     rollout_max_context_len: int | None = flag(
         None,
-        "longest prompt and response together; default: the model's context length where "
-        "--rollout-max-response-len is not given",
+        "maximum tokens of prompt and response together; default: the model's context length "
+        "where --rollout-max-response-len is not given",
     )
-    rollout_max_prompt_len: int | None = flag(None, "longer prompts are left out of the data")
+    rollout_max_prompt_len: int | None = flag(
+        None, "maximum tokens of a prompt; longer prompts are removed from the data", min=1
+    )
     rollout_max_response_len: int = flag(
-        None, "longest response; default: what the context length leaves"
+        None, "maximum tokens of a response; default: what the context length leaves", min=1
     )
     rollout_stop: list[str] | None = flag(None, "strings that end a response")
     rollout_stop_token_ids: list[int] | None = flag(None, "token ids that end a response")
     rollout_skip_special_tokens: bool = flag(
-        False, "leave special tokens out of the response's text"
+        False, "remove special tokens from the text of a response"
     )
-    rollout_shuffle: bool = flag(False, "shuffle the prompts anew in every epoch")
-    rollout_seed: int = flag(42, "seed of shuffling and sampling")
+    rollout_shuffle: bool = flag(False, "shuffle the prompts in every epoch")
+    rollout_seed: int = flag(42, "random seed of shuffling and sampling")
     over_sampling_batch_size: int = flag(
         None,
-        "prompts taken at a time while the groups under way cannot fill the batch; once it is full the "
-        "others are ended and go back to the data source. Fully asynchronous: groups under way. Default: "
-        "--rollout-batch-size",
+        "prompts taken from the data source at a time, whenever kept and running groups together "
+        "are fewer than --rollout-batch-size; once the batch is full the other groups are aborted "
+        "and go back to the data source. Fully asynchronous rollouts: maximum number of running "
+        "groups. Default: --rollout-batch-size",
+        unless=_SFT,
     )
     dynamic_sampling_filter_path: str | None = flag(
-        None, "fn(args, samples) -> keep this group? Rejected groups are replaced by new ones"
+        None,
+        "fn(args, samples) that decides whether to keep a group; rejected groups are replaced by "
+        "new ones",
+        unless=_SFT,
     )
-    partial_rollout: bool = flag(False, "keep responses cut off by an abort and finish them later")
+    partial_rollout: bool = flag(
+        False,
+        "keep the responses of aborted groups and continue them in a later rollout",
+        unless=_SFT,
+    )
     mask_offpolicy_in_partial_rollout: bool = flag(
-        False, "do not train on the part of a response that older weights generated"
+        False,
+        "do not train on the tokens of a response that older weights generated",
+        needs=is_set("partial_rollout") | _OWN_ROLLOUT,
     )
     custom_generate_function_path: str | None = flag(
-        None, "async fn(args, sample, sampling_params) -> Sample or list of them"
+        None, "async fn(args, sample, sampling_params) -> Sample or list of samples"
     )
     buffer_filter_path: str | None = flag(
-        None, "fn(args, rollout_id, buffer, num_samples) -> groups taken out of the buffer"
+        None,
+        "fn(args, rollout_id, buffer, num_samples) -> groups taken from the buffer",
+        unless=equals("data_source_path", PLAIN_SOURCE, note="which has no buffer"),
     )
     rollout_sample_filter_path: str | None = flag(
-        None, "fn(args, groups) that sets sample.remove_sample"
+        None, "fn(args, groups) that sets sample.remove_sample", unless=_SFT
     )
     rollout_all_samples_process_path: str | None = flag(
-        None, "fn(args, all_groups, data_source), which sees rejected groups too"
+        None, "fn(args, all_groups, data_source), which also sees rejected groups", unless=_SFT
     )
     rollout_data_postprocess_path: str | None = flag(
-        None, "fn(args, rollout_id, rollout_data), in the trainer after the advantages"
+        None,
+        "fn(args, rollout_id, rollout_data), called in the trainer after the advantages are "
+        "computed",
     )
-    sglang_server_concurrency: int = flag(512, "requests in flight per engine")
-    rollout_external: bool = flag(False, "use engines that already run")
-    rollout_external_engine_addrs: list[str] | None = flag(None, "their addresses")
+    sglang_server_concurrency: int = flag(512, "maximum concurrent requests per engine", min=1)
+    rollout_external: bool = flag(False, "use engines that are already running")
+    rollout_external_engine_addrs: list[str] | None = flag(
+        None, "addresses of the engines of --rollout-external, as HOST:PORT"
+    )
     max_weight_staleness: int | None = flag(
-        None, "updates that a sample's weights may lie behind (asynchronous training)"
+        None,
+        "weight updates that a token may be behind when it is trained on (asynchronous training); "
+        "older tokens are masked, groups with a response of only such tokens are generated again",
+        unless=_SFT,
     )
 
 
@@ -77,44 +118,65 @@ class Rollout:
 class Data:
     """Data and batches."""
 
-    num_rollout: int = flag(None, "rollouts of the run; or --num-epoch")
-    num_epoch: int | None = flag(None, "passes over the data; or --num-rollout")
+    num_rollout: int = flag(
+        None, "number of rollouts; or give --num-epoch", min=1, excludes="num_epoch"
+    )
+    num_epoch: int | None = flag(None, "passes over the data; or give --num-rollout", min=1)
     data_source_path: str = flag(
-        "slime.rollout.data_source.RolloutDataSourceWithBuffer", "class that hands out prompts"
+        "slime.rollout.data_source.RolloutDataSourceWithBuffer", "class that provides the prompts"
     )
     prompt_data: list[str] | None = flag(
         None, "jsonl or parquet: path, path@[0:100], path:weight=2, or reasoning-gym:<task>"
     )
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")
-    apply_chat_template_kwargs: dict[str, Any] = flag({}, "further arguments of it, as JSON")
-    input_key: str = flag("input", "key of the prompt in the data")
-    label_key: str | None = flag(None, "key of the label")
-    metadata_key: str = flag("metadata", "key of the metadata")
-    tool_key: str = flag("tools", "key of the tools given to the chat template")
-    start_rollout_id: int | None = flag(
-        None, "first rollout; default: the one after the loaded checkpoint's, else 0"
+    apply_chat_template_kwargs: dict[str, Any] = flag(
+        {},
+        "additional arguments of the chat template, as JSON",
+        needs=is_set("apply_chat_template")
+        | is_set("custom_generate_function_path")
+        | _OWN_ROLLOUT,
     )
-    rollout_batch_size: int = flag(None, "prompts per rollout")
-    n_samples_per_prompt: int = flag(1, "responses per prompt, a group")
+    input_key: str = flag("input", "key of the prompt in the data")
+    label_key: str | None = flag(None, "key of the label in the data")
+    metadata_key: str = flag("metadata", "key of the metadata in the data")
+    tool_key: str = flag("tools", "key of the tools that are passed to the chat template")
+    start_rollout_id: int | None = flag(
+        None,
+        "number of the first rollout; default: the one after the loaded checkpoint's, else 0",
+        min=0,
+    )
+    rollout_batch_size: int = flag(
+        None, "prompts per rollout", min=1, required="the number of prompts per rollout"
+    )
+    n_samples_per_prompt: int = flag(1, "responses per prompt; together they are a group", min=1)
     global_batch_size: int = flag(
         None,
         "samples per optimizer step; rollout-batch-size x n-samples-per-prompt = "
         "global-batch-size x num-steps-per-rollout",
+        min=1,
     )
-    num_steps_per_rollout: int = flag(None, "optimizer steps per rollout")
-    micro_batch_size: int = flag(1, "samples per forward pass, without --use-dynamic-batch-size")
+    num_steps_per_rollout: int = flag(None, "optimizer steps per rollout", min=1)
+    micro_batch_size: int = flag(
+        1, "samples per forward pass, without --use-dynamic-batch-size", min=1
+    )
     balance_data: bool = flag(
-        False, "spread samples over ranks so that their token counts are equal"
+        False, "distribute samples over ranks so that their token counts are balanced"
     )
     use_dynamic_batch_size: bool = flag(
-        False, "fill each forward pass up to --max-tokens-per-gpu; never changes the loss"
+        False, "fill each micro-batch up to --max-tokens-per-gpu; does not change the loss"
     )
     max_tokens_per_gpu: int | None = flag(
         None,
-        "tokens per GPU and forward pass; with context parallelism the group shares that much each",
+        "tokens per GPU and micro-batch; with context parallelism every rank of the group adds "
+        "this many",
+        min=1,
+        needs="use_dynamic_batch_size",
     )
     log_probs_max_tokens_per_gpu: int = flag(
-        None, "the same for passes without gradients; default: --max-tokens-per-gpu"
+        None,
+        "the same for passes without gradients; default: --max-tokens-per-gpu",
+        min=1,
+        needs="use_dynamic_batch_size",
     )
 
 
@@ -122,22 +184,55 @@ class Data:
 class Eval:
     """Evaluation."""
 
-    eval_interval: int | None = flag(None, "rollouts between two evaluations")
-    eval_prompt_data: list[str] | None = flag(None, "NAME PATH pairs")
+    eval_interval: int | None = flag(
+        None,
+        "rollouts between two evaluations; one follows the last rollout too",
+        min=1,
+        unless=is_set("debug_train_only", note="which starts no engine"),
+    )
+    eval_prompt_data: list[str] | None = flag(
+        None, "evaluation datasets, as NAME PATH pairs", needs="eval_interval"
+    )
     eval_config: str | None = flag(
-        None, "YAML with defaults and datasets, for settings of their own"
+        None,
+        "YAML file with evaluation datasets and settings for each of them",
+        needs="eval_interval",
     )
-    skip_eval_before_train: bool = flag(False, "do not evaluate before the first rollout")
+    skip_eval_before_train: bool = flag(
+        False, "do not evaluate before the first rollout", needs="eval_interval"
+    )
     eval_function_path: str = flag(
-        None, "rollout function of evaluations; default: --rollout-function-path"
+        None,
+        "rollout function of evaluations; default: --rollout-function-path",
+        needs="eval_interval",
     )
-    n_samples_per_eval_prompt: int = flag(1, "responses per prompt; pass@k is logged up to it")
-    eval_temperature: float = flag(None, "default: --rollout-temperature; 0 is greedy")
-    eval_top_p: float = flag(None, "default: --rollout-top-p")
-    eval_top_k: int = flag(None, "default: --rollout-top-k")
-    eval_max_response_len: int = flag(None, "default: --rollout-max-response-len")
-    eval_input_key: str = flag(None, "default: --input-key")
-    eval_label_key: str | None = flag(None, "default: --label-key")
+    n_samples_per_eval_prompt: int = flag(
+        1, "responses per prompt; pass@k is logged up to this k", min=1, needs="eval_interval"
+    )
+    eval_temperature: float = flag(
+        None,
+        "sampling temperature, 0 for greedy; default: --rollout-temperature",
+        min=0,
+        needs="eval_interval",
+    )
+    eval_top_p: float = flag(
+        None, "nucleus sampling; default: --rollout-top-p", above=0, max=1, needs="eval_interval"
+    )
+    eval_top_k: int = flag(
+        None, "default: --rollout-top-k", min=1, special=-1, needs="eval_interval"
+    )
+    eval_max_response_len: int = flag(
+        None,
+        "maximum tokens of a response; default: --rollout-max-response-len",
+        min=1,
+        needs="eval_interval",
+    )
+    eval_input_key: str = flag(
+        None, "key of the prompt; default: --input-key", needs="eval_interval"
+    )
+    eval_label_key: str | None = flag(
+        None, "key of the label; default: --label-key", needs="eval_interval"
+    )
 
 
 @dataclass(kw_only=True)
@@ -146,29 +241,48 @@ class Reward:
 
     rm_type: str | None = flag(
         None,
-        "built-in reward: deepscaler, dapo, math, f1, gpqa, ifbench, remote_rm, random, code or "
-        "reasoning_gym; boxed_<type> applies it to the boxed text only",
+        "built-in reward: "
+        + ", ".join(REWARD_TYPES)
+        + "; boxed_<type> grades the text inside \\boxed{} only",
     )
     allow_row_rm_types: list[str] = flag(
         [],
-        "reward types, beside --rm-type, that a data row may choose in metadata['rm_type']; a row "
-        "that asks for any other is refused",
+        "reward types, in addition to --rm-type, that a data row may choose in "
+        "metadata['rm_type']; any other raises an error",
     )
-    reward_key: str | None = flag(None, "key of the number, where the reward is a dictionary")
-    eval_reward_key: str | None = flag(None, "the same for evaluations; default: --reward-key")
-    group_rm: bool = flag(False, "score a group at a time")
-    rm_url: str | None = flag(None, "address that remote_rm posts to")
+    reward_key: str | None = flag(
+        None, "key of the reward, where the reward function returns a dictionary"
+    )
+    eval_reward_key: str | None = flag(
+        None, "the same for evaluations; default: --reward-key", needs="eval_interval"
+    )
+    group_rm: bool = flag(
+        False,
+        "score all samples of a group in one call",
+        needs=is_set("custom_rm_path", note="built-in rewards score one sample at a time"),
+    )
+    rm_url: str | None = flag(
+        None,
+        "address of the service that --rm-type remote_rm posts to, or of the teacher of "
+        "--opd-type sglang",
+    )
     allow_unsandboxed_code: bool = flag(
         False,
-        "run programs of the model and graders without a sandbox, with limits of time and memory "
-        "only",
+        "run programs that the model wrote, and graders, without a sandbox: only with limits of "
+        "time and memory",
     )
     custom_rm_path: str | None = flag(
-        None, "fn(args, sample) -> reward, async or not; with --group-rm fn(args, samples) -> list"
+        None,
+        "fn(args, sample) -> reward, async or not; with --group-rm fn(args, samples) -> list of "
+        "rewards",
     )
     custom_reward_post_process_path: str | None = flag(
-        None, "fn(args, samples) -> (raw_rewards, rewards) in place of the normalisation by group"
+        None,
+        "fn(args, samples) -> (raw_rewards, rewards), which replaces the normalisation by group",
+        unless=is_set("custom_convert_samples_to_train_data_path", note="which does that"),
     )
     custom_convert_samples_to_train_data_path: str | None = flag(
-        None, "fn(args, samples) -> dictionary of columns"
+        None,
+        "fn(args, samples) -> dictionary of columns, which replaces the conversion to training "
+        "data",
     )

@@ -7,7 +7,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from slime.config.flags.spec import flag
+from slime.config.flags.spec import equals, flag, is_set
+from slime.core.errors import ConfigError
+
+NO_TRAINER = is_set("debug_rollout_only", note="which starts no trainer")
+# Timeouts of the phases of a run. Generous: loading a checkpoint of hundreds of gigabytes may take
+# an hour, and so may one response.
+PHASE_MINUTES = {
+    "start": 120.0,
+    "generate": 240.0,
+    "log_probs": 120.0,
+    "train": 240.0,
+    "update_weights": 60.0,
+    "save": 120.0,
+    "eval": 240.0,
+}
+
+
+def phase_timeouts(minutes: dict[str, float]) -> dict[str, float]:
+    """Return the timeout of every phase in seconds; `minutes` overrides the defaults."""
+    for name, value in minutes.items():
+        if name not in PHASE_MINUTES:
+            raise ConfigError(
+                f"--phase-timeout-minutes: there is no phase {name!r}; one of "
+                + ", ".join(PHASE_MINUTES)
+            )
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(
+                f"--phase-timeout-minutes: {name} must be a number above 0, not {value}"
+            )
+    return {name: 60.0 * minutes.get(name, default) for name, default in PHASE_MINUTES.items()}
 
 
 @dataclass(kw_only=True)
@@ -19,35 +48,35 @@ class Mode:
     )
     rollout_engine: Literal["auto", "sglang", "slime"] = flag(
         "auto",
-        "inference engine: sglang, or slime's embedded one; auto takes sglang where it is installed "
-        "and there is a GPU",
+        "inference engine: sglang, or slime's embedded one; auto uses sglang where it is "
+        "installed and there is a GPU",
     )
     config: str | None = flag(
-        None, "YAML file with the same names as the flags; the command line wins over it"
+        None, "YAML file with the same names as the flags; the command line overrides it"
     )
     dry_run: bool = flag(
         False,
-        "resolve the flags, check them, hooks and the files that are here as a start would, print each "
-        "value with where it came from, the placement and the plan, and start nothing",
+        "resolve and check flags, hooks and files as a start would, print every value with its "
+        "origin, the placement and the memory plan, and start nothing",
     )
     run_dir: str = flag(
         None,
-        "folder for the resolved config, metrics, logs and the report; default: "
+        "folder for the resolved config, metrics, logs and report; default: "
         "runs/<model>-<date>-<time>",
     )
     train_async: bool = flag(
         False,
-        "generate the next rollout while this one is trained on, on processors of its own; the same as "
-        "python train_async.py",
+        "generate the next rollout while training on the current one, on separate GPUs; the same "
+        "as python train_async.py",
     )
-    debug_rollout_only: bool = flag(False, "generate and score, but start no trainer")
+    debug_rollout_only: bool = flag(False, "generate and score, without a trainer")
     debug_train_only: bool = flag(
-        False, "train on rollouts that --load-debug-rollout-data gives, but start no engine"
+        False, "train on rollouts of --load-debug-rollout-data, without an engine"
     )
     load_debug_rollout_data: str | None = flag(
         None,
         "train on rollouts that --save-debug-rollout-data wrote; '{rollout_id}' in the path is "
-        "replaced by the number; implies --debug-train-only",
+        "replaced by the rollout's number; implies --debug-train-only",
     )
 
 
@@ -55,37 +84,39 @@ class Mode:
 class Cluster:
     """Cluster."""
 
-    actor_num_nodes: int = flag(1, "nodes that train")
+    actor_num_nodes: int = flag(1, "nodes of the trainer", min=1)
     actor_num_gpus_per_node: int = flag(
         8,
-        "GPUs that train on each of these nodes; without the flag, on one machine: the GPUs it has, "
-        "or 1 without a GPU (each is then a CPU process)",
+        "GPUs of the trainer on each of its nodes; default on one machine: all its GPUs, or 1 CPU "
+        "process without a GPU",
+        min=1,
     )
     rollout_num_gpus: int = flag(
         None,
-        "GPUs for inference in all; default: the training GPUs (--colocate) where there are GPUs, "
+        "total GPUs for inference; default: the training GPUs (--colocate) where there are GPUs, "
         "else one engine",
+        min=0,
     )
     rollout_num_gpus_per_engine: int = flag(
-        1, "GPUs of one engine, its tensor parallel size; --sglang-tp-size is the same"
+        1, "GPUs of one engine, its tensor parallel size; the same as --sglang-tp-size", min=1
     )
-    num_gpus_per_node: int = flag(
-        8, "GPUs a node has; without the flag, on one machine: the GPUs it has"
-    )
+    num_gpus_per_node: int = flag(8, "GPUs of a node; default on one machine: all its GPUs", min=1)
     colocate: bool = flag(
-        False, "training and inference share the same GPUs, each leaving them while the other works"
+        False,
+        "run training and inference on the same GPUs; each releases its memory while the other "
+        "works",
     )
     offload: bool = flag(False, "the same as --offload-train --offload-rollout")
     offload_train: bool = flag(
-        False, "the trainer leaves the GPU while engines generate; on with --colocate"
+        False, "release the trainer's GPU memory while engines generate; on with --colocate"
     )
     offload_rollout: bool = flag(
-        False, "engines leave the GPU while the trainer works; on with --colocate"
+        False, "release the engines' GPU memory while the trainer works; on with --colocate"
     )
     distributed_backend: Literal["nccl", "gloo"] = flag(
         "nccl", "collective backend of the trainer; gloo where there is no GPU"
     )
-    distributed_timeout_minutes: int = flag(10, "deadline of one collective operation")
+    distributed_timeout_minutes: int = flag(10, "timeout of one collective operation", min=1)
     train_env_vars: dict[str, str] = flag(
         {}, 'environment variables of the trainer processes, as JSON: \'{"NAME": "value"}\''
     )
@@ -96,16 +127,19 @@ class Weights:
     """Weight updates."""
 
     update_weight_buffer_size: int = flag(
-        512 * 1024**2, "bytes gathered and sent to the engines at a time"
+        512 * 1024**2, "bytes per bucket of weights sent to the engines", min=1
     )
-    update_weights_interval: int = flag(1, "rollouts between two weight updates")
+    update_weights_interval: int = flag(1, "rollouts between two weight updates", min=1)
     update_weight_transport: Literal["tensor", "distributed", "disk"] = flag(
         None,
-        "tensor (shared memory or CUDA IPC), distributed (NCCL or gloo broadcast) or disk; default: "
+        "tensor (shared memory or CUDA IPC), distributed (NCCL or gloo broadcast) or disk; "
+        "default: "
         "tensor with --colocate, disk with --rollout-external, else distributed",
     )
     update_weight_disk_dir: str = flag(
-        None, "folder that trainer and engines share, for disk; default: weights/ in the run folder"
+        None,
+        "folder shared by trainer and engines; default: weights/ in the run folder",
+        needs=equals("update_weight_transport", "disk"),
     )
     check_weight_update_equal: bool = flag(
         True, "after every update, compare checksums of what the engines hold with what was sent"
@@ -118,18 +152,27 @@ class FaultTolerance:
 
     phase_timeout_minutes: dict[str, float] = flag(
         {},
-        "deadline of a phase, after which the run says where every process is and ends, as JSON: "
-        "'{\"train\": 60}'; default: start 120, generate 240, log_probs 120, train 240, "
-        "update_weights 60, save 120, eval 240",
+        "timeouts of phases, as JSON: '{\"train\": 60}'; a phase that takes longer ends the run "
+        "with the status of every process. Default: "
+        + ", ".join(f"{name} {minutes:g}" for name, minutes in PHASE_MINUTES.items()),
     )
     use_fault_tolerance: bool = flag(True, "check the engines' health and restart those that fail")
-    rollout_health_check_interval: float = flag(30.0, "seconds between two health checks")
-    rollout_health_check_timeout: float = flag(30.0, "seconds an engine has to answer one")
+    rollout_health_check_interval: float = flag(
+        30.0, "seconds between two health checks", above=0, needs="use_fault_tolerance"
+    )
+    rollout_health_check_timeout: float = flag(
+        30.0, "timeout of a health check in seconds", above=0, needs="use_fault_tolerance"
+    )
     rollout_health_check_first_wait: float = flag(
-        0.0, "seconds to wait after the start before the first check"
+        0.0,
+        "additional seconds before the first health check of each generation and evaluation",
+        min=0,
+        needs="use_fault_tolerance",
     )
     rollout_no_engine_timeout: float = flag(
-        1800.0, "seconds without any engine, while they are restarted, until the run saves and ends"
+        1800.0,
+        "seconds without any engine, while engines restart, after which the run saves and ends",
+        above=0,
     )
 
 
@@ -139,35 +182,49 @@ class Tracking:
 
     use_wandb: bool = flag(False, "log to Weights & Biases")
     wandb_mode: Literal["online", "offline", "disabled"] | None = flag(
-        None, "how Weights & Biases logs; default: what WANDB_MODE says, else online"
+        None, "mode of Weights & Biases; default: WANDB_MODE, else online", needs="use_wandb"
     )
-    wandb_dir: str | None = flag(None, "folder for its files; default: the run folder")
-    wandb_key: str | None = flag(None, "API key; better in WANDB_API_KEY", secret=True)
-    wandb_host: str | None = flag(None, "address of a server of your own")
-    wandb_team: str | None = flag(None, "team (entity)")
-    wandb_group: str | None = flag(None, "group of the run")
-    wandb_project: str | None = flag(None, "project")
-    wandb_run_id: str | None = flag(None, "id of the run to continue")
+    wandb_dir: str | None = flag(
+        None, "folder for its files; default: the run folder", needs="use_wandb"
+    )
+    wandb_key: str | None = flag(
+        None, "API key; better set WANDB_API_KEY", secret=True, needs="use_wandb"
+    )
+    wandb_host: str | None = flag(None, "address of a self-hosted server", needs="use_wandb")
+    wandb_team: str | None = flag(None, "team (entity)", needs="use_wandb")
+    wandb_group: str | None = flag(None, "group of the run", needs="use_wandb")
+    wandb_project: str | None = flag(None, "project", needs="use_wandb")
+    wandb_run_id: str | None = flag(None, "id of the run to resume", needs="use_wandb")
     use_tensorboard: bool = flag(False, "log to TensorBoard")
     tb_project_name: str | None = flag(
-        None, "folder of the TensorBoard files; default: tensorboard/ in the run folder"
+        None,
+        "folder for the TensorBoard files; default: tensorboard/ in the run folder",
+        needs="use_tensorboard",
     )
-    tb_experiment_name: str | None = flag(None, "folder of this run inside it")
+    tb_experiment_name: str | None = flag(
+        None,
+        "folder of this run inside it; default: the name of the run folder",
+        needs="use_tensorboard",
+    )
     log_passrate: bool = flag(False, "log pass@k of the training rollouts")
     save_debug_rollout_data: str | None = flag(
-        None, "write every rollout to this path; '{rollout_id}' is replaced by its number"
+        None, "write every rollout to this path; '{rollout_id}' is replaced by the rollout's number"
     )
     save_debug_train_data: str | None = flag(
         None,
         "write every rank's training rows to this path; '{rollout_id}' and '{rank}' are replaced",
+        unless=NO_TRAINER,
     )
     profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] | None = flag(
-        None, "parts of the training to record with torch's profiler"
+        None, "parts of the training to record with torch's profiler", unless=NO_TRAINER
     )
     custom_rollout_log_function_path: str | None = flag(
         None,
-        "fn(rollout_id, args, samples, extra_metrics, rollout_time); True skips the default log",
+        "fn(rollout_id, args, samples, extra_metrics, rollout_time); if it returns True, the "
+        "default log is skipped",
     )
     custom_eval_rollout_log_function_path: str | None = flag(
-        None, "fn(rollout_id, args, data, extra_metrics); True skips the default log"
+        None,
+        "fn(rollout_id, args, data, extra_metrics); if it returns True, the default log is skipped",
+        needs="eval_interval",
     )

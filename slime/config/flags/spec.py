@@ -1,15 +1,72 @@
-"""What a flag is, and how a group of them is written down as a dataclass."""
+"""What a flag is, and how a group of flags is declared as a dataclass.
+
+Everything that concerns one flag stands on its declaration: type, default, help, bounds, and the
+conditions under which it has an effect. `slime/config/checks/declared.py` applies them::
+
+    tis_clip: float = flag(2.0, "upper bound of the importance weight", min=0, needs="use_tis")
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
 Kind = Literal["str", "int", "float", "bool", "json", "size"]
 Backend = Literal["megatron", "fsdp"]
+
+
+class Values(Protocol):
+    """The values of all flags by name; a `Draft` is one."""
+
+    def __getitem__(self, name: str) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """A test of other flags, and how messages write it: `--use-kl-loss or --kl-coef`."""
+
+    names: tuple[str, ...]
+    holds: Callable[[Values], bool]
+    text: str
+    note: str = ""  # what follows the text in a message: the reason
+
+    def __or__(self, other: Condition) -> Condition:
+        return Condition(
+            names=self.names + other.names,
+            holds=lambda values: self.holds(values) or other.holds(values),
+            text=f"{self.text} or {other.text}",
+            note=self.note or other.note,
+        )
+
+
+def is_set(name: str, note: str = "") -> Condition:
+    """Hold where the flag is on, or has a value other than None, 0 and the empty text."""
+    return Condition(
+        names=(name,), holds=lambda values: bool(values[name]), text=option_of(name), note=note
+    )
+
+
+def equals(name: str, *choices: str, note: str = "") -> Condition:
+    """Hold where the flag has one of these values."""
+    return Condition(
+        names=(name,),
+        holds=lambda values: values[name] in choices,
+        text=f"{option_of(name)} {_listed(choices)}",
+        note=note,
+    )
+
+
+def differs(name: str, default: str) -> Condition:
+    """Hold where the flag has any other value, such as a function of the user's."""
+    return Condition(
+        names=(name,),
+        holds=lambda values: values[name] != default,
+        text=f"another {option_of(name)}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +93,48 @@ class Flag:
     backend: Backend | None = None  # only this trainer honours it
     versions: tuple[str, ...] = ()  # of the package it was read from, where several were read
     sets: tuple[str, ...] = ()  # fields of Megatron's configs, as "OptimizerConfig.lr"
+    min: float | None = None
+    above: float | None = None  # like `min`, but the bound itself is not allowed
+    max: float | None = None
+    special: int | None = None  # a value allowed beside the bounds
+    hint: str = ""  # what the message about a value out of bounds adds
+    required: str = ""  # what to give where the flag is missing; empty: it may be missing
+    excludes: str | None = None  # the flag that cannot be given together with this one
+    needs: Condition | None = None  # without it the flag has no effect
+    unless: tuple[Condition, ...] = ()  # with one of these the flag has no effect
 
     @property
     def option(self) -> str:
         return self.options[0]
+
+    @property
+    def bounds(self) -> str:
+        """Return "at least 1", "above 0 and at most 1", ...; empty without bounds."""
+        if self.min is not None and self.max is not None:
+            return f"between {self.min:g} and {self.max:g}"
+        least = f"at least {self.min:g}" if self.min is not None else ""
+        least = f"above {self.above:g}" if self.above is not None else least
+        most = f"at most {self.max:g}" if self.max is not None else ""
+        special = f"{self.special} or " if self.special is not None else ""
+        return special + " and ".join(filter(None, (least, most)))
+
+    def allows(self, value: float) -> bool:
+        """Return whether a number is within the bounds."""
+        if value == self.special:
+            return True
+        low = self.min is None or value >= self.min
+        return (
+            low
+            and (self.above is None or value > self.above)
+            and (self.max is None or value <= self.max)
+        )
+
+    @property
+    def rules(self) -> str:
+        """Return bounds and conditions in words, for the help and docs/arguments.md."""
+        needed = f"only with {self.needs.text}" if self.needs else ""
+        excluded = f"not with {option_of(self.excludes)}" if self.excludes else ""
+        return "; ".join(filter(None, (self.bounds, needed, excluded)))
 
     @property
     def summary(self) -> str:
@@ -54,22 +149,49 @@ def flag(
     *,
     secret: bool = False,
     backend: Backend | None = None,
+    min: float | None = None,
+    above: float | None = None,
+    max: float | None = None,
+    special: int | None = None,
+    hint: str = "",
+    required: str = "",
+    excludes: str | None = None,
+    needs: str | Condition | None = None,
+    unless: Condition | tuple[Condition, ...] = (),
 ) -> Any:
-    """A field of a group. The field's annotation is the type of the value once it is resolved, so a
-    flag that slime derives when it is not given has the default None and the type `int`."""
-    metadata = {"help": help, "secret": secret, "backend": backend}
+    """Declare a field of a group; the other parameters are those of `Flag`.
+
+    The field's annotation is the type of the value once it is resolved, so a flag that slime derives
+    when it is not given has the default None and the type `int`. `needs="use_tis"` is short for
+    `needs=is_set("use_tis")`.
+    """
+    metadata = {
+        "help": help,
+        "secret": secret,
+        "backend": backend,
+        "min": min,
+        "above": above,
+        "max": max,
+        "special": special,
+        "hint": hint,
+        "required": required,
+        "excludes": excludes,
+        "needs": is_set(needs) if isinstance(needs, str) else needs,
+        "unless": unless if isinstance(unless, tuple) else (unless,),
+    }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def flags_of(group: type) -> list[Flag]:
-    """The flags a group's dataclass declares, in its order."""
+    """Return the flags that a group's dataclass declares, in its order."""
     hints = get_type_hints(group)
     return [_flag_of(group, field, hints[field.name]) for field in dataclasses.fields(group)]
 
 
 def option_of(name: str) -> str:
+    """Return the option of a flag's name: "--rm-type" for "rm_type"."""
     return "--" + name.replace("_", "-")
 
 
@@ -78,24 +200,22 @@ def _flag_of(group: type, field: dataclasses.Field[Any], hint: Any) -> Flag:
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     kind, choices, many = _shape_of(hint)
-    off = ("--no-" + field.name.replace("_", "-"),) if kind == "bool" else ()
-    return Flag(
+    off = (option_of(f"no_{field.name}"),) if kind == "bool" else ()
+    return Flag(  # a dataclass that is no group of flags (EvalDataset) has no metadata
         name=field.name,
         kind=kind,
         options=(option_of(field.name),),
         off_options=off,
         default=default,
-        help=field.metadata.get("help", ""),
         group=(group.__doc__ or group.__name__).strip().rstrip("."),
         choices=choices,
         many=many,
-        secret=field.metadata.get("secret", False),
-        backend=field.metadata.get("backend"),
+        **field.metadata,
     )
 
 
 def _shape_of(hint: Any) -> tuple[Kind, tuple[Any, ...], bool]:
-    """Kind, choices and whether it takes several values, from a field's annotation."""
+    """Return kind, choices and whether the flag takes several values, from the annotation."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(part for part in get_args(hint) if part is not type(None))
     if get_origin(hint) is Literal:
@@ -107,3 +227,7 @@ def _shape_of(hint: Any) -> tuple[Kind, tuple[Any, ...], bool]:
         return "json", (), False
     names: dict[type, Kind] = {str: "str", int: "int", float: "float", bool: "bool"}
     return names[hint], (), False
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

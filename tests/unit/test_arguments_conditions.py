@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from slime.config.checks.inactive_flags import _NEEDED, _RULES
+from slime.config.checks.declared import check_values
+from slime.config.flags.draft import Draft
 from slime.config.flags.registry import all_flags
+from slime.core.errors import ConfigError
 from tests.args import make_args
 
 SFT = {
@@ -79,6 +81,28 @@ def test_not_said_of_what_works(flags):
 
 
 def test_the_rules_name_flags_that_exist():
-    names = {*_NEEDED, *(n for names in _NEEDED.values() for n in names)}
-    names |= {name for rule in _RULES for name in rule.flags}
-    assert not names - set(all_flags())
+    rules = [
+        c for flag in all_flags().values() for c in (flag.needs, *flag.unless) if c is not None
+    ]
+    names = {name for rule in rules for name in rule.names}
+    names |= {flag.excludes for flag in all_flags().values() if flag.excludes}
+    assert names and not names - set(all_flags())
+
+
+BOUNDED = [flag for flag in all_flags().values() if flag.bounds]
+
+
+@pytest.mark.parametrize("flag", BOUNDED, ids=lambda flag: flag.name)
+def test_a_value_out_of_bounds_is_refused(flag):
+    low, high = flag.above if flag.min is None else flag.min - 1, flag.max and flag.max + 1
+    for value in [low] if high is None else [low, high]:
+        with pytest.raises(ConfigError, match=f"^{flag.option} must be {flag.bounds}, not"):
+            check_values(Draft({flag.name: value}, {flag.name: "command line"}, gpus=0))
+
+
+def test_a_draft_has_no_value_for_a_name_that_is_no_flag():
+    draft = Draft({"lr": 1.0}, {"lr": "command line"}, gpus=0)
+    assert draft["lr"] == 1.0 and draft["sglang_tp_size"] is None
+    for read in (draft.__getitem__, draft.given, lambda name: draft.derive(name, 1)):
+        with pytest.raises(KeyError, match=r"kl_loss_coeff.*did you mean kl_loss_coef\?"):
+            read("kl_loss_coeff")
