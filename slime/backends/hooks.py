@@ -16,6 +16,7 @@ import torch.distributed as dist
 from slime.algorithms.correction import Corrected, Correction, importance_correction
 from slime.backends.whole_rows import WholeRows
 from slime.config import hook_types
+from slime.config.flags.spec import option_of
 from slime.core.types import TrainBatch
 from slime.utils.load_function import load_function
 
@@ -31,7 +32,7 @@ class TrainHooks:
     def __init__(self, args: Args) -> None:
         def load(name: str, protocol: type) -> Callable[..., Any] | None:
             path = getattr(args, name)
-            flag = "--" + name.replace("_", "-")
+            flag = option_of(name)
             return None if path is None else load_function(path, flag=flag, protocol=protocol)
 
         self.args = args

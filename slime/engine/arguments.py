@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass, field
 
 from slime.config.checks.embedded_engine import HARMLESS
+from slime.config.flags.spec import option_of
 from slime.core.errors import ConfigError
 
 MOST_DRAFT_TOKENS = 128
@@ -46,7 +47,7 @@ class EngineArgs:
         for name in ("context_length", "max_running_requests", "max_total_tokens", "page_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{_flag(name)} must be at least 1, not {value}")
+                raise ConfigError(f"{option_of(name)} must be at least 1, not {value}")
         if self.chunked_prefill_size is not None and self.chunked_prefill_size < 1:
             raise ConfigError(
                 f"--chunked-prefill-size must be at least 1, not {self.chunked_prefill_size}; "
@@ -81,10 +82,10 @@ def parse_engine_args(argv: list[str] | None = None) -> EngineArgs:
     for group, options in _OPTIONS.items():
         section = parser.add_argument_group(group)
         for name, settings in options.items():
-            section.add_argument(_flag(name), **settings)
+            section.add_argument(option_of(name), **settings)
     section = parser.add_argument_group("SGLang's, accepted and without effect here")
     for name in sorted(HARMLESS):
-        section.add_argument(_flag(name), nargs="*", metavar="VALUE")
+        section.add_argument(option_of(name), nargs="*", metavar="VALUE")
     given = vars(parser.parse_args(argv))
     if given.pop("tp_size") not in (None, 1):
         raise ConfigError("--tp-size: the embedded engine runs on one device; remove it")
@@ -96,10 +97,6 @@ def parse_engine_args(argv: list[str] | None = None) -> EngineArgs:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ConfigError(f"slime engine: {message}; `slime engine --help` lists the options")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 _SWITCH = {"action": "store_true", "default": None}

@@ -15,6 +15,7 @@ from slime.backends.sglang_utils.command import Node, cpu_env, server_command
 from slime.config.arguments import Args
 from slime.config.checks.embedded_engine import HONOURED
 from slime.config.env import read_env
+from slime.config.flags.spec import option_of
 from slime.config.sglang_install import find_sglang
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo
@@ -177,7 +178,7 @@ def engine_command(args: Args, *, index: int, host: str, port_file: Path) -> lis
     command += ["--port-file", str(port_file)]
     for option in _SERVER_OPTIONS:
         value = getattr(args, f"sglang_{option}")
-        flag = "--" + option.replace("_", "-")
+        flag = option_of(option)
         if value is True:
             command.append(flag)
         elif value is not None and value is not False:

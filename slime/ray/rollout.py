@@ -18,6 +18,7 @@ import ray
 
 from slime.config.arguments import Args
 from slime.config.env import read_env
+from slime.config.flags.spec import option_of
 from slime.core.reports import RolloutResult
 from slime.core.types import Sample
 from slime.rollout import progress
@@ -170,7 +171,7 @@ class RolloutManager:
 
     def _hook(self, name: str, protocol: type) -> Callable[..., Any] | None:
         path = getattr(self.args, name)
-        flag = "--" + name.replace("_", "-")
+        flag = option_of(name)
         return load_function(path, flag=flag, protocol=protocol) if path else None
 
     def _state(self, last_trained: int) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config import hook_types as trainer
 from slime.config.data_spec import DataSpec
+from slime.config.flags.spec import option_of
 from slime.config.reward_types import REWARD_TYPES, reward_type
 from slime.core.errors import ConfigError, UserError
 from slime.core.types import Group
@@ -68,7 +69,7 @@ def check_hooks(args: Args) -> None:
     for name, protocol in HOOKS.items():
         path = getattr(args, name)
         if path is not None:
-            _check(name, path, "--" + name.replace("_", "-"), protocol, args.group_rm)
+            _check(name, path, option_of(name), protocol, args.group_rm)
     for dataset in args.eval_datasets:
         for name in ("custom_rm_path", "custom_generate_function_path"):
             if (path := getattr(dataset, name)) is not None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from slime.config.flags.spec import option_of
 from slime.core.errors import ConfigError
 from slime.runlog.jsonl import read_lines, replace_file
 
@@ -175,7 +176,7 @@ def _check_other_outputs(args: Args, earlier: EarlierStart) -> None:
             continue
         found = _existing(path)
         if found:
-            flag = "--" + name.replace("_", "-")
+            flag = option_of(name)
             raise ConfigError(
                 f"{flag} {path}: {found} is another run's: nothing was written. Name another path for "
                 f"{flag}, or move that one away."

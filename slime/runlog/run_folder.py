@@ -20,6 +20,7 @@ import yaml
 
 from slime.config.checks.output_paths import portable
 from slime.config.checks.preflight import check_writable
+from slime.config.flags.spec import option_of
 from slime.core.errors import ConfigError
 from slime.runlog.earlier_runs import (
     CONFIG_FILE,
@@ -115,7 +116,7 @@ def _secret_lines(args: Args, origins: Mapping[str, str]) -> list[str]:
     given = [n for n in _secrets(args) if origins[n] in ("command line", "config")]
     if not given:
         return []
-    flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    flags = ", ".join(option_of(name) for name in given)
     return [f"# Secrets are not kept: give {flags} again to repeat the run.\n"]
 
 

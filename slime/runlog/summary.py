@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from slime.config.flags.spec import option_of
 from slime.runlog import metric_names as names
 from slime.runlog.export_folder import export_info
 from slime.runlog.format import count, duration, score
@@ -94,7 +95,7 @@ def _repeat(run: RunData) -> str:
         value = run.config.get(name)
         if value and not Path(value).absolute().is_relative_to(run.run_dir.absolute()):
             folders[name] = other / folder
-    options = " ".join(f"--{n.replace('_', '-')} {_path(f)}" for n, f in folders.items())
+    options = " ".join(f"{option_of(n)} {_path(f)}" for n, f in folders.items())
     lr = f"{run.config['lr'] / 2:g}"
     return f"slime train --config {_path(run.run_dir / CONFIG_FILE)} {options} --lr {lr}"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from slime.config.arguments import Args
 from slime.config.flags.registry import all_flags
+from slime.config.flags.spec import option_of
 from slime.config.sglang_install import find_sglang
 from slime.core.errors import UserError
 from slime.serving.server_process import ServerProcess
@@ -59,7 +60,7 @@ def router_argv(args: Args, *, python: str, host: str, port: int, metrics_port: 
 
 
 def _spell(name: str, value: object) -> list[str]:
-    option = "--" + name.replace("_", "-")
+    option = option_of(name)
     if isinstance(value, bool):
         return [option] if value else []
     if isinstance(value, list):

@@ -22,6 +22,7 @@ from slime.backends.megatron_utils.cpu import install_cpu_adapter
 from slime.backends.offload import Offloaded, return_unused
 from slime.backends.step import StepResult, step_optimizer
 from slime.config import hook_types
+from slime.config.flags.spec import option_of
 from slime.core.packing import join_slices, pack, unpack
 from slime.core.types import RolloutBatch, TrainBatch
 from slime.runlog.checkpoint_folder import find_checkpoint, read_meta
@@ -341,7 +342,7 @@ class MegatronTrainRayActor(TrainRayActor):
     def _hook(self, flag: str, protocol: type, *values: object) -> None:
         path = getattr(self.args, flag)
         if path is not None:
-            option = "--" + flag.replace("_", "-")
+            option = option_of(flag)
             load_function(path, flag=option, protocol=protocol)(*values)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from slime.cli.plan.memory import GIB
 from slime.cli.plan.plan import Machine, Plan, plan_from_count
 from slime.config.arguments import Args
+from slime.config.flags.spec import option_of
 
 # What to change, in flags; the model on each rank stays the same, so it need not be counted again.
 Change = Callable[[Args], dict[str, Any] | None]
@@ -43,7 +44,7 @@ def find_advice(plan: Plan, machine: Machine) -> list[Advice]:
 def _spell(values: dict[str, Any]) -> str:
     words = []
     for name, value in values.items():
-        option = "--" + name.replace("_", "-")
+        option = option_of(name)
         if value is not False:
             words.append(option if value is True else f"{option} {value}")
     return " ".join(words)

@@ -16,6 +16,7 @@ from slime.config.checks.installed import count_gpus
 from slime.config.flags.config_file import read_config
 from slime.config.flags.draft import Draft, Origin
 from slime.config.flags.parser import read_command_line
+from slime.config.flags.spec import option_of
 from slime.config.sglang_install import find_sglang
 from slime.core.errors import ConfigError
 from slime.utils.machine import gpus as local_gpus
@@ -141,7 +142,7 @@ def _assume(given: dict[str, Any], origins: dict[str, Origin]) -> list[str]:
         origins.setdefault(name, "derived")
     told = ("rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len")
     return [
-        f"--{name.replace('_', '-')} is not given: {missing[name]} assumed"
+        f"{option_of(name)} is not given: {missing[name]} assumed"
         for name in told
         if name in missing
     ]

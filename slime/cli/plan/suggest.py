@@ -21,6 +21,7 @@ from slime.cli.plan.request import PlanOptions, gpu_capacity, planned_args
 from slime.cli.plan.table import wide_console
 from slime.config.arguments import Args
 from slime.config.flags.parser import read_command_line
+from slime.config.flags.spec import option_of
 from slime.core.errors import ConfigError, UserError
 
 _SHOWN = 8
@@ -57,7 +58,7 @@ class Suggestion:
             words.append(f"--expert-model-parallel-size {sizes.ep}")
             words.append(f"--expert-tensor-parallel-size {sizes.etp}")
         for name, value in _STEPS[self.effort].items():
-            option = "--" + name.replace("_", "-")
+            option = option_of(name)
             words.append(option if value is True else f"{option} {value}")
         words.append(f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}")
         words.append(f"--sglang-mem-fraction-static {args.sglang_mem_fraction_static:g}")

@@ -11,6 +11,7 @@ from slime.config.checks.sglang_checks import check_installed
 from slime.config.flags.draft import Draft
 from slime.config.flags.registry import own_flags
 from slime.config.flags.rollout import SFT_ROLLOUT
+from slime.config.flags.spec import option_of
 from slime.core.errors import ConfigError
 
 
@@ -62,9 +63,7 @@ def _check_packages(draft: Draft) -> None:
     check_installed(draft)
     for name, package in (("use_wandb", "wandb"), ("use_tensorboard", "tensorboard")):
         if draft[name] and not is_installed(package):
-            draft.lacking(
-                f"--{name.replace('_', '-')} needs the package {package}: pip install {package}"
-            )
+            draft.lacking(f"{option_of(name)} needs the package {package}: pip install {package}")
     paths = [*(draft["prompt_data"] or []), *(d.path for d in draft["eval_datasets"])]
     parquet = [path for path in paths if data_path(path).endswith(".parquet")]
     if parquet and not is_installed("pyarrow"):

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from slime.config.flags.registry import all_flags, options
-from slime.config.flags.spec import Flag
+from slime.config.flags.spec import Flag, option_of
 from slime.config.flags.values import convert, nearest
 from slime.core.errors import ConfigError
 
@@ -47,7 +47,7 @@ def load_mapping(path: str, option: str) -> dict[Any, Any]:
 def _find(key: str, path: str) -> tuple[Flag, bool]:
     """The flag of a key, and whether the key is an option that turns it off."""
     name = key.removeprefix("--").replace("-", "_")
-    option = "--" + name.replace("_", "-")
+    option = option_of(name)
     flag = all_flags().get(name) or options().get(option)
     if flag is None:
         near = nearest(option, options())
