@@ -11,7 +11,7 @@ from typing import Any
 
 from slime.backends.sglang_utils.command import Node, cpu_env, server_command
 from slime.config.arguments import Args
-from slime.config.sglang_install import find_sglang
+from slime.config.installed import find_sglang
 from slime.serving.readiness import wait_until_ready
 from slime.serving.server_process import ServerProcess
 from slime.utils.ports import Ports, find_ports

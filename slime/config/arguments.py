@@ -14,20 +14,20 @@ from typing import Any
 
 from slime.config.checks.combinations import check_all
 from slime.config.checks.declared import check_values
+from slime.config.checks.engine_checks import check_installed
 from slime.config.checks.file_checks import check_files
-from slime.config.checks.installed import count_gpus
 from slime.config.checks.model_checks import check_model
+from slime.config.datasets import EvalDataset
 from slime.config.derive import derive
 from slime.config.env import read_env
-from slime.config.eval_config import EvalDataset
-from slime.config.flags import rollout, run, train
-from slime.config.flags.config_file import read_config
+from slime.config.flags import algorithm, rollout, run, train
 from slime.config.flags.draft import Draft, Origin
-from slime.config.flags.parser import read_command_line
-from slime.config.flags.redact import redact as redacted
+from slime.config.flags.parser import read_command_line, read_config
 from slime.config.flags.registry import all_flags
+from slime.config.flags.registry import redact as redacted
 from slime.config.flags.show import print_resolved
 from slime.config.flags.values import nearest
+from slime.config.installed import count_gpus
 
 __all__ = ["Args", "EvalDataset", "parse_args", "print_resolved"]
 
@@ -40,13 +40,13 @@ class Args(
     rollout.Data,
     rollout.Reward,
     rollout.Eval,
-    train.Algorithm,
+    algorithm.Algorithm,
     train.Optimizer,
     train.Checkpoint,
     run.Weights,
     run.FaultTolerance,
     run.Tracking,
-    train.Sft,
+    algorithm.Sft,
 ):
     """The resolved values of a run: one attribute per flag, read-only, picklable.
 
@@ -130,5 +130,6 @@ def resolve(draft: Draft) -> Args:
     derive(draft)
     check_all(draft)
     check_files(draft)
+    check_installed(draft)
     check_model(draft)
     return Args(draft.values, draft.origins, tuple(draft.warnings))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from slime.config.checks.hf_config import read_hf_config
+from slime.config.checks.file_checks import count_prompts, read_hf_config
 from slime.config.checks.output_paths import resolve_paths
-from slime.config.checks.prompt_file_checks import count_prompts
-from slime.config.eval_config import EvalDataset, pair_datasets, read_eval_config
+from slime.config.datasets import EvalDataset, pair_datasets, read_eval_config
 from slime.config.flags.draft import Draft
 from slime.config.flags.registry import own_flags
 from slime.config.flags.rollout import OPD_REWARD, SFT_ROLLOUT
 from slime.config.flags.spec import option_of
-from slime.config.sglang_install import find_sglang
+from slime.config.installed import find_sglang
 from slime.core.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from slime.config.data_spec import DataSpec
+from slime.config.datasets import DataSpec
 from slime.config.reward_types import check_row_type
 from slime.core.errors import ConfigError
 from slime.core.types import Sample

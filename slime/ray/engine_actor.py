@@ -16,7 +16,7 @@ from slime.config.arguments import Args
 from slime.config.checks.embedded_engine import HONOURED
 from slime.config.env import read_env
 from slime.config.flags.spec import option_of
-from slime.config.sglang_install import find_sglang
+from slime.config.installed import find_sglang
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo
 from slime.serving.readiness import StartError, wait_until_ready

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime.config.arguments import Args
-from slime.config.checks.installed import is_installed
 from slime.config.checks.preflight import (
     check_chat_template,
     check_tokenizer,
     check_weights,
     check_writable,
 )
-from slime.config.data_spec import DataSpec
+from slime.config.datasets import DataSpec
 from slime.config.flags.rollout import ASYNC_ROLLOUT, PLAIN_ROLLOUT
+from slime.config.installed import is_installed
 from slime.core.errors import ConfigError
 from slime.data.prompt_data import check_prompts
 from slime.rollout.data_source import data_format_of

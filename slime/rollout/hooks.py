@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slime.config import hook_types as trainer
-from slime.config.data_spec import DataSpec
+from slime.config.datasets import DataSpec
 from slime.config.flags.spec import option_of
 from slime.config.reward_types import REWARD_TYPES, reward_type
 from slime.core.errors import ConfigError, UserError

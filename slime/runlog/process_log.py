@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from slime.config.env import library_env
-from slime.config.flags.redact import redact
+from slime.config.flags.registry import redact
 from slime.runlog.logging import setup_logging
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from pathlib import Path
 from slime.config.arguments import Args
 from slime.config.flags.registry import all_flags
 from slime.config.flags.spec import option_of
-from slime.config.sglang_install import find_sglang
+from slime.config.installed import find_sglang
 from slime.core.errors import UserError
 from slime.serving.server_process import ServerProcess
 from slime.utils.engine_keys import remember_key

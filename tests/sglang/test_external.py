@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.config.sglang_install import find_sglang
+from slime.config.installed import find_sglang
 from slime.serving.external import find_external
 from tests.external import check_refusals, external
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime.backends.sglang_utils.installed import differences, installed_options
-from slime.config.sglang_install import find_sglang
+from slime.config.installed import find_sglang
 from slime.serving.router import router_argv
 from slime.weights.sglang_hash import gpu_hash
 from tests.args import make_args

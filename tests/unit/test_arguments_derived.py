@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from slime.config.arguments import Args, resolve
-from slime.config.checks.installed import visible_gpus
 from slime.config.flags.draft import Draft
 from slime.config.flags.parser import read_command_line
+from slime.config.installed import visible_gpus
 from tests.args import make_args, make_argv
 
 

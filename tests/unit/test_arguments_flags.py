@@ -9,10 +9,15 @@ import pytest
 from slime.config.arguments import Args, parse_args
 from slime.config.checks.embedded_engine import EMBEDDED_OPTIONS
 from slime.config.flags import docs
-from slime.config.flags.megatron import megatron_flags
 from slime.config.flags.parser import read_command_line
-from slime.config.flags.registry import GROUPS, all_flags, options, own_flags
-from slime.config.flags.tables import read_table, sglang_flags
+from slime.config.flags.registry import (
+    GROUPS,
+    all_flags,
+    options,
+    own_flags,
+    read_table,
+    table_flags,
+)
 from slime.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -196,7 +201,7 @@ def test_spellings_set_what_they_mean_in_megatron():
     assert read_command_line(["--moe-layer-freq", "[0]*3+[1]*89"]) == {
         "moe_layer_freq": "[0]*3+[1]*89"
     }
-    flags = {flag.name: flag for flag in megatron_flags()}
+    flags = {flag.name: flag for flag in all_flags().values() if flag.family == "megatron"}
     assert flags["num_experts"].sets == ("TransformerConfig.num_moe_experts",)
     assert flags["norm_epsilon"].sets == ("TransformerConfig.layernorm_epsilon",)
     assert flags["use_distributed_optimizer"].default is True
@@ -266,7 +271,7 @@ def test_every_switch_can_be_turned_off():
 
 
 def test_the_embedded_engine_speaks_of_options_that_exist():
-    names = {flag.name.removeprefix("sglang_") for flag in sglang_flags()}
+    names = {flag.name.removeprefix("sglang_") for flag in table_flags("sglang", "SGLang")}
     assert set(EMBEDDED_OPTIONS) <= names
 
 

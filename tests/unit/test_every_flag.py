@@ -21,7 +21,7 @@ import pytest
 from slime.config.arguments import Args, parse_args
 from slime.config.checks import megatron_support
 from slime.config.checks.embedded_engine import HARMLESS, HONOURED, embedded_support
-from slime.config.checks.sglang_checks import _ROUTER_OWNED
+from slime.config.checks.engine_checks import _ROUTER_OWNED
 from slime.config.flags.registry import all_flags, own_flags
 from slime.config.flags.sglang_options import _REPLACED, OWNED, sglang_argv
 from slime.config.flags.spec import Flag

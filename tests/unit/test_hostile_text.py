@@ -19,7 +19,7 @@ from rich.console import Console
 
 from slime import cli
 from slime.config.arguments import parse_args, print_resolved
-from slime.config.flags.redact import redact
+from slime.config.flags.registry import redact
 from slime.runlog.live import LiveDisplay
 from slime.runlog.logging import setup_logging
 from slime.runlog.report.page import write_report

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.config.arguments import Args
-from slime.config.flags.precision_checks import fp8_refusal
+from slime.config.checks.precision_checks import fp8_refusal
 from slime.core.errors import ConfigError
 from tests.args import make_args
 

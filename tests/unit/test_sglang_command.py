@@ -7,7 +7,7 @@ import pytest
 from slime.backends.sglang_utils.command import Node, nodes_of_engine, server_command
 from slime.config.flags.registry import all_flags
 from slime.config.flags.sglang_options import OWNED, known_version, sglang_argv
-from slime.config.sglang_install import SGLangInstall
+from slime.config.installed import SGLangInstall
 from slime.core.errors import ConfigError
 from slime.utils.ports import Ports, find_ports, says_port_taken
 from slime.weights.fp8 import Fp8Format, declaration

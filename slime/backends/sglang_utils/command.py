@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from slime.config.arguments import Args
 from slime.config.flags.registry import all_flags
 from slime.config.flags.sglang_options import sglang_argv
-from slime.config.sglang_install import SGLangInstall
+from slime.config.installed import SGLangInstall
 from slime.utils.ports import Ports
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

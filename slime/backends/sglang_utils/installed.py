@@ -9,9 +9,9 @@ import json
 import subprocess
 import sys
 
+from slime.config.flags.registry import read_table
 from slime.config.flags.sglang_options import known_version
-from slime.config.flags.tables import read_table
-from slime.config.sglang_install import SGLangInstall, find_sglang
+from slime.config.installed import SGLangInstall, find_sglang
 
 _TIMEOUT_S = 300
 _ASK = """

@@ -11,7 +11,7 @@ from slime.cli.plan.memory import GIB
 from slime.cli.plan.plan import Machine, Plan, make_plan, with_advice
 from slime.cli.plan.request import PlanOptions, gpu_capacity, planned_args, split_options
 from slime.cli.plan.table import print_plan
-from slime.config.checks.installed import is_installed
+from slime.config.installed import is_installed
 from slime.core.errors import ConfigError
 
 _USAGE = """usage: slime plan [OPTIONS] FLAGS OF train.py

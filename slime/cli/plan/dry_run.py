@@ -10,11 +10,10 @@ from slime.cli.plan.plan import make_plan
 from slime.cli.plan.request import planned_args, split_options
 from slime.cli.plan.table import print_plan
 from slime.config.arguments import Args, parse_args, print_resolved, resolve
-from slime.config.checks.installed import count_gpus
-from slime.config.flags.config_file import read_config
 from slime.config.flags.draft import Draft, Origin
-from slime.config.flags.parser import read_command_line
+from slime.config.flags.parser import read_command_line, read_config
 from slime.config.flags.registry import own_flags
+from slime.config.installed import count_gpus
 from slime.core.errors import ConfigError, UserError
 
 

@@ -12,12 +12,10 @@ from typing import Any
 
 from slime.cli.plan.model_args import config_from_flags, write_config
 from slime.config.arguments import Args, resolve
-from slime.config.checks.installed import count_gpus
-from slime.config.flags.config_file import read_config
 from slime.config.flags.draft import Draft, Origin
-from slime.config.flags.parser import read_command_line
+from slime.config.flags.parser import read_command_line, read_config
 from slime.config.flags.spec import option_of
-from slime.config.sglang_install import find_sglang
+from slime.config.installed import count_gpus, find_sglang
 from slime.core.errors import ConfigError
 from slime.utils.machine import gpus as local_gpus
 

@@ -8,7 +8,7 @@ from slime.backends.layer_summary import layer_summary
 from slime.backends.model_size.rank_model import RankModel
 from slime.cli.plan.model_shape import Shape
 from slime.config.arguments import Args
-from slime.config.checks.installed import is_installed
+from slime.config.installed import is_installed
 
 # FP8 matmuls of Hopper read both operands along the summed dimension, so the backward pass needs weights
 # transposed: one byte per element each way. Scales (a tensor's, or one per 128 x 128) are under 0.1 %.

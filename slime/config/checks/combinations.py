@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from slime.config.checks.declared import warn_without_effect
-from slime.config.checks.embedded_engine import embedded_support
+from slime.config.checks.engine_checks import check_engine
 from slime.config.checks.layout_checks import check_cluster
-from slime.config.checks.sglang_checks import check_external, check_sglang
 from slime.config.derive import context_limit
 from slime.config.flags.draft import Draft
 from slime.config.flags.registry import all_flags, own_flags
@@ -61,39 +60,6 @@ def check_backend(draft: Draft) -> None:
         raise ConfigError(
             "--nccl-ub registers the gradients' memory with NCCL, and --offload-train gives that memory back "
             "every rollout: remove --nccl-ub, or add --no-offload-train"
-        )
-
-
-def check_engine(draft: Draft) -> None:
-    check_external(draft)
-    if draft["rollout_engine"] == "sglang":
-        check_sglang(draft)
-    if draft["rollout_engine"] != "slime":
-        return
-    for name in draft.given_names():
-        flag = all_flags()[name]
-        if flag.family == "router":
-            raise ConfigError(
-                f"{flag.option}: the embedded engine is reached without a router: remove it"
-            )
-        off = draft[name] is False and not flag.default
-        if flag.family != "sglang" or off or draft[name] == flag.default:
-            continue
-        if embedded_support(name.removeprefix("sglang_")) == "refused":
-            raise ConfigError(
-                f"{flag.option} is not supported by the embedded engine: remove it, or use "
-                "--rollout-engine sglang"
-            )
-    algorithm = draft["sglang_speculative_algorithm"]
-    if algorithm and algorithm.upper() != "NGRAM":
-        raise ConfigError(
-            f"--sglang-speculative-algorithm {algorithm}: the embedded engine guesses by prompt lookup "
-            "alone: write NGRAM, or use --rollout-engine sglang"
-        )
-    if draft["rollout_num_gpus_per_engine"] > 1:
-        raise ConfigError(
-            f"--rollout-num-gpus-per-engine {draft['rollout_num_gpus_per_engine']}: the embedded engine "
-            "has no tensor parallelism: use 1, or --rollout-engine sglang"
         )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from slime.config.checks.hf_config import read_hf_config
-from slime.config.checks.installed import is_installed
+from slime.config.checks.file_checks import read_hf_config
 from slime.config.checks.megatron_support import asks_for_something, check_megatron_flags
+from slime.config.checks.precision_checks import check_fp8, check_precision_aware
 from slime.config.checks.te_checks import check_kernels
 from slime.config.flags.draft import Draft
-from slime.config.flags.precision_checks import check_fp8, check_precision_aware
 from slime.config.flags.registry import all_flags
 from slime.config.flags.spec import option_of
+from slime.config.installed import is_installed
 from slime.config.megatron_models import check_model_type, check_rope
 from slime.core.errors import ConfigError
 

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from slime.config.data_spec import DataSpec
+from slime.config.datasets import DataSpec
 from slime.config.flags.draft import Draft
 from slime.config.flags.registry import foreign_flags
 from slime.core.errors import ConfigError

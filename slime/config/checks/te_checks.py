@@ -9,9 +9,9 @@
 
 from __future__ import annotations
 
-from slime.config.checks.installed import is_installed
 from slime.config.flags.draft import Draft
 from slime.config.flags.spec import option_of
+from slime.config.installed import is_installed
 from slime.core.errors import ConfigError
 
 TE_ATTENTION = ("fused", "unfused")

@@ -9,12 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from slime.config.flags.spec import Flag, Kind, is_set, option_of
-from slime.config.flags.tables import table_flags
 from slime.config.flags.train import MUON
 
 
-def megatron_flags() -> list[Flag]:
-    fields = table_flags("megatron", "Megatron-core")
+def megatron_flags(fields: list[Flag]) -> list[Flag]:
+    """Return the fields of megatron-core's configs as they are spelled, and flags without a field."""
     group = fields[0].group
     return [_respell(flag) for flag in fields] + [
         Flag(

@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from slime.config.flags.registry import all_flags
-from slime.config.flags.tables import read_table
+from slime.config.flags.registry import all_flags, read_table
 from slime.core.errors import ConfigError
 
 Argv = list[str]

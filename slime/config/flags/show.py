@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slime.config.checks.installed import count_gpus
 from slime.config.flags.registry import all_flags
+from slime.config.installed import count_gpus
 from slime.utils.printable import safe_text
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from slime.config.arguments import Args
-from slime.config.data_spec import DataSpec
+from slime.config.datasets import DataSpec
 from slime.config.reward_types import check_row_type
 from slime.core.errors import ConfigError
 from slime.core.types import Sample

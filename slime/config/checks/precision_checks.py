@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime.config.checks.installed import is_installed
 from slime.config.flags.draft import Draft
 from slime.config.flags.spec import option_of
+from slime.config.installed import is_installed
 from slime.core.errors import ConfigError
 from slime.utils.machine import compute_capability, torch_cuda_version
 
@@ -30,7 +30,7 @@ def check_precision_aware(draft: Draft) -> None:
         return
     if not draft["use_distributed_optimizer"]:
         raise ConfigError(
-            "--use-precision-aware-optimizer needs the distributed optimizer: leave out "
+            "--use-precision-aware-optimizer needs the distributed optimizer: remove "
             "--no-use-distributed-optimizer"
         )
     if draft["optimizer_cpu_offload"]:

@@ -1,15 +1,16 @@
-"""What is refused or said about a run whose engines are SGLang servers."""
+"""Rules about the engines: SGLang servers, the embedded engine, and external engines."""
 
 from __future__ import annotations
 
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.config.checks.hf_config import read_hf_config
+from slime.config.checks.embedded_engine import embedded_support
+from slime.config.checks.file_checks import read_hf_config
 from slime.config.flags.draft import Draft
 from slime.config.flags.registry import all_flags
 from slime.config.flags.sglang_options import check_owned, known_version, sglang_argv
-from slime.config.sglang_install import find_sglang
+from slime.config.installed import find_sglang
 from slime.core.errors import ConfigError
 
 _ROUTER_OWNED = {
@@ -19,6 +20,39 @@ _ROUTER_OWNED = {
     "router_port": "remove it: slime finds a free port",
 }
 _DRAFTLESS = ("NGRAM",)  # algorithms that guess without weights
+
+
+def check_engine(draft: Draft) -> None:
+    check_external(draft)
+    if draft["rollout_engine"] == "sglang":
+        check_sglang(draft)
+    if draft["rollout_engine"] != "slime":
+        return
+    for name in draft.given_names():
+        flag = all_flags()[name]
+        if flag.family == "router":
+            raise ConfigError(
+                f"{flag.option}: the embedded engine is reached without a router: remove it"
+            )
+        off = draft[name] is False and not flag.default
+        if flag.family != "sglang" or off or draft[name] == flag.default:
+            continue
+        if embedded_support(name.removeprefix("sglang_")) == "refused":
+            raise ConfigError(
+                f"{flag.option} is not supported by the embedded engine: remove it, or use "
+                "--rollout-engine sglang"
+            )
+    algorithm = draft["sglang_speculative_algorithm"]
+    if algorithm and algorithm.upper() != "NGRAM":
+        raise ConfigError(
+            f"--sglang-speculative-algorithm {algorithm}: the embedded engine guesses by prompt lookup "
+            "alone: write NGRAM, or use --rollout-engine sglang"
+        )
+    if draft["rollout_num_gpus_per_engine"] > 1:
+        raise ConfigError(
+            f"--rollout-num-gpus-per-engine {draft['rollout_num_gpus_per_engine']}: the embedded engine "
+            "has no tensor parallelism: use 1, or --rollout-engine sglang"
+        )
 
 
 def check_sglang(draft: Draft) -> None:
