@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from slime.core.dp_schedule import executions_of_steps, loss_weights
+from slime.core.dp_schedule import loss_weights, trajectories_per_step
 from slime.core.types import RolloutBatch
 
 VOCAB_SIZE = 50
@@ -15,7 +15,7 @@ def random_batch(
     *,
     seed: int = 0,
     max_len: int = 9,
-    rows_per_execution: int = 1,
+    rows_per_trajectory: int = 1,
     group_size: int = 3,
     global_batch_size: int = 10**6,
     per_token: bool = False,
@@ -25,7 +25,7 @@ def random_batch(
     rng = np.random.default_rng(seed)
     prompt_lens = rng.integers(1, max_len + 1, num_rows)
     response_lens = rng.integers(1, max_len + 1, num_rows)
-    rollout_ids = 100 - np.arange(num_rows) // rows_per_execution  # any ids, not ascending
+    rollout_ids = 100 - np.arange(num_rows) // rows_per_trajectory  # any ids, not ascending
     masks = [(rng.random(n) < 0.8).astype(np.int8) for n in response_lens]
 
     def log_probs() -> list[np.ndarray]:
@@ -44,7 +44,7 @@ def random_batch(
         "group_indices": np.arange(num_rows) // group_size,
         "sample_indices": np.arange(num_rows),
         "rollout_ids": rollout_ids,
-        "executions": executions_of_steps(rollout_ids, global_batch_size),
+        "num_trajectories": trajectories_per_step(rollout_ids, global_batch_size),
         "old_log_probs": log_probs(),
         "ref_log_probs": log_probs(),
         "rollout_log_probs": log_probs(),

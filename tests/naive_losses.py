@@ -16,7 +16,7 @@ EPS = {"eps_clip": 0.2, "eps_clip_high": 0.3}
 
 def batch_and_log_probs(seed=0, per_token=False):
     """A batch of one step, and the policy's own log-probs of it, near the old ones."""
-    batch = random_batch(N, seed=seed, rows_per_execution=2, per_token=per_token)
+    batch = random_batch(N, seed=seed, rows_per_trajectory=2, per_token=per_token)
     rng = np.random.default_rng(seed + 1)
     batch.teacher_log_probs = [  # carries the new log-probs through pack
         (row + rng.normal(0, 0.3, len(row))).astype(np.float32) for row in batch.old_log_probs
@@ -130,7 +130,7 @@ def spreads():
             [rows[r] for r in mb]
             for rows, schedule in ranks
             for number, mb in enumerate(schedule.steps[0])
-            if (0, number) not in schedule.fillers
+            if (0, number) not in schedule.dummies
         ]
 
 

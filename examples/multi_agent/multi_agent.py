@@ -1,7 +1,7 @@
 """Three roles of one model on each prompt: a solver answers, a critic comments, a reviser answers again.
 
 Each role is a segment of its own, with its own prompt, all trained on. The segments share `rollout_id`,
-over which the loss is averaged, so that an execution of three segments weighs as much as one of one.
+over which the loss is averaged, so that a trajectory of three segments weighs as much as one of one.
 The reviser's answer is graded; the critic shares its reward, the solver is graded for its own.
 """
 
@@ -29,7 +29,9 @@ async def generate(args, sample: Sample, sampling_params: dict) -> list[Sample]:
     reviser = await one_turn(args, segment(args, sample, text), sampling_params)
     segments = [solver, critic, reviser]
     if any(one.status == Status.ABORTED for one in segments):
-        reviser.status = Status.ABORTED  # the group starts over: parts of an execution are no use
+        reviser.status = (
+            Status.ABORTED
+        )  # the group starts over: parts of a trajectory are of no use
         return segments
     solver.reward = await async_rm(args, solver)
     critic.reward = reviser.reward = await async_rm(args, reviser)
@@ -39,7 +41,7 @@ async def generate(args, sample: Sample, sampling_params: dict) -> list[Sample]:
 
 
 def segment(args, sample: Sample, text: str) -> Sample:
-    """A fresh sample of the same execution with another prompt."""
+    """A fresh sample of the same trajectory with another prompt."""
     tokenizer = load_tokenizer(args.hf_checkpoint)
     if args.apply_chat_template:
         messages = [{"role": "user", "content": text}]

@@ -268,12 +268,12 @@ class TrainRayActor(Backend):
         assert batch.schedule is not None
         for step_id, step in enumerate(batch.schedule.steps):
             yield [
-                self.pack(batch, rows, filler=(step_id, number) in batch.schedule.fillers)
+                self.pack(batch, rows, dummy=(step_id, number) in batch.schedule.dummies)
                 for number, rows in enumerate(step)
             ]
 
-    def pack(self, batch: RolloutBatch, rows: list[int], *, filler: bool = False) -> TrainBatch:
-        return pack(batch, rows, self.parallel, filler=filler)
+    def pack(self, batch: RolloutBatch, rows: list[int], *, dummy: bool = False) -> TrainBatch:
+        return pack(batch, rows, self.parallel, dummy=dummy)
 
     def unpack(self, column: torch.Tensor, batch: TrainBatch) -> list[np.ndarray]:
         """The response part of each row of a packed column [T], of which this rank may hold a part."""
@@ -290,7 +290,7 @@ class TrainRayActor(Backend):
 
         A critic's forward pass gives values in place of `log_probs`.
         """
-        reported = not batch.filler and batch.rollout_log_probs is not None
+        reported = not batch.dummy and batch.rollout_log_probs is not None
         if self.role == "actor" and reported and batch.old_log_probs is None:
             result.log_probs.update(zip(batch.rows, self.unpack(log_probs, batch), strict=True))
         output = self._loss(batch, log_probs, entropy, self.cp_group)

@@ -73,7 +73,7 @@ class TrainHooks:
         masks = rows.cut(batch.loss_mask)
         reduce = self._reducer(_total_lens(batch), batch.response_lens, masks, per_token)
         # The user's sum is over samples (or tokens); what it is divided by spans the whole step.
-        scale = rows.largest(batch.loss_weights) if per_token else 1 / batch.executions
+        scale = rows.largest(batch.loss_weights) if per_token else 1 / batch.num_trajectories
         return lambda losses: rows.share(reduce(torch.cat(rows.cut(losses))) * scale)
 
 

@@ -1,14 +1,14 @@
-"""Exceptions with a meaning of their own.
+"""The exceptions of slime.
 
-UserError                 a mistake of the user's; its text is all they see, no traceback
-└── ConfigError           wrong flag, impossible combination; exit status 2
-WeightSyncError           an update that did not reach an engine, which may be dead
-WeightMismatchError       an engine does not hold the weights the trainer sent
+UserError                 a mistake of the user; its text is printed without a traceback
+└── ConfigError           a wrong flag or an impossible combination; exit status 2
+WeightSyncError           a weight update did not reach an engine, which may be dead
+WeightMismatchError       an engine does not hold the weights that the trainer sent
 """
 
 
 class UserError(Exception):
-    """What is wrong, where, and what to type instead; printed alone, without a traceback."""
+    """The text says what is wrong, where, and what to type; printed without a traceback."""
 
     exit_status = 1
 
@@ -18,8 +18,8 @@ class ConfigError(UserError):
 
 
 class WeightSyncError(RuntimeError):
-    """An update that did not reach an engine; the text names the engine and the bucket."""
+    """A weight update did not reach an engine; the text names the engine and the bucket."""
 
 
 class WeightMismatchError(RuntimeError):
-    """The checksums of some tensors in an engine differ from those the trainer sent."""
+    """The checksums of some tensors in an engine differ from those that the trainer sent."""

@@ -1,4 +1,4 @@
-"""Metrics that are summed over micro-batches and ranks before they become numbers."""
+"""Reduce metrics over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from slime.core.types import MetricSum
 
 Sums = Mapping[str, MetricSum]
 Maxima = Mapping[str, float]
-Gather = Callable[[object], list]  # one object of every rank -> all of them, on every rank
+Gather = Callable[[object], list]  # all-gather of one object per rank
 
 
 def add_up(parts: Iterable[Sums]) -> dict[str, MetricSum]:
-    """The sum of each metric over parts (micro-batches, steps, ranks) that may lack some of them."""
+    """Sum each metric over parts (micro-batches, steps, ranks), of which some may lack it."""
     totals: dict[str, MetricSum] = {}
     for part in parts:
         for name, value in part.items():
@@ -21,10 +21,9 @@ def add_up(parts: Iterable[Sums]) -> dict[str, MetricSum]:
 
 
 def reduce_metrics(sums: Sums, maxima: Maxima | None = None, *, gather: Gather) -> dict[str, float]:
-    """Means of the sums and largest of the maxima over all ranks, the same on each of them.
+    """Return the means of the sums and the largest of the maxima over all ranks, on every rank.
 
-    Ranks (0.5+0.5)/2 and 0.8/1 give mean 0.6, not 0.65. A sum that counts nothing is left out, as
-    is a maximum no rank has.
+    Ranks (0.5+0.5)/2 and 0.8/1 give mean 0.6, not 0.65. A sum with count 0 is omitted.
     """
     gathered = gather((dict(sums), dict(maxima or {})))
     means = {k: v.mean for k, v in add_up(part for part, _ in gathered).items() if v.count}
@@ -36,5 +35,5 @@ def reduce_metrics(sums: Sums, maxima: Maxima | None = None, *, gather: Gather) 
 
 
 def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """{"loss": 1.0} under "train" is {"train/loss": 1.0}."""
+    """Prefix the names: {"loss": 1.0} under "train" is {"train/loss": 1.0}."""
     return {f"{prefix}/{name}": value for name, value in metrics.items()}

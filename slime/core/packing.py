@@ -1,8 +1,8 @@
-"""Rows of a RolloutBatch laid end to end as one TrainBatch, and values of it cut back into rows.
+"""Pack rows of a RolloutBatch into one TrainBatch, and unpack values of it into rows.
 
-With context parallelism of size C each row is padded to a multiple of 2*C and cut into 2*C chunks;
+With context parallelism of size C each row is padded to a multiple of 2*C and split into 2*C chunks;
 rank r holds chunks r and 2*C-1-r of every row, so that under causal attention all ranks have the
-same work. Labels are shifted before the cut: a rank's last token of a chunk still knows the next.
+same work. Labels are shifted before the split: the last token of a chunk still has its label.
 For C = 2 and a row of tokens 0..7, rank 0 holds [0, 1, 6, 7] and rank 1 holds [2, 3, 4, 5].
 """
 
@@ -32,15 +32,15 @@ def pack(
     rows: list[int],
     parallel: ParallelInfo,
     *,
-    filler: bool = False,
+    dummy: bool = False,
     equal_multiple: int | None = None,
 ) -> TrainBatch:
-    """Pack the given rows, in this order, for this rank; a filler counts for nothing in the loss.
+    """Pack the given rows, in this order, for this rank; a `dummy` has weight 0 in the loss.
 
     With `equal_multiple` all rows are padded to one length, the next multiple of it on each rank.
 
-    All columns are this rank's slice, and so is `cu_seqlens` (its last entry is the slice's T): the
-    offsets and `max_seqlen` of the padded sequences over all context ranks are `cp_size` times those.
+    All columns are this rank's slice, and so are `cu_seqlens` (its last entry is the slice's T) and
+    `max_seqlen`: those of the padded sequences over all context ranks are `cp_size` times as large.
     """
     if batch.loss_weights is None:
         raise ValueError("the batch has no loss_weights; see slime.core.dp_schedule.loss_weights")
@@ -65,22 +65,24 @@ def pack(
         tokens=layout.local(tokens),
         position_ids=layout.local(position_ids),
         labels=layout.local(labels),
-        loss_mask=zeros if filler else response_column(batch.loss_masks),
-        loss_weights=zeros if filler else response_column(batch.loss_weights),
+        loss_mask=zeros if dummy else response_column(batch.loss_masks),
+        loss_weights=zeros if dummy else response_column(batch.loss_weights),
         cu_seqlens=layout.cu_seqlens,
         max_seqlen=int(max(layout.padded)) // parallel.cp_size,
         rows=list(rows),
         prompt_lens=prompt_lens,
         response_lens=response_lens,
-        executions=1 if batch.executions is None else int(batch.executions[rows[0]]),
-        filler=filler,
+        num_trajectories=1
+        if batch.num_trajectories is None
+        else int(batch.num_trajectories[rows[0]]),
+        dummy=dummy,
         routed_experts=_experts(batch, rows, layout),
         **{name: response_column(c) for name, c in columns.items() if c is not None},
     )
 
 
 def unpack(values: torch.Tensor, train_batch: TrainBatch, *, cp_size: int = 1) -> list[np.ndarray]:
-    """The response part of each row of a packed column [T], as float32 arrays of length R.
+    """Return the response part of each row of a packed column [T], as float32 arrays of length R.
 
     Under context parallelism `values` is the whole column, from `join_slices`.
     """
@@ -95,7 +97,7 @@ def unpack(values: torch.Tensor, train_batch: TrainBatch, *, cp_size: int = 1) -
 
 
 def join_slices(slices: Sequence[torch.Tensor], train_batch: TrainBatch) -> torch.Tensor:
-    """The whole padded column from the slices that the context ranks 0..C-1 hold of it."""
+    """Return the whole padded column from the slices of the context ranks 0..C-1."""
     cp_size = len(slices)
     if cp_size == 1:
         return slices[0]
@@ -107,7 +109,7 @@ def join_slices(slices: Sequence[torch.Tensor], train_batch: TrainBatch) -> torc
 
 
 def zigzag_index(padded_lens: np.ndarray, cp_rank: int, cp_size: int) -> np.ndarray:
-    """Positions, in a packed column of padded rows, of the tokens that one context rank holds."""
+    """Return the positions of one context rank's tokens in a packed column of padded rows."""
     chunk = np.asarray(padded_lens) // (2 * cp_size)
     starts = np.cumsum(padded_lens) - padded_lens
     pairs = np.stack([starts + chunk * cp_rank, starts + chunk * (2 * cp_size - 1 - cp_rank)], 1)
@@ -115,7 +117,7 @@ def zigzag_index(padded_lens: np.ndarray, cp_rank: int, cp_size: int) -> np.ndar
 
 
 def _experts(batch: RolloutBatch, rows: list[int], layout: _Layout) -> torch.Tensor | None:
-    """[T, layers, experts per token]; padding is free to go anywhere."""
+    """Return [T, layers, experts per token]; -1 for padding, which any expert may process."""
     if batch.routed_experts is None:
         return None
     chosen = [batch.routed_experts[r] for r in rows]
@@ -125,7 +127,7 @@ def _experts(batch: RolloutBatch, rows: list[int], layout: _Layout) -> torch.Ten
 
 
 class _Layout:
-    """Where each row lies in the whole packed sequence, and which part of it this rank holds."""
+    """Offsets of the rows in the whole packed sequence, and the part that this rank holds."""
 
     def __init__(self, lens: list[int], parallel: ParallelInfo, equal_multiple: int | None) -> None:
         unit = 2 * parallel.cp_size if parallel.cp_size > 1 else 1
@@ -149,7 +151,7 @@ class _Layout:
 
 
 def _ranges(starts: np.ndarray, lens: Sequence[int] | np.ndarray) -> np.ndarray:
-    """start, start+1, ... for each (start, length), one after the other: (5, 2), (9, 1) -> 5 6 9."""
+    """Concatenate start, start+1, ... of each (start, length): (5, 2), (9, 1) -> 5 6 9."""
     lens = np.asarray(lens)
     ends = np.cumsum(lens)
     return np.arange(ends[-1]) + np.repeat(starts - (ends - lens), lens)

@@ -1,4 +1,4 @@
-"""What actors tell the driver: numbers and references, in classes that import nothing heavy."""
+"""Results that actors return to the driver: numbers and references, without heavy imports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class RolloutResult:
-    """One generate call: references for the trainer, numbers for the user."""
+    """Result of one generate call: references for the trainer, metrics for the user."""
 
     batch_refs: list[Any] = field(default_factory=list)  # one per data-parallel rank
     metrics: dict[str, float] = field(default_factory=dict)
@@ -16,24 +16,24 @@ class RolloutResult:
 
 @dataclass(kw_only=True, frozen=True)
 class TrainReport:
-    """One call of `train`; equal on every rank."""
+    """Result of one call of `train`, equal on every rank."""
 
     metrics: dict[str, float]
 
 
 @dataclass(kw_only=True, frozen=True)
 class Probe:
-    """Log-probs of tokens[1:], each behind all tokens before it, as the trainer computes them."""
+    """Log-probs of tokens[1:], each given all tokens before it, as computed by the trainer."""
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
     temperature: float
-    tolerance: float  # largest difference that rounding explains
+    tolerance: float  # largest difference that rounding can cause
 
 
 @dataclass(kw_only=True, frozen=True)
 class SyncReport:
-    """One update. 248 MB in 0.5 s, 0.1 s of it for checksums: metrics() has 0.496 GB/s and 20 %."""
+    """One weight update. 248 MB in 0.5 s, of which 0.1 s are checksums: 0.496 GB/s and 20 %."""
 
     version: int
     nbytes: int
@@ -41,7 +41,7 @@ class SyncReport:
     num_buckets: int
     num_engines: int
     seconds: float
-    checksum_seconds: float  # summing what was sent, and waiting for the engines to sum theirs
+    checksum_seconds: float  # own checksums, and waiting for the engines'
     probe: Probe | None = None  # for engines whose checksums do not show everything
 
     def metrics(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What crosses from rollout to trainer: scored rows as columns, and the order in which they are trained on."""
+"""RolloutBatch, which goes from rollout to trainer, and the schedule in which it is trained on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SCALAR_DTYPES = {
     "group_indices": np.int64,
     "sample_indices": np.int64,
     "rollout_ids": np.int64,
-    "executions": np.int64,
+    "num_trajectories": np.int64,
 }
 _TOTAL_DTYPES = {"tokens": np.int32}
 _RESPONSE_DTYPES = {
@@ -35,7 +35,7 @@ _RAGGED = {**_TOTAL_DTYPES, **_RESPONSE_DTYPES, "routed_experts": np.int16}
 
 @dataclass(kw_only=True)
 class RolloutBatch:
-    """Rows of scored responses as columns of 1-D numpy arrays: what crosses from rollout to trainer.
+    """Rows of scored responses as columns of 1-D numpy arrays, sent from rollout to trainer.
 
     Two rows, "1+1=" -> "2" and "3" -> "4 5"::
 
@@ -47,9 +47,9 @@ class RolloutBatch:
         loss_weights  = [float32[.25, .25], float32[.125, .125, .125, .125]]
 
     `loss_weights` is the weight of each response token in the loss of its optimizer step, taken over
-    the whole global batch. It is fixed before rows are spread over ranks and micro-batches, which is
-    why the loss cannot depend on how they are spread. The columns from `old_log_probs` on are filled
-    by the trainer.
+    the whole global batch. It is computed before rows are distributed over ranks and micro-batches, so
+    the loss does not depend on the distribution. The trainer fills in the columns from
+    `old_log_probs` on.
     """
 
     tokens: list[np.ndarray]  # N x [P+R] int32
@@ -61,7 +61,7 @@ class RolloutBatch:
     group_indices: np.ndarray  # [N] int64
     sample_indices: np.ndarray  # [N] int64
     rollout_ids: np.ndarray  # [N] int64
-    executions: np.ndarray | None = None  # [N] int64: how many there are in the row's step
+    num_trajectories: np.ndarray | None = None  # [N] int64: in the row's step
     loss_weights: list[np.ndarray] | None = None  # N x [R]
     rollout_log_probs: list[np.ndarray] | None = None  # N x [R]
     teacher_log_probs: list[np.ndarray] | None = None  # N x [R]
@@ -70,7 +70,7 @@ class RolloutBatch:
     values: list[np.ndarray] | None = None  # N x [R]
     advantages: list[np.ndarray] | None = None  # N x [R]
     returns: list[np.ndarray] | None = None  # N x [R]
-    routed_experts: list[np.ndarray] | None = None  # N x [P+R, layers, experts per token], -1: free
+    routed_experts: list[np.ndarray] | None = None  # N x [P+R, layers, experts per token], -1: any
     metadata: list[dict[str, Any] | None] | None = None
     schedule: Schedule | None = None  # row indices of this batch by optimizer step and micro-batch
 
@@ -93,7 +93,7 @@ class RolloutBatch:
         return [len(row) for row in self.tokens]
 
     def check(self) -> None:
-        """Every column has one entry per row, and every row the length its kind asks for."""
+        """Raise ValueError unless every column has one entry per row, each of the right length."""
         count = len(self.tokens)
         for name in [*_SCALAR_DTYPES, *_RAGGED, "metadata"]:
             column = getattr(self, name)
@@ -119,7 +119,7 @@ class RolloutBatch:
                 )
 
     def select(self, rows: list[int], schedule: Schedule | None = None) -> RolloutBatch:
-        """The given rows as a batch of their own."""
+        """Return a batch of the given rows."""
         columns: dict[str, Any] = {}
         for f in fields(self):
             column = getattr(self, f.name)
@@ -131,7 +131,7 @@ class RolloutBatch:
         return RolloutBatch(**columns, schedule=schedule)
 
     def __getstate__(self) -> dict[str, Any]:
-        """One flat buffer per column, so that a batch moves between processes without per-row cost."""
+        """Flatten each column into one buffer, so that sending a batch has no cost per row."""
         state = dict(self.__dict__)
         for name in _RAGGED:
             column = state[name]
@@ -150,9 +150,9 @@ class RolloutBatch:
 
 @dataclass(kw_only=True, frozen=True)
 class CriticColumns:
-    """What actor and critic tell each other about the rows of one rank: N x [R] each.
+    """What actor and critic exchange about the rows of one rank: N x [R] each.
 
-    The critic gives `values` alone; the actor gives them back with the `returns` they led to::
+    The critic sends `values`; the actor returns them with the `returns` computed from them::
 
         values  = [float32[0.2, 0.4]]     of one row with two response tokens and reward 1
         returns = [float32[1.0, 1.0]]
@@ -168,14 +168,13 @@ class Schedule:
 
     `steps[k]` are the micro-batches of step k, each a list of row indices. Every rank has the same
     number of steps and of micro-batches per step, as collective operations need; a rank that has no
-    row left for a micro-batch repeats a row listed in `fillers` there, which counts for nothing.
-    `log_prob_micro_batches` covers the same rows once, cut by the budget of forward-only passes.
+    row left for a micro-batch runs a dummy, which repeats a row with weight 0.
+    `log_prob_micro_batches` covers the same rows once, split by the budget of forward-only passes.
 
         steps = [[[0, 2], [1]], [[3], [4]]]     two steps of two micro-batches each
     """
 
     steps: list[list[list[int]]]
     log_prob_micro_batches: list[list[int]]
-    fillers: frozenset[tuple[int, int]] = (
-        frozenset()
-    )  # (step, micro-batch); -1 as step: log-prob pass
+    # (step, micro-batch) of the dummies; step -1 is the log-prob pass
+    dummies: frozenset[tuple[int, int]] = frozenset()

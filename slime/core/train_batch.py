@@ -1,17 +1,17 @@
-"""What a trainer's forward pass and its loss work on: one packed micro-batch."""
+"""TrainBatch, one packed micro-batch, and the inputs and outputs of the loss."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # processes that only hand records on start without it
+if TYPE_CHECKING:  # processes that only pass records on start without torch
     import torch
 
 
 @dataclass(kw_only=True, frozen=True)
 class MetricSum:
-    """A mean that can still be added up: MetricSum(total=6, count=3) + MetricSum(total=2, count=1) is 8/4."""
+    """A mean as sum and count, which add up: (total=6, count=3) + (total=2, count=1) has mean 8/4."""
 
     total: float
     count: float
@@ -26,16 +26,16 @@ class MetricSum:
 
 @dataclass(kw_only=True)
 class TrainBatch:
-    """One packed micro-batch, the same for both trainers. Rows lie end to end in one sequence.
+    """One packed micro-batch, the same for both trainers: rows concatenated into one sequence.
 
-    A value belonging to response token j of a row with P prompt tokens stands at position P+j-1, the
-    position whose output predicts that token; `labels` holds the predicted token there. For rows
+    A value of response token j of a row with P prompt tokens is at position P+j-1, the position
+    whose output predicts that token; `labels` holds the predicted token there. For rows
     [5, 9 | 6, 0] and [7 | 8] (prompt | response)::
 
         tokens       = [5, 9, 6, 0, 7, 8]
         position_ids = [0, 1, 2, 3, 0, 1]
         cu_seqlens   = [0, 4, 6]
-        labels       = [9, 6, 0, 0, 8, 0]        the last of a row predicts nothing
+        labels       = [9, 6, 0, 0, 8, 0]        the last token of a row has no label
         loss_mask    = [0, 1, 1, 0, 1, 0]
         loss_weights = [0, .25, .25, 0, .5, 0]   already divided by lengths and global batch
 
@@ -52,8 +52,10 @@ class TrainBatch:
     rows: list[int]  # rows of the RolloutBatch, in packing order
     prompt_lens: list[int]
     response_lens: list[int]
-    executions: int = 1  # of the optimizer step, on all ranks
-    filler: bool = False  # repeats rows to keep ranks in step, and counts for nothing
+    num_trajectories: int = 1  # in the optimizer step, on all ranks
+    dummy: bool = (
+        False  # repeats a row with weight 0, so that all ranks run equally many micro-batches
+    )
     advantages: torch.Tensor | None = None  # [T]
     returns: torch.Tensor | None = None  # [T]
     values: torch.Tensor | None = None  # [T]
@@ -63,9 +65,9 @@ class TrainBatch:
     teacher_log_probs: torch.Tensor | None = None  # [T]
     routed_experts: torch.Tensor | None = None  # [T, layers, experts per token]
 
-    def as_filler(self) -> TrainBatch:
+    def as_dummy(self) -> TrainBatch:
         zeros = self.loss_mask * 0
-        return replace(self, filler=True, loss_mask=zeros, loss_weights=zeros)
+        return replace(self, dummy=True, loss_mask=zeros, loss_weights=zeros)
 
     def to(self, device: torch.device | str) -> TrainBatch:
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -79,7 +81,7 @@ class TrainBatch:
 
 @dataclass(kw_only=True)
 class LossInputs:
-    """What a loss sees of one packed micro-batch; every tensor is [T], zero where the mask is zero."""
+    """Inputs of a loss function: tensors [T] of one packed micro-batch, zero where the mask is zero."""
 
     log_probs: torch.Tensor
     loss_mask: torch.Tensor
@@ -97,7 +99,7 @@ class LossInputs:
 
 @dataclass(kw_only=True)
 class LossOutput:
-    """The loss of one micro-batch: a sum that adds up over micro-batches and ranks, and its metrics."""
+    """The loss of one micro-batch, a sum that adds up over micro-batches and ranks, and its metrics."""
 
     loss: torch.Tensor
     metrics: dict[str, MetricSum]

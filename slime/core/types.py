@@ -1,8 +1,7 @@
-"""The nouns every part of slime shares; data only, no behaviour beyond keeping themselves consistent.
+"""Records shared by all packages: samples here, batches of rows in rollout_batch.py and train_batch.py.
 
 Shape letters used across the project: N samples, G group size, T packed tokens, R response tokens,
-V vocabulary, H hidden size. Here are samples and where things are; batches of training rows are in
-rollout_batch.py, packed ones in train_batch.py.
+V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Status(str, Enum):
     FAILED = "failed"
 
 
-# Fields with lists and dictionaries inside; in all others there are numbers.
+# Fields that may hold nested lists and dictionaries.
 _NESTED = ("prompt", "label", "metadata", "train_metadata", "multimodal_inputs", "reward")
 
 
@@ -40,17 +39,17 @@ class Sample:
 
     Example: the prompt "1+1=" is tokens [5, 9, 5, 7]; the response "2" is [6], then end-of-text [0]::
 
-        tokens = [5, 9, 5, 7, 6, 0]      prompt and response together
+        tokens = [5, 9, 5, 7, 6, 0]      prompt and response
         response_length = 2              the last two of them
         loss_mask = [1, 1]               one entry per response token
-        rollout_log_probs = [-0.7, -0.1] what the engine gave each response token
-        weight_versions = [3, 3]         the weights that produced each response token
+        rollout_log_probs = [-0.7, -0.1] of each response token, from the engine
+        weight_versions = [3, 3]         of the weights that generated each response token
     """
 
     # set by the data source
-    group_index: int | None = None  # which prompt of the run; siblings share it
+    group_index: int | None = None  # which prompt of the run; the samples of a group share it
     index: int | None = None  # unique per sample over the whole run
-    rollout_id: int | None = None  # the execution this came from; default: index
+    rollout_id: int | None = None  # the trajectory it came from; default: index
     prompt: str | list[dict[str, Any]] = ""
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -70,7 +69,7 @@ class Sample:
     # set by scoring and filtering
     reward: float | dict[str, Any] | None = None
     teacher_log_probs: list[float] | None = None
-    remove_sample: bool = False  # kept for the statistics, trained on with weight 0
+    remove_sample: bool = False  # counts in statistics, has weight 0 in training
     train_metadata: dict[str, Any] | None = None
 
     Status = Status
@@ -85,8 +84,8 @@ class Sample:
     ) -> None:
         """Add tokens to the response, keeping tokens, loss mask, log-probs and versions aligned.
 
-        Tokens the model did not produce (tool output) are `trainable=False`; their log-probs may be
-        left out and become 0.
+        Tokens that the model did not generate (tool output) are `trainable=False`; their log-probs
+        default to 0.
         """
         count = len(tokens)
         if log_probs is None and trainable:
@@ -108,7 +107,7 @@ class Sample:
         self.weight_versions += weight_versions
 
     def clone(self) -> Sample:
-        """A copy whose lists and dictionaries are its own, nested ones too."""
+        """Return a copy with copies of its lists and dictionaries, nested ones too."""
         clone = object.__new__(type(self))
         for name, value in self.__dict__.items():
             if name in _NESTED:
@@ -117,7 +116,7 @@ class Sample:
         return clone
 
     def get_reward_value(self, key: str | None) -> float:
-        """The scalar the trainer uses: `reward` itself, or `reward[key]` when it is a dictionary."""
+        """Return the scalar reward: `reward` itself, or `reward[key]` if it is a dictionary."""
         if isinstance(self.reward, dict):
             if key is None or key not in self.reward:
                 raise KeyError(
@@ -140,18 +139,18 @@ class Sample:
 
 
 def _copied(value: Any) -> Any:
-    """Lists and dictionaries anew; whatever else a hook keeps there, such as a connection, is shared."""
+    """Copy lists and dictionaries; other objects that a hook stores, such as a connection, are shared."""
     if isinstance(value, dict):
         return {key: _copied(inner) for key, inner in value.items()}
     return [_copied(inner) for inner in value] if isinstance(value, list) else value
 
 
-Group = list[Sample]  # siblings of one prompt
+Group = list[Sample]  # the samples of one prompt
 
 
 @dataclass(kw_only=True, frozen=True)
 class ParallelInfo:
-    """Where one rank stands in the training layout. DP2 x CP2, third rank: dp_rank=1, cp_rank=0."""
+    """The coordinates of one rank in the training layout. DP2 x CP2, third rank: dp_rank=1, cp_rank=0."""
 
     rank: int = 0
     world_size: int = 1
@@ -167,9 +166,9 @@ class ParallelInfo:
 
 @dataclass(kw_only=True, frozen=True)
 class EngineInfo:
-    """How to reach one inference engine, and which device it sits on ("cpu", or a GPU's uuid)."""
+    """The address of one inference engine and its devices ("cpu", or GPU uuids)."""
 
     url: str
     device_ids: tuple[str, ...] = ("cpu",)
     kind: str = "slime"  # "slime" or "sglang"
-    version: str = ""  # of the server, where somebody else runs it
+    version: str = ""  # of the server, for external engines

@@ -1,4 +1,4 @@
-"""`--save-debug-train-data`: the rows a rank trained on, with all that was computed for them."""
+"""`--save-debug-train-data`: write the rows that a rank trained on, with everything computed for them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import numpy as np
 
 from slime.core.types import RolloutBatch
 
+_KEYS = {"num_trajectories": "executions"}  # the key in files of all versions
+
 
 def save_train_data(template: str | None, rollout_id: int, rank: int, batch: RolloutBatch) -> None:
-    """One file per rank; `{rollout_id}` and `{rank}` in the template are replaced.
+    """Write one file per rank; `{rollout_id}` and `{rank}` in the template are replaced.
 
     A dictionary of columns for `torch.load(path, weights_only=True)`: a tensor where there is one number
     per row, a list of tensors where there is one per token, and the schedule of the steps.
@@ -24,11 +26,11 @@ def save_train_data(template: str | None, rollout_id: int, rank: int, batch: Rol
     path.parent.mkdir(parents=True, exist_ok=True)
     record: dict[str, object] = {"rollout_id": rollout_id, "rank": rank}
     for column in fields(batch):
-        value = getattr(batch, column.name)
+        value, key = getattr(batch, column.name), _KEYS.get(column.name, column.name)
         if isinstance(value, np.ndarray):
-            record[column.name] = torch.from_numpy(value.copy())
+            record[key] = torch.from_numpy(value.copy())
         elif isinstance(value, list) and value and isinstance(value[0], np.ndarray):
-            record[column.name] = [torch.from_numpy(row.copy()) for row in value]
+            record[key] = [torch.from_numpy(row.copy()) for row in value]
     if batch.schedule is not None:
         record["steps"] = batch.schedule.steps
     temporary = path.with_name(f".{path.name}.tmp")

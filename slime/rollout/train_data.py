@@ -9,7 +9,7 @@ import numpy as np
 from slime.algorithms.advantages import normalize_group_rewards
 from slime.algorithms.group_rewards import overlong_penalty
 from slime.config.arguments import Args
-from slime.core.dp_schedule import executions_of_steps, loss_weights, make_schedule
+from slime.core.dp_schedule import loss_weights, make_schedule, trajectories_per_step
 from slime.core.errors import UserError
 from slime.core.types import RolloutBatch, Sample, Status
 from slime.rollout.base_types import ConvertSamples, RewardPostProcess
@@ -107,7 +107,7 @@ def split_batch(
         global_batch_size=args.global_batch_size,
         per_token=args.calculate_per_token_loss,
     )
-    batch.executions = executions_of_steps(batch.rollout_ids, args.global_batch_size)
+    batch.num_trajectories = trajectories_per_step(batch.rollout_ids, args.global_batch_size)
     by_tokens = args.use_dynamic_batch_size
     parts = make_schedule(
         batch.total_lens,

@@ -112,7 +112,7 @@ def test_equal_log_probs_change_nothing():
 def test_mismatch_over_owned_rows():
     batch = random_batch(8)
     batch.schedule = Schedule(
-        steps=[[[0, 2], [1], [3]]], log_prob_micro_batches=[[0]], fillers=frozenset({(0, 2)})
+        steps=[[[0, 2], [1], [3]]], log_prob_micro_batches=[[0]], dummies=frozenset({(0, 2)})
     )
     batch.old_log_probs[0][batch.loss_masks[0].argmax()] -= 9  # the largest gap is downwards
     sums, maxima = mismatch_metrics(batch, breakdown=True)

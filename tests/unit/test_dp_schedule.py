@@ -26,10 +26,10 @@ def schedule_inputs(draw):
 
 
 def micro_batches(rows, schedule, step):
-    """(global rows, whether a filler) of each micro-batch of a step; step -1 is the log-prob pass."""
+    """(global rows, whether a dummy) of each micro-batch of a step; step -1 is the log-prob pass."""
     listed = schedule.log_prob_micro_batches if step == -1 else schedule.steps[step]
     return [
-        ([rows[local] for local in mb], (step, number) in schedule.fillers)
+        ([rows[local] for local in mb], (step, number) in schedule.dummies)
         for number, mb in enumerate(listed)
     ]
 
@@ -52,7 +52,7 @@ def test_every_row_counts_once_in_its_step_and_ranks_keep_pace(inputs):
     for step in [-1, *range(num_steps)]:
         per_rank = [micro_batches(rows, schedule, step) for rows, schedule in schedules]
         assert len({len(mbs) for mbs in per_rank}) == 1
-        counted = Counter(r for mbs in per_rank for mb, filler in mbs if not filler for r in mb)
+        counted = Counter(r for mbs in per_rank for mb, dummy in mbs if not dummy for r in mb)
         wanted = range(num_rows) if step == -1 else [r for r in range(num_rows) if steps[r] == step]
         assert counted == Counter(wanted)
         assert all(mb for mbs in per_rank for mb, _ in mbs)
@@ -89,7 +89,7 @@ def test_fillers_repeat_a_row_of_the_rank_and_rows_of_ranks_are_disjoint(inputs)
         owned += mine
         assert rows == sorted(set(rows))
         assert set(mine) == set(rows) or (not mine and len(rows) == 1)
-        for step, number in schedule.fillers:
+        for step, number in schedule.dummies:
             listed = schedule.log_prob_micro_batches if step == -1 else schedule.steps[step]
             (repeated,) = listed[number]
             lens = [inputs["total_lens"][row] for row in rows]
@@ -113,7 +113,7 @@ def test_without_a_budget_micro_batches_are_full_where_counts_divide(balance, dp
     )
     for _, schedule in schedules:
         assert [[len(mb) for mb in step] for step in schedule.steps] == [[3] * (8 // dp_size)] * 2
-        assert not schedule.fillers
+        assert not schedule.dummies
 
 
 def test_without_balance_rows_are_dealt_in_order():
@@ -214,9 +214,9 @@ def test_ranks_without_rows_are_lent_the_shortest():
         [9, 4], [0, 1], dp_size=4, global_batch_size=2, micro_batch_size=1, max_tokens=None
     )
     assert sorted(rows for rows, _ in schedules) == [[0], [1], [1], [1]]
-    lent = [(rows, s) for rows, s in schedules if s.fillers]
+    lent = [(rows, s) for rows, s in schedules if s.dummies]
     assert [rows for rows, _ in lent] == [[1], [1]]
-    assert all(s.fillers == {(0, 0), (-1, 0)} and not counted_rows(s, 1) for _, s in lent)
+    assert all(s.dummies == {(0, 0), (-1, 0)} and not counted_rows(s, 1) for _, s in lent)
 
 
 def test_without_a_schedule_every_row_counts():

@@ -142,21 +142,21 @@ def test_unpack_gives_back_the_rows(cp_size):
 def test_a_filler_counts_for_nothing(cp_size):
     batch = random_batch(3)
     here = ParallelInfo(cp_rank=cp_size - 1, cp_size=cp_size)
-    filler, real = (pack(batch, [1, 2], here, filler=f) for f in (True, False))
-    assert len(filler.loss_weights) == len(filler.loss_mask) == len(real.tokens)
+    dummy, real = (pack(batch, [1, 2], here, dummy=f) for f in (True, False))
+    assert len(dummy.loss_weights) == len(dummy.loss_mask) == len(real.tokens)
     assert real.loss_weights.abs().sum() > 0
-    assert not filler.loss_weights.any() and not filler.loss_mask.any()
-    torch.testing.assert_close(filler.tokens, real.tokens)
+    assert not dummy.loss_weights.any() and not dummy.loss_mask.any()
+    torch.testing.assert_close(dummy.tokens, real.tokens)
 
 
 def test_a_batch_turned_into_a_filler_is_one_and_leaves_the_original():
     real = pack(random_batch(3), [1, 2], ParallelInfo())
     weights = real.loss_weights.clone()
-    filler = real.as_filler()
-    assert filler.filler and not real.filler
-    assert not filler.loss_weights.any() and not filler.loss_mask.any()
+    dummy = real.as_dummy()
+    assert dummy.dummy and not real.dummy
+    assert not dummy.loss_weights.any() and not dummy.loss_mask.any()
     torch.testing.assert_close(real.loss_weights, weights)
-    assert real.loss_mask.any() and filler.tokens is real.tokens
+    assert real.loss_mask.any() and dummy.tokens is real.tokens
 
 
 def test_optional_columns_stay_absent():

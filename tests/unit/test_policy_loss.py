@@ -299,7 +299,7 @@ def test_metrics_are_the_same_however_rows_are_spread():
 
 
 def test_a_filler_has_no_loss_but_a_gradient_of_zero():
-    packed = pack(batch_and_log_probs(), [0, 1], ParallelInfo(), filler=True)
+    packed = pack(batch_and_log_probs(), [0, 1], ParallelInfo(), dummy=True)
     for estimator in ("grpo", "gspo", "cispo"):
         log_probs = torch.zeros(len(packed.tokens), requires_grad=True)
         output = policy_loss(loss_inputs(packed, log_probs=log_probs), estimator=estimator, **EPS)

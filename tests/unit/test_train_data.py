@@ -142,7 +142,7 @@ def test_split_deals_every_row_once_with_total_weight_one(dp_size):
     for part in parts:
         for step, micro_batches in enumerate(part.schedule.steps):
             for number, rows in enumerate(micro_batches):
-                if (step, number) not in part.schedule.fillers:
+                if (step, number) not in part.schedule.dummies:
                     seen += part.sample_indices[rows].tolist()
                     weight += sum(part.loss_weights[row].sum() for row in rows)
     assert sorted(seen) == list(range(8))

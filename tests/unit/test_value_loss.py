@@ -14,7 +14,7 @@ CLIP = 0.3
 
 
 def batch_of_values(per_token=False):
-    batch = random_batch(8, seed=4, rows_per_execution=2, per_token=per_token)
+    batch = random_batch(8, seed=4, rows_per_trajectory=2, per_token=per_token)
     rng = np.random.default_rng(0)
     batch.values = [rng.normal(size=n).astype(np.float32) for n in batch.response_lens]
     batch.returns = [rng.normal(size=n).astype(np.float32) for n in batch.response_lens]

@@ -97,11 +97,11 @@ class FSDPTrainRayActor(TrainRayActor):
 
     # ---- training
 
-    def pack(self, batch: RolloutBatch, rows: list[int], *, filler: bool = False) -> TrainBatch:
+    def pack(self, batch: RolloutBatch, rows: list[int], *, dummy: bool = False) -> TrainBatch:
         """In order of length, which lets attention take neighbours in one call."""
         rows = sorted(rows, key=lambda row: len(batch.tokens[row]))
         multiple = 1 if self.args.qkv_format == "bshd" else None
-        packed = pack(batch, rows, self.parallel, filler=filler, equal_multiple=multiple)
+        packed = pack(batch, rows, self.parallel, dummy=dummy, equal_multiple=multiple)
         return packed.to(current_device())
 
     @torch.no_grad()
@@ -110,10 +110,10 @@ class FSDPTrainRayActor(TrainRayActor):
         assert batch.schedule is not None
         columns = [np.zeros(length, np.float32) for length in batch.response_lens]
         for number, rows in enumerate(batch.schedule.log_prob_micro_batches):
-            filler = (-1, number) in batch.schedule.fillers
-            micro_batch = self.pack(batch, rows, filler=filler)
+            dummy = (-1, number) in batch.schedule.dummies
+            micro_batch = self.pack(batch, rows, dummy=dummy)
             values, _ = sharded.module(micro_batch)
-            if not filler:
+            if not dummy:
                 for row, column in zip(micro_batch.rows, unpack(values, micro_batch), strict=True):
                     columns[row] = column
         sharded.reshard()

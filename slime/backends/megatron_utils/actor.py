@@ -142,13 +142,13 @@ class MegatronTrainRayActor(TrainRayActor):
 
     # ---- training
 
-    def pack(self, batch: RolloutBatch, rows: list[int], *, filler: bool = False) -> TrainBatch:
+    def pack(self, batch: RolloutBatch, rows: list[int], *, dummy: bool = False) -> TrainBatch:
         rows = sorted(rows, key=lambda row: len(batch.tokens[row]))
         multiple = None
         if self.args.qkv_format == "bshd":
             multiple = self.parallel.tp_size if self.config.sequence_parallel else 1
             multiple *= fp8_multiple(self.config)
-        packed = pack(batch, rows, self.parallel, filler=filler, equal_multiple=multiple)
+        packed = pack(batch, rows, self.parallel, dummy=dummy, equal_multiple=multiple)
         return packed.to(current_device())
 
     def unpack(self, column: torch.Tensor, batch: TrainBatch) -> list[np.ndarray]:
@@ -170,9 +170,9 @@ class MegatronTrainRayActor(TrainRayActor):
 
     def log_probs(self, batch: RolloutBatch, model: ModelName) -> list[np.ndarray]:
         assert batch.schedule is not None
-        fillers = batch.schedule.fillers
+        dummies = batch.schedule.dummies
         micro_batches = [
-            self.pack(batch, rows, filler=(-1, number) in fillers)
+            self.pack(batch, rows, dummy=(-1, number) in dummies)
             for number, rows in enumerate(batch.schedule.log_prob_micro_batches)
         ]
         self._hook(
@@ -193,7 +193,7 @@ class MegatronTrainRayActor(TrainRayActor):
         columns = [np.zeros(length, np.float32) for length in batch.response_lens]
         for micro_batch, values in zip(micro_batches, outputs, strict=False):
             unpacked = self.unpack(values, micro_batch)
-            if not micro_batch.filler:
+            if not micro_batch.dummy:
                 for row, column in zip(micro_batch.rows, unpacked, strict=True):
                     columns[row] = column
         return self._from_last_stage(columns)
@@ -242,7 +242,7 @@ class MegatronTrainRayActor(TrainRayActor):
         kept: dict[int, np.ndarray] = {}
         for micro_batch, rows in zip(micro_batches, seen, strict=False):
             experts = recorded_rows(rows, micro_batch, self.config.num_layers)
-            if not micro_batch.filler:
+            if not micro_batch.dummy:
                 kept.update(zip(micro_batch.rows, experts, strict=True))
         some = next(iter(kept.values()))
         batch.routed_experts = [

@@ -111,7 +111,7 @@ class Passes:
     def _inputs(self, batches: list[TrainBatch]) -> list[Inputs]:
         if self._virtual:  # takes micro-batches in rounds of one per pipeline rank
             missing = -len(batches) % self._parallel.pp_size
-            batches = batches + [batches[-1].as_filler()] * missing
+            batches = batches + [batches[-1].as_dummy()] * missing
         if self._padded:
             return [self._padded_inputs(batch) for batch in batches]
         lens = [self._round_up(len(batch.tokens)) for batch in batches]
