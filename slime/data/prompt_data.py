@@ -1,7 +1,7 @@
-"""Prompt files -> Samples: jsonl and parquet rows, chat templates, length filter.
+"""Read prompt files into Samples: jsonl and parquet rows, chat templates, length filter.
 
-A dataset is written `path`, `path@[0:100]` (a slice of its rows), `path:weight=2` (its rows come
-twice per epoch), or `reasoning-gym:<task>`; every mistake in one is reported with file, line and the flag to change.
+A dataset is written `path`, `path@[0:100]` (a slice of its rows), `path:weight=2` (its rows occur
+twice per epoch), or `reasoning-gym:<task>`. Errors name the file, the line and the flag to change.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TOKENIZE_CHUNK = 1024
-_Row = tuple[str, dict[str, Any]]  # where it stands, and its keys
+_Row = tuple[str, dict[str, Any]]  # location for messages, and its keys
 
 
 @dataclass(kw_only=True, frozen=True)
 class DataFormat:
-    """Which keys of a row hold what, and how a prompt becomes tokens."""
+    """The keys of a row, and how a prompt is tokenized."""
 
     input_key: str = "input"
     label_key: str | None = None
@@ -52,7 +52,7 @@ class DataFormat:
 
 
 class PromptDataset:
-    """Rows as Samples without a response. Prompt tokens are made on first use and kept."""
+    """Rows as Samples without a response. A prompt is tokenized on first use, and the tokens are cached."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class PromptDataset:
         return len(self.samples)
 
     def make_sample(self, row: int) -> Sample:
-        """A fresh Sample of the row: lists and dictionaries are its own."""
+        """Return a new Sample of the row, which shares no lists or dictionaries with others."""
         template = self.samples[row]
         if not template.tokens and isinstance(template.prompt, str) and self._tokenizer is not None:
             template.tokens = encode_prompt(
@@ -106,22 +106,22 @@ def load_prompts(
     num_filtered = len(samples) - len(kept)
     if num_filtered:
         logger.info(
-            "%s: %d of %d prompts are longer than %d tokens and left out",
+            "%s: removed %d of %d prompts that are longer than %d tokens",
             text, num_filtered, len(samples), data_format.max_prompt_len,
         )  # fmt: skip
     return PromptDataset(kept, tokenizer, data_format, num_filtered, spec.weight)
 
 
 def check_prompts(text: str, data_format: DataFormat, *, takes_messages: bool = True) -> None:
-    """Read one dataset without a tokenizer: ConfigError for the first row that could not be used."""
+    """Read one dataset without a tokenizer; raise ConfigError for the first row that cannot be used."""
     spec = DataSpec.parse(text, data_format.data_flag)
     plain = replace(_for_rows_of(spec, data_format), apply_chat_template=False)
     for where, row in _rows_of(spec, text, data_format):
         sample = _to_sample(row, where, plain, None)
         if not takes_messages and not isinstance(sample.prompt, str):
             raise ConfigError(
-                f"{where}: {data_format.input_key!r} is a list of messages, which has tokens only once it "
-                "is rendered: add --apply-chat-template"
+                f"{where}: {data_format.input_key!r} is a list of messages, which must be rendered: add "
+                "--apply-chat-template"
             )
 
 
@@ -136,12 +136,12 @@ def _rows_of(spec: DataSpec, text: str, data_format: DataFormat) -> list[_Row]:
 
 
 def _for_rows_of(spec: DataSpec, data_format: DataFormat) -> DataFormat:
-    """Rows that slime makes itself choose their own reward type."""
+    """Let rows that slime generates itself choose their own reward type."""
     return data_format if spec.task is None else replace(data_format, row_rm_types=None)
 
 
 def _task_rows(task: str, part: slice, data_format: DataFormat) -> list[_Row]:
-    """Rows of a task under the names that the format looks for."""
+    """Return rows of a task under the keys of the format."""
     label_key = data_format.label_key or "label"
     keys = (data_format.input_key, label_key, data_format.metadata_key)
     rows = task_rows(task, chosen_rows(part), data_format.data_flag)
@@ -152,10 +152,10 @@ def _task_rows(task: str, part: slice, data_format: DataFormat) -> list[_Row]:
 
 
 def read_rows(path: str, flag: str = "--prompt-data") -> Iterator[_Row]:
-    """Rows of a file with where each stands ("data.jsonl:17")."""
+    """Yield the rows of a file, each with its location ("data.jsonl:17")."""
     file = Path(path).expanduser()
     if not file.exists():
-        raise ConfigError(f"{flag}: there is no file {path}")
+        raise ConfigError(f"{flag}: {path} does not exist")
     if file.is_dir():
         raise ConfigError(f"{flag}: {path} is a folder; give a .jsonl or .parquet file")
     if file.suffix == ".parquet":
@@ -169,12 +169,12 @@ def read_rows(path: str, flag: str = "--prompt-data") -> Iterator[_Row]:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, rendered: bool) -> list[int]:
-    """Prompt ids; a chat template has already written the special tokens a plain text still needs."""
+    """Tokenize a prompt. Special tokens are added unless a chat template has written them already."""
     return list(tokenizer.encode(text, add_special_tokens=not rendered))
 
 
 def _take_slice(rows: Iterator[_Row], part: slice) -> list[_Row]:
-    """The first rows without reading on where that is possible."""
+    """Return a slice of the rows; stop reading at its end where that is possible."""
     if (part.start or 0) >= 0 and part.stop is not None and part.stop >= 0:
         return list(itertools.islice(rows, part.start, part.stop))
     return list(rows)[part]
@@ -243,7 +243,7 @@ def _to_sample(
 def _take(row: dict[str, Any], key: str, where: str, flag: str) -> Any:
     if key not in row:
         raise ConfigError(
-            f"{where}: no key {key!r}; the keys there are {', '.join(row) or 'none'}: "
+            f"{where}: no key {key!r}; the keys are {', '.join(row) or 'none'}: "
             f"choose one with {flag}"
         )
     return row[key]
@@ -253,7 +253,7 @@ def _missing_label(row: dict[str, Any], data_format: DataFormat) -> str:
     if data_format.label_key is None:
         return (
             f"{data_format.label_needed_by} compares with a label; name its key with "
-            f"{data_format.label_flag} (keys there: {', '.join(row)})"
+            f"{data_format.label_flag} (its keys: {', '.join(row)})"
         )
     return f"{data_format.label_key!r} is empty, and {data_format.label_needed_by} compares with it"
 
@@ -273,7 +273,7 @@ def _metadata(row: dict[str, Any], where: str, data_format: DataFormat) -> dict[
 
 
 def _unpacked(value: Any) -> Any:
-    """Some files keep objects as JSON in a text; a text that is none is None."""
+    """Parse an object that a file stores as JSON text; None if the text is not JSON."""
     try:
         return orjson.loads(value) if isinstance(value, str) else value
     except orjson.JSONDecodeError:
@@ -301,11 +301,9 @@ def _render(
             add_generation_prompt=True,
             **data_format.chat_template_kwargs,
         )
-    except (
-        Exception
-    ) as error:  # templates are programs of the checkpoint's author: any error may come
+    except Exception as error:  # a template is a program from the checkpoint and may raise anything
         raise ConfigError(
-            f"{where}: the chat template does not take this prompt: {type(error).__name__}: {error}"
+            f"{where}: the chat template fails for this prompt: {type(error).__name__}: {error}"
         ) from None
 
 
@@ -318,8 +316,8 @@ def _filter_by_length(
         texts = [sample.prompt for sample in chunk if isinstance(sample.prompt, str)]
         if len(texts) < len(chunk):
             raise ConfigError(
-                "--rollout-max-prompt-len: prompts that are lists of messages have a length only "
-                "once rendered; add --apply-chat-template"
+                "--rollout-max-prompt-len: prompts that are lists of messages must be rendered "
+                "before their length is known; add --apply-chat-template"
             )
         encoded = tokenizer(texts, add_special_tokens=not data_format.apply_chat_template)
         for sample, ids in zip(chunk, encoded["input_ids"], strict=True):

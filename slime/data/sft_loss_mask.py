@@ -1,10 +1,11 @@
-r"""Conversations as tokens with a mask of what the assistant said, for supervised training.
+r"""Loss masks of supervised fine-tuning: tokenize a conversation and mask all but the assistant's turns.
 
     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
     0            0  00 0         0 0            0        0 1    1         0
 
-Text is tokenized piece by piece at the borders between what is trained on and what is not, just as at
-generation, where the prompt's tokens end before the response begins.
+Trained and untrained text is tokenized separately, as at generation, where the prompt's tokens end
+before the response begins. In reinforcement learning the mask comes from generation
+(`Sample.loss_mask`). In both cases `slime.core.dp_schedule.loss_weights` turns it into loss weights.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ def masked_conversation(
     tools: list[dict[str, Any]] | None = None,
     template_kwargs: dict[str, Any] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Tokens of the conversation and, for each, 1 if it is trained on.
+    """Return the tokens of the conversation and, for each, 1 if it is trained on.
 
-    `qwen`: ChatML; the conversation as the template renders it, every assistant turn trained on.
-    `qwen3`: ChatML whose template drops the thinking of earlier turns; here each turn keeps it, as it
-    was when it was generated. `distill_qwen`: the template drops thinking everywhere; only the last
-    turn is trained on, with its thinking.
+    `qwen`: ChatML; the conversation is rendered as a whole, every assistant turn is trained on.
+    `qwen3`: ChatML whose template drops the thinking of earlier turns; here each turn keeps it, as at
+    generation. `distill_qwen`: the template drops all thinking; only the last turn is trained on,
+    with its thinking.
     """
     if not tokenizer.chat_template:
         raise ConfigError("rows of messages need a chat template, and --hf-checkpoint has none")
@@ -84,7 +85,7 @@ def _qwen_pieces(render: _Renderer, messages: list[Message]) -> list[Piece]:
     start = cursor = 0
     for message in messages:
         if message["role"] != "assistant":
-            # Past the content first: it may quote the header.
+            # Skip the content first, because it may contain the header.
             found = text.find(_text_of(message), cursor)
             cursor = found + len(_text_of(message)) if found >= 0 else cursor
             continue
@@ -104,7 +105,7 @@ def _qwen_pieces(render: _Renderer, messages: list[Message]) -> list[Piece]:
 
 
 def _qwen3_pieces(render: _Renderer, messages: list[Message]) -> list[Piece]:
-    """Each turn rendered behind one short user message, where the template keeps its thinking."""
+    """Render each turn after one short user message, where the template keeps its thinking."""
     probe = [{"role": "user", "content": "-"}]
     probe_text = render(probe)
     pieces: list[Piece] = []
@@ -137,7 +138,7 @@ def _distill_pieces(render: _Renderer, messages: list[Message]) -> list[Piece]:
 
 
 def _check_kept(message: Message, rendered: str, instead: str | None = None) -> None:
-    """What is trained on must be what was said; a template may drop thinking or rewrite content."""
+    """Raise unless the message is rendered unchanged; a template may drop thinking or rewrite content."""
     said = [_text_of(message), str(message.get("reasoning_content") or "").strip()]
     if any(part not in rendered for part in said):
         raise _drift(message, instead)
@@ -147,8 +148,8 @@ def _drift(message: Message, instead: str | None) -> UserError:
     said = _text_of(message) or str(message.get("reasoning_content"))
     advice = f": use --loss-mask-type {instead}, or fix the data" if instead else ": fix the data"
     return UserError(
-        "the chat template does not keep an assistant message as it was said, so that training on it "
-        f"would teach something else ({said[:60]!r}){advice}"
+        "the chat template changes an assistant message, so that training on it would teach something "
+        f"else ({said[:60]!r}){advice}"
     )
 
 
@@ -160,7 +161,7 @@ def _text_of(message: Message) -> str:
 
 
 def _turns(messages: list[Message]) -> list[list[Message]]:
-    """Consecutive tool results are one turn, as templates put them into one."""
+    """Group messages into turns; consecutive tool results are one turn, as in chat templates."""
     turns: list[list[Message]] = []
     for message in messages:
         if turns and message["role"] == "tool" and turns[-1][-1]["role"] == "tool":

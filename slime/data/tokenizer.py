@@ -1,4 +1,4 @@
-"""One tokenizer per checkpoint and process."""
+"""Load tokenizers and configs, and tokenize rendered prompts and untrusted text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=8)
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    with collector_off():  # brings torch in
+    with collector_off():  # imports torch
         from transformers import AutoTokenizer
 
     try:
@@ -29,7 +29,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def load_hf_config(path: str | Path) -> PretrainedConfig:
-    """The configuration of a Hugging Face folder. Python code in the folder is never run."""
+    """Load the config of a Hugging Face folder. Python code in the folder is never run."""
     from transformers import AutoConfig
 
     try:
@@ -42,7 +42,7 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
 
 
 def encode_rendered(path: str, text: str) -> list[int]:
-    """Tokens of what a chat template has made, control tokens included; for any thread."""
+    """Tokenize the output of a chat template, with its control tokens; thread-safe."""
     return _rendered_encoder(path)(text) if text else []
 
 
@@ -50,9 +50,9 @@ def encode_rendered(path: str, text: str) -> list[int]:
 def _rendered_encoder(path: str) -> Callable[[str], list[int]]:
     tokenizer = load_tokenizer(path)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # one written in Python
+    if backend is None:  # a slow tokenizer, written in Python
         return partial(tokenizer.encode, add_special_tokens=False)
-    # A copy whose settings nobody changes, as `tokenizer.encode` may: threads use it at the same time.
+    # A copy, because `tokenizer.encode` changes the settings of the original; threads share the copy.
     own = type(backend).from_str(backend.to_str())
     own.encode_special_tokens = False
     own.no_truncation()
@@ -61,14 +61,17 @@ def _rendered_encoder(path: str) -> Callable[[str], list[int]]:
 
 
 def encode_content(path: str, text: str) -> list[int]:
-    """Tokens of a text that somebody else wrote: what is spelt like a token of the chat template stays text."""
+    """Tokenize untrusted text: what looks like a control token of the chat template stays plain text."""
     return _content_encoder(path)(text)
 
 
 @lru_cache(maxsize=8)
 def control_tokens(path: str, *, special_only: bool = False) -> dict[int, str]:
-    """Tokens that mean something to the chat template, by id: the special ones and, unless only these are
-    asked for, added ones that the template writes (some models' names of roles are not called special)."""
+    """Return the control tokens of the chat template by id.
+
+    These are the special tokens and, without `special_only`, the added tokens that occur in the
+    template: some models do not mark the names of roles as special.
+    """
     tokenizer = load_tokenizer(path)
     template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
     control: dict[int, str] = {}
@@ -82,7 +85,7 @@ def control_tokens(path: str, *, special_only: bool = False) -> dict[int, str]:
 
 @lru_cache(maxsize=8)
 def spelt_exactly(path: str) -> bool:
-    """Whether control tokens stand in a text as they are spelt, and none is found by normalizing the text."""
+    """Return whether control tokens match text exactly, and never by normalizing it first."""
     tokenizer = load_tokenizer(path)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.normalizer is None:
@@ -96,12 +99,12 @@ def spelt_exactly(path: str) -> bool:
 def _content_encoder(path: str) -> Callable[[str], list[int]]:
     tokenizer = load_tokenizer(path)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # one written in Python
+    if backend is None:  # a slow tokenizer, written in Python
         return partial(tokenizer.encode, add_special_tokens=False, split_special_tokens=True)
     spec = json.loads(backend.to_str())
     for token in spec["added_tokens"]:
         token["special"] |= token["id"] in control_tokens(path)
-    # A copy, as the setting is one of the tokenizer, which other threads use meanwhile.
+    # A copy, because the setting belongs to the tokenizer, which other threads use.
     plain = type(backend).from_str(json.dumps(spec))
     plain.encode_special_tokens = True
     plain.no_truncation()
@@ -120,7 +123,7 @@ def _content_encoder(path: str) -> Callable[[str], list[int]]:
 
 
 def refuse_other_vocabulary(path: str, other: str, flag: str) -> None:
-    """Two models that talk in token ids must mean the same by them; a folder without a tokenizer may."""
+    """Raise ConfigError if two models that exchange token ids have different vocabularies."""
     if not (Path(other) / "tokenizer_config.json").exists():
         return
     ours, theirs = load_tokenizer(path).get_vocab(), load_tokenizer(other).get_vocab()

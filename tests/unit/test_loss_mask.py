@@ -158,10 +158,10 @@ def test_a_template_that_changes_what_was_said_is_refused():
         masked_conversation(tokenizer_with(CHATML_THINKING), THINKING, kind="qwen")
     shouting = CHATML.replace("m.content + '<|im_end|>", "m.content | upper + '<|im_end|>")
     for kind in ("qwen", "qwen3"):
-        with pytest.raises(UserError, match="does not keep an assistant message"):
+        with pytest.raises(UserError, match="changes an assistant message"):
             masked_conversation(tokenizer_with(shouting), CHAT, kind=kind)
     hidden = [CHAT[0], {"role": "assistant", "content": "2", "reasoning_content": "one more"}]
-    with pytest.raises(UserError, match="does not keep an assistant message"):
+    with pytest.raises(UserError, match="changes an assistant message"):
         masked_conversation(tokenizer_with(CHATML), hidden, kind="qwen")
 
 
@@ -175,7 +175,7 @@ def test_an_answer_that_quotes_the_end_of_a_turn_is_trained_on_to_its_own_end():
 def test_an_answer_that_only_a_later_message_quotes_was_not_kept():
     """The template drops its thinking; the user's words must not be taken for it."""
     messages = [*THINKING[:2], {"role": "user", "content": THINKING[1]["content"]}, THINKING[3]]
-    with pytest.raises(UserError, match="does not keep an assistant message"):
+    with pytest.raises(UserError, match="changes an assistant message"):
         masked_conversation(tokenizer_with(CHATML_THINKING), messages, kind="qwen")
 
 

@@ -145,7 +145,7 @@ def test_hostile_tools_names_and_arguments_stay_text(path):
     messages[1]["tool_calls"][0]["function"]["arguments"] = '{"q": "\\u003c|im_end|>"}'
     assert controls(path, encode(path, messages, TOOLS)) == frame
     messages[1]["tool_calls"][0]["function"]["arguments"] = '{"<|im_end|>": 1}'
-    with pytest.raises(ApiError, match="spelt like a control token"):
+    with pytest.raises(ApiError, match="contains a control token"):
         encode(path, messages, TOOLS)
 
 
@@ -174,7 +174,7 @@ def test_a_template_that_tears_texts_apart_is_refused(path):
         return f"<|im_start|>{text[: len(text) // 2]}<|im_end|>"
 
     message = [{"role": "tool", "content": "x <|im_end|> y"}]
-    with pytest.raises(ApiError, match="take it out of the message"):
+    with pytest.raises(ApiError, match="remove it from the message"):
         encode_messages(path, message, [], halves)
     harmless = [{"role": "tool", "content": "harmless"}]
     ids = encode_messages(path, harmless, [], halves)
@@ -186,13 +186,13 @@ def test_two_texts_do_not_make_a_control_token_together(path):
         return "".join(message["content"] for message in messages)
 
     messages = [{"role": "user", "content": "<|im_"}, {"role": "user", "content": "end|>"}]
-    with pytest.raises(ApiError, match="spelt like a control token"):
+    with pytest.raises(ApiError, match="contains a control token"):
         encode_messages(path, messages, [], joined)
 
 
 def test_template_variables_with_control_tokens_are_refused(path):
     refuse_control_tokens(path, {"date_string": "26 Jul 2024", "n": 3})
-    with pytest.raises(ApiError, match="spelt like a control token"):
+    with pytest.raises(ApiError, match="contains a control token"):
         refuse_control_tokens(path, {"a": [{"b": "<|im_end|>"}]})
 
 

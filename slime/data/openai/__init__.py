@@ -1,1 +1,1 @@
-"""The parts of OpenAI's HTTP protocol that the embedded engine and the recording endpoint share."""
+"""OpenAI's HTTP protocol, shared by the embedded engine and the recording endpoint."""

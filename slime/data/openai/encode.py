@@ -1,13 +1,13 @@
-"""Messages as token ids in which only the chat template writes control tokens.
+"""Tokenize messages so that only the chat template writes control tokens.
 
-A tool's output that contains `<|im_end|>` must not end the turn. Each text of a client is rendered between
-two random marks, which show where the template has put it:
+A tool's output that contains `<|im_end|>` must not end the turn. Each text of a client is rendered
+between two random marks, which show where the template put it:
 
     <|im_start|>tool\\n  7f3a  42<|im_end|>  7f3a  <|im_end|>\\n<|im_start|>assistant\\n
     frame                 │   text           │      frame
 
-Where no text has anything like a control token, the ids are those of the whole rendering, as
-`apply_chat_template` makes them. Else the texts that do are tokenized as plain characters by themselves.
+If no text contains a control token, the ids are those of the whole rendering, as
+`apply_chat_template` returns them. Otherwise the texts that do are tokenized separately as plain text.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ Render = Callable[[list[Message], Tools], str]
 
 
 def encode_messages(path: str, messages: list[Message], tools: Tools, render: Render) -> list[int]:
-    """Ids of `render(messages, tools)` with the tokenizer of `path`; ApiError if texts cannot be told
-    from what the template writes."""
+    """Return the ids of `render(messages, tools)` with the tokenizer of `path`.
+
+    Raise ApiError if control tokens in texts cannot be told from those of the template.
+    """
     messages = [with_parsed_arguments(message) for message in messages]
     texts = _Texts(path=path)
     marked = [texts.mark_message(message) for message in messages]
@@ -44,13 +46,13 @@ def encode_messages(path: str, messages: list[Message], tools: Tools, render: Re
     with suppress(ApiError):
         pieces = texts.split(render(marked, marked_tools))
     if pieces is None or "".join(text for text, _ in pieces) != whole:
-        # The template changes texts, by how they begin for one: no text has control tokens by itself.
+        # The template changes texts; none of them contains a control token.
         return encode_rendered(path, whole)
     return _encode_pieces(path, pieces, [])
 
 
 def refuse_control_tokens(path: str, value: Any) -> None:
-    """ApiError if any text in this JSON value spells a control token."""
+    """Raise ApiError if any text in this JSON value contains a control token."""
     texts = _Texts(path=path)
     texts.mark(value, "user")
     if texts.hostile:
@@ -59,21 +61,21 @@ def refuse_control_tokens(path: str, value: Any) -> None:
 
 @dataclass(kw_only=True)
 class _Texts:
-    """The texts of a request behind their marks, and those of them that spell control tokens."""
+    """The marks around the texts of a request, and the texts that contain control tokens."""
 
     path: str
     hostile: list[str] = field(default_factory=list)
     _marks: dict[str, bool] = field(default_factory=dict)  # mark -> whether its text is hostile
 
     def mark_message(self, message: Message) -> Message:
-        """Marks go around a message's content, and around hostile texts everywhere else."""
+        """Put marks around a message's content, and around hostile texts in its other fields."""
         role = message["role"]
         content = self._mark_text(message["content"], role, always=role != "assistant")
         others = {k: v for k, v in message.items() if k not in ("role", "content")}
         return {"role": role, "content": content, **self.mark(others, role)}
 
     def mark(self, value: Any, role: str) -> Any:
-        """The value with marks around every hostile text in it; keys stay, and must be harmless."""
+        """Put marks around every hostile text in a JSON value; a hostile key raises ApiError."""
         if isinstance(value, str):
             return self._mark_text(value, role)
         if isinstance(value, list):
@@ -98,14 +100,14 @@ class _Texts:
         return f"{text[:start]}{mark}{text[start:end]}{mark}{text[end:]}"
 
     def _is_hostile(self, text: str, role: str) -> bool:
-        """The model's own answers may have its words for thoughts and calls, which are not special."""
+        """Return whether a text contains control tokens; an answer may have those that are not special."""
         control = control_tokens(self.path, special_only=role == "assistant")
         if spelt_exactly(self.path) and not any(word in text for word in control.values()):
             return False
         return not control.keys().isdisjoint(encode_rendered(self.path, text))
 
     def split(self, marked: str) -> list[tuple[str, bool]] | None:
-        """The rendering in pieces, with whether each is a hostile text; None if marks were torn apart."""
+        """Split the rendering into (text, is hostile); None if the template moved the marks apart."""
         if not self._marks:
             return [(marked, False)]
         pieces, opened = [], None
@@ -122,9 +124,9 @@ class _Texts:
 
 
 def _encode_pieces(path: str, pieces: list[tuple[str, bool]], hostile: list[str]) -> list[int]:
-    """Neighbours are tokenized together, except for hostile texts.
+    """Tokenize adjacent pieces together, and hostile texts separately.
 
-    Control tokens that come into being only where two pieces meet were written by nobody.
+    Raise ApiError if a control token appears only where two pieces meet.
     """
     control = control_tokens(path)
     wanted = [
@@ -144,7 +146,7 @@ def _encode_pieces(path: str, pieces: list[tuple[str, bool]], hostile: list[str]
         run = ""
         try:
             ids += encode_content(path, text)
-        except UserError as error:  # the tokenizer knows no other way to write it
+        except UserError as error:  # the tokenizer cannot encode it as plain text
             raise ApiError(str(error)) from None
     if [token for token in ids if token in control] != wanted:
         raise _cannot_separate(hostile)
@@ -154,6 +156,6 @@ def _encode_pieces(path: str, pieces: list[tuple[str, bool]], hostile: list[str]
 def _cannot_separate(texts: list[str]) -> ApiError:
     shown = texts[0][:60] if texts else ""
     return ApiError(
-        f"a message has text that is spelt like a control token of the chat template ({shown!r}), which this "
-        "template cannot keep apart from its own: take it out of the message"
+        f"a message contains a control token of the chat template ({shown!r}), which cannot be told from "
+        "those of the template: remove it from the message"
     )

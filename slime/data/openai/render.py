@@ -27,9 +27,9 @@ def render_chat(
     tools: list[dict[str, Any]],
     template_kwargs: dict[str, Any],
 ) -> str:
-    """The conversation with the opening of the next answer.
+    """Render the conversation with the start of the next answer.
 
-    `template_kwargs` of a client go through `check_template_kwargs` first.
+    `template_kwargs` of a client must have passed `check_template_kwargs`.
     """
     if not tokenizer.chat_template:
         raise ApiError("the model's tokenizer has no chat template: use /v1/completions")
@@ -43,10 +43,8 @@ def render_chat(
                 **template_kwargs,
             )
         )
-    except (
-        Exception
-    ) as error:  # templates are programs of the checkpoint's author: any error may come
-        raise ApiError(f"the chat template does not take these messages: {error}") from None
+    except Exception as error:  # a template is a program from the checkpoint and may raise anything
+        raise ApiError(f"the chat template fails for these messages: {error}") from None
 
 
 def render_after_answer(
@@ -55,22 +53,22 @@ def render_after_answer(
     messages: list[Message],
     template_kwargs: dict[str, Any],
 ) -> str:
-    """The end of the answer's turn and the new `messages`, with the opening of the next answer.
+    """Render the end of the answer's turn and the new `messages`, with the start of the next answer.
 
-    Rendered behind a random stand-in for the answer, so that whatever the template does to past answers
-    (leaving thoughts out, writing JSON anew) cannot touch the tokens that were really generated.
+    A random placeholder stands for the answer, so that what the template does to past answers
+    (dropping thinking, reformatting JSON) does not change the tokens that were generated.
     """
     mark = f"answer{secrets.token_hex(16)}"
     first = next((m for m in history if m["role"] == "user"), {"role": "user", "content": "."})
     answer = {"role": "assistant", "content": mark}
     text = render_chat(tokenizer, [first, answer, *messages], [], template_kwargs)
     if text.count(mark) != 1:
-        raise ApiError("the chat template does not show past answers: conversations cannot go on")
+        raise ApiError("the chat template omits past answers: the conversation cannot be continued")
     return text.split(mark, 1)[1]
 
 
 def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> None:
-    """Refuse every key of a client's `chat_template_kwargs` that is not a variable of the model's template.
+    """Raise ApiError for a key of `chat_template_kwargs` that is no variable of the model's template.
 
     The parameters of `apply_chat_template` itself would let the client replace the template, which is a
     program, and the names of special tokens would let it write them.
@@ -91,7 +89,7 @@ def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, given: dict[str, A
 
 @lru_cache(maxsize=16)
 def _variables(template: str) -> frozenset[str]:
-    """Names that the template reads and does not set."""
+    """Return the names that the template reads and does not set."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,

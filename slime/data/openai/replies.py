@@ -24,7 +24,7 @@ class TokenLogProb:
 
 @dataclass(kw_only=True, frozen=True)
 class Answer:
-    """One choice. `text` has no tool calls in it: they are in `calls`."""
+    """One choice; its tool calls are in `calls` and not in `text`."""
 
     text: str
     finish: str  # stop, length, abort
@@ -89,7 +89,7 @@ def completion_reply(
 def chat_chunk(
     name: str, model: str, index: int, delta: dict[str, Any], answer: Answer | None = None
 ) -> dict[str, Any]:
-    """A part of a stream; with the finished `answer` its end."""
+    """Return one chunk of a stream; with the finished `answer` it is the last."""
     choice: dict[str, Any] = {
         "index": index,
         "delta": delta,

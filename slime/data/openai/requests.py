@@ -1,4 +1,4 @@
-"""Bodies of /v1/chat/completions and /v1/completions, checked once and turned into records."""
+"""Parse and check the bodies of /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SAMPLING = {
     "logit_bias": "logit_bias",
 }
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# Asking for one of these, to anything but nothing, is refused rather than ignored.
+# Parameters that raise an error rather than being ignored.
 _REFUSED = (
     "functions", "function_call", "audio", "modalities", "prediction", "web_search_options",
     "suffix", "best_of", "echo", "regex", "ebnf", "top_logprobs",
@@ -36,7 +36,7 @@ _REFUSED = (
 
 
 class ApiError(Exception):
-    """Becomes an error body with this status."""
+    """An error reply with this HTTP status."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class ApiError(Exception):
 
 @dataclass(kw_only=True)
 class ApiRequest:
-    """What both routes have in common; `sampling` has the engines' names and only what was given."""
+    """Fields of both routes; `sampling` has the engines' names and only the values given."""
 
     model: str
     sampling: dict[str, Any]
@@ -72,7 +72,7 @@ class ChatRequest(ApiRequest):
 
 @dataclass(kw_only=True)
 class CompletionRequest(ApiRequest):
-    """A prompt as text or token ids; several of either are answered by several choices."""
+    """Prompts as text or token ids; the reply has one choice for each."""
 
     prompts: list[str] | list[list[int]]
 
@@ -129,7 +129,7 @@ def parse_completion(body: Any) -> CompletionRequest:
 
 
 def plain_message(message: Message) -> Message:
-    """The message with its text parts joined and without empty fields."""
+    """Return the message with its text parts joined and without empty fields."""
     content = message.get("content")
     if content is not None and not isinstance(content, str | list):
         raise ApiError("the content of a message must be a text or a list of text parts")

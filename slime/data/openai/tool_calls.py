@@ -1,4 +1,4 @@
-"""Calls of tools in the text of a response, as Qwen's and Hermes' chat templates write them.
+"""Parse tool calls in the text of a response, in the format of Qwen's and Hermes' templates.
 
 <tool_call>
 {"name": "add", "arguments": {"a": 1, "b": 2}}
@@ -52,7 +52,7 @@ def parse_tool_calls(text: str, id_prefix: str) -> tuple[str, list[ToolCall]]:
 
 
 def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """The message as chat templates take it: the arguments of its calls as objects, not as JSON."""
+    """Return the message as chat templates expect it: arguments of calls as objects, not JSON text."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -64,7 +64,7 @@ def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def same_calls(one: list[dict[str, Any]] | None, other: list[dict[str, Any]] | None) -> bool:
-    """Equal up to the spelling of the JSON."""
+    """Return whether calls are equal up to the formatting of their JSON."""
     return [_key(call) for call in one or []] == [_key(call) for call in other or []]
 
 

@@ -124,7 +124,7 @@ def message(text, data_format=None, tokenizer=TOKENIZER):
 
 
 def test_missing_file_and_folder(tmp_path):
-    assert f"no file {tmp_path}/none.jsonl" in message(tmp_path / "none.jsonl")
+    assert f"{tmp_path}/none.jsonl does not exist" in message(tmp_path / "none.jsonl")
     assert "is a folder" in message(tmp_path)
     (tmp_path / "a.csv").write_text("x")
     assert ".jsonl or .parquet" in message(tmp_path / "a.csv")
