@@ -166,7 +166,7 @@ def fp8_multiple(config: TransformerConfig) -> int:
     """Return what the tokens of a rank must be a multiple of: the blocks of FP8 scales, or its GEMM."""
     if not config.fp8:
         return 1
-    return {"blockwise": 128, "mxfp8": 32}.get(str(config.fp8_recipe), 16)
+    return {"blockwise": 128, "mxfp8": 32}.get(config.fp8_recipe or "", 16)
 
 
 def prepare_config(config: TransformerConfig) -> None:
