@@ -103,3 +103,7 @@ def _announce(args: EngineArgs, listener: socket.socket) -> None:
         temporary.write_text(json.dumps({"port": port, "pid": os.getpid()}))
         temporary.replace(path)
     logger.info("engine ready at http://%s:%d", args.host, port)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
