@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime.cli.commands.quickstart_task import TaskData, start_making_model, write_data
+from slime.cli.quickstart_task import TaskData, start_making_model, write_data
 from slime.core.errors import ConfigError
 
 _GOAL = 0.8
@@ -119,7 +119,7 @@ def grpo_command(run_dir: Path, data: TaskData, size: Size, seed: int) -> list[s
         *("--run-dir", f"{run_dir}/grpo"),
         *("--hf-checkpoint", f"{run_dir}/warmup/hf"),
         *("--prompt-data", str(data.train)),
-        *("--custom-rm-path", "slime.cli.commands.quickstart_task.reward"),
+        *("--custom-rm-path", "slime.cli.quickstart_task.reward"),
         *("--eval-prompt-data", "sorting", str(data.heldout)),
         *("--eval-interval", str(size.eval_interval)),
         *("--num-rollout", str(size.grpo_rollouts)),

@@ -81,7 +81,7 @@ def start_making_model(folder: Path, seed: int) -> Callable[[], int]:
 
     Meanwhile Ray can start, and the process that asks need not import torch at all.
     """
-    command = [sys.executable, "-m", "slime.cli.commands.quickstart_task", str(folder), str(seed)]
+    command = [sys.executable, "-m", "slime.cli.quickstart_task", str(folder), str(seed)]
     env = child_env(TQDM_DISABLE="1")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 

@@ -173,7 +173,7 @@ class EngineActor:
 
 def engine_command(args: Args, *, index: int, host: str, port_file: Path) -> list[str]:
     """The command line of one of this run's embedded engines."""
-    command = [sys.executable, "-m", "slime.engine.server.main"]
+    command = [sys.executable, "-m", "slime.engine.server"]
     command += ["--model-path", args.hf_checkpoint, "--host", host, "--port", "0"]
     command += ["--port-file", str(port_file)]
     for option in _SERVER_OPTIONS:

@@ -30,8 +30,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "PP2": {"pipeline_model_parallel_size": 2},
 }
-# Sums over two ranks round otherwise than one: bf16 has 8 bits, and four layers follow each other.
-TOLERANCE = 0.05
+# Sums over two ranks round otherwise than one: bf16 has 8 bits, and norms of queries have small gradients.
+TOLERANCE = 0.1
 
 
 def cases_of(family: str) -> list[str]:
