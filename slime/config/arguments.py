@@ -1,7 +1,7 @@
-"""From the command line to the frozen record that the whole run reads.
+"""Parse the command line into the frozen record that the whole run reads.
 
     command line ─┐
-    --config yaml ┼─▶ merge ─▶ derive what is not given ─▶ validate ─▶ Args (read-only)
+    --config yaml ┼─▶ merge ─▶ derive the rest ─▶ validate ─▶ Args (read-only)
     defaults ─────┘
 
 Flags are declared in `slime/config/flags/`; nothing outside this module and that folder sets a value.
@@ -51,7 +51,7 @@ class Args(
     """The resolved values of a run: one attribute per flag, read-only, picklable.
 
     A flag of Megatron, SGLang or the router that was not set is None: the package's own default
-    applies. `replace` gives a changed copy.
+    applies. `replace` returns a changed copy.
     """
 
     precision: str  # "bf16" or "fp32"
@@ -80,19 +80,19 @@ class Args(
         raise AttributeError(f"there is no flag for args.{name}{hint}")
 
     def origin(self, name: str) -> Origin:
-        """Where a value came from."""
+        """Return where a value came from."""
         getattr(self, name)
         return self._origins.get(name, "default")
 
     def replace(self, **values: Any) -> Args:
-        """A copy with other values, marked as derived."""
+        """Return a copy with other values, marked as derived."""
         for name in values:
             getattr(self, name)
         origins: dict[str, Origin] = {**self._origins, **dict.fromkeys(values, "derived")}
         return Args({**self.to_dict(redact=False), **values}, origins, self.warnings)
 
     def to_dict(self, redact: bool = True) -> dict[str, Any]:
-        """Every value that is set, by name; secrets are hidden unless asked for."""
+        """Return every value that is set, by name; without `redact` also secrets."""
         hidden = ("_origins", "warnings")
         values = {name: value for name, value in vars(self).items() if name not in hidden}
         return {name: redacted(name, value) for name, value in values.items()} if redact else values
@@ -108,7 +108,7 @@ class Args(
 
 
 def parse_args(argv: list[str] | None = None, *, offline: bool = False) -> Args:
-    """The arguments of this process, or of `argv`; ConfigError says what is wrong with them.
+    """Return the arguments of this process, or of `argv`; raise ConfigError if they are wrong.
 
     With `offline`, as with --dry-run, files and packages missing here are only warnings.
     """
@@ -125,7 +125,7 @@ def parse_args(argv: list[str] | None = None, *, offline: bool = False) -> Args:
 
 
 def resolve(draft: Draft) -> Args:
-    """Derive what was not given and check everything."""
+    """Derive the values that were not given and check everything."""
     check_values(draft)
     derive(draft)
     check_all(draft)

@@ -1,6 +1,6 @@
-"""How datasets are written: PATH@[0:100]:weight=2 on the command line, and the file of --eval-config.
+"""Parse datasets: PATH@[0:100]:weight=2 on the command line, and the file of --eval-config.
 
-The file of --eval-config gives settings for all datasets and for each of them:
+The file of --eval-config has settings for all datasets and for each of them:
 
     defaults:
       n_samples_per_prompt: 4
@@ -41,7 +41,7 @@ class DataSpec:
 
     @property
     def task(self) -> str | None:
-        """`leg_counting` of `reasoning-gym:leg_counting`; None for a file."""
+        """Return `leg_counting` of `reasoning-gym:leg_counting`; None for a file."""
         return self.path.removeprefix(_TASK) if self.path.startswith(_TASK) else None
 
     @classmethod
@@ -78,7 +78,7 @@ def _parse_weight(text: str | None, flag: str, spec: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDataset:
-    """One named dataset with its settings; what is not set falls back to the --eval-* flags.
+    """One evaluation dataset with its settings; default: those of the --eval-* flags.
 
     EvalDataset(name="aime", path="aime-2024.jsonl", n_samples_per_prompt=16, temperature=0.6, ...)
     """
@@ -92,7 +92,7 @@ class EvalDataset:
     max_response_len: int
     input_key: str
     label_key: str | None
-    # None: what the run's own flag of that name says
+    # None: the value of the run's flag with that name
     rm_type: str | None = None
     custom_rm_path: str | None = None
     reward_key: str | None = None
@@ -104,7 +104,7 @@ class EvalDataset:
 
 
 def pair_datasets(values: list[str], defaults: dict[str, Any]) -> list[EvalDataset]:
-    """--eval-prompt-data NAME PATH NAME PATH ..."""
+    """Return the datasets of --eval-prompt-data NAME PATH NAME PATH ..."""
     if len(values) % 2:
         raise ConfigError(
             f"--eval-prompt-data takes NAME PATH pairs, not {len(values)} values: "
@@ -117,7 +117,7 @@ def pair_datasets(values: list[str], defaults: dict[str, Any]) -> list[EvalDatas
 
 
 def read_eval_config(path: str, defaults: dict[str, Any]) -> list[EvalDataset]:
-    """The datasets of an --eval-config file; a mistake names the file and the key."""
+    """Return the datasets of an --eval-config file; errors name the file and the key."""
     content = load_mapping(path, "--eval-config")
     for key in content:
         if key not in ("defaults", "datasets"):

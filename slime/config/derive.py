@@ -1,4 +1,4 @@
-"""Values that follow from others when the user does not give them."""
+"""Derive the values that the user did not give from the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slime.core.errors import ConfigError
 
 
 def derive(draft: Draft) -> None:
-    """Fill in every value that has a rule; runs after the checks of single values."""
+    """Fill in all derived values. Runs after single values are checked."""
     _derive_mode(draft)
     _derive_cluster(draft)
     _derive_weights(draft)
@@ -41,12 +41,12 @@ def _derive_megatron(draft: Draft) -> None:
         draft.derive_if_unset(name, 1)
     draft.derive_if_unset("expert_tensor_parallel_size", draft["tensor_model_parallel_size"])
     draft.derive_if_unset("use_distributed_optimizer", draft["optimizer"] == "adam")
-    if draft["recompute_granularity"] == "full":  # megatron-core wants all three
+    if draft["recompute_granularity"] == "full":  # megatron-core needs all three
         draft.derive_if_unset("recompute_method", "uniform")
         draft.derive_if_unset("recompute_num_layers", 1)
     if draft[
         "optimizer_cpu_offload"
-    ]:  # as Megatron's command line; its class would offload nothing
+    ]:  # Megatron's parser has 1.0, the class's default offloads nothing
         draft.derive_if_unset("optimizer_offload_fraction", 1.0)
     if draft["moe_enable_deepep"]:
         draft.derive_if_unset("moe_token_dispatcher_type", "flex")
@@ -97,7 +97,7 @@ def _derive_cluster(draft: Draft) -> None:
 
 
 def _derive_engine_size(draft: Draft) -> None:
-    """--sglang-tp-size and --rollout-num-gpus-per-engine are one value under two names."""
+    """Make --sglang-tp-size and --rollout-num-gpus-per-engine, two names of one value, agree."""
     tp_size = draft["sglang_tp_size"]
     if tp_size is None:
         return
@@ -106,7 +106,7 @@ def _derive_engine_size(draft: Draft) -> None:
     elif draft["rollout_num_gpus_per_engine"] != tp_size:
         raise ConfigError(
             f"--sglang-tp-size {tp_size} and --rollout-num-gpus-per-engine "
-            f"{draft['rollout_num_gpus_per_engine']} are the same thing and must agree: remove one"
+            f"{draft['rollout_num_gpus_per_engine']} are the same value and must agree: remove one"
         )
 
 
@@ -146,7 +146,7 @@ def _derive_weights(draft: Draft) -> None:
 
 
 def context_limit(draft: Draft) -> tuple[int | None, str]:
-    """The longest prompt and response together that anything allows, and what says so."""
+    """Return the maximum tokens of prompt and response together, and what sets it."""
     for name in ("rollout_max_context_len", "sglang_context_length"):
         if draft[name] is not None and draft.given(name):
             return draft[name], f"{option_of(name)} {draft[name]}"
@@ -159,7 +159,7 @@ def _derive_lengths(draft: Draft) -> None:
     if limit is None or draft["rollout_max_response_len"] is not None:
         return
     draft.derive("rollout_max_response_len", limit - (draft["rollout_max_prompt_len"] or 1))
-    if not _needs_no_engine(draft):  # behind a longer prompt less is left
+    if not _needs_no_engine(draft):  # after a longer prompt less is left
         draft.derive_if_unset("rollout_max_context_len", limit)
 
 

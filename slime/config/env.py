@@ -1,4 +1,4 @@
-"""Every environment variable slime reads, in one typed record."""
+"""All environment variables that slime reads, in one typed record."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class Env:
     host_ip: str | None  # SLIME_HOST_IP: address other nodes reach this one at
-    several_nodes: bool  # SLIME_SEVERAL_NODES=1, set by the run: its processes sit on several nodes
+    several_nodes: bool  # SLIME_SEVERAL_NODES=1, set by the run: its processes are on several nodes
     engine_token: str | None  # SLIME_ENGINE_TOKEN: the run's token for control routes
     rm_token: str | None  # SLIME_RM_TOKEN: key of the service at --rm-url
     sglang_python: str | None  # SLIME_SGLANG_PYTHON: interpreter of an environment with SGLang
     ray_address: str | None  # RAY_ADDRESS: a cluster that is already running
-    head_timeout_s: float  # RAY_gcs_rpc_server_reconnect_timeout_s: how long Ray looks for its head
+    head_timeout_s: (
+        float  # RAY_gcs_rpc_server_reconnect_timeout_s: how long Ray tries to reach its head
+    )
     wandb_api_key: str | None
     cuda_visible_devices: str | None  # CUDA_VISIBLE_DEVICES; empty hides every GPU
     python_path: str | None
@@ -28,7 +30,7 @@ _SECRET_NAME = re.compile(r"key|token|secret|password|credential", re.IGNORECASE
 
 
 def looks_secret(name: str) -> bool:
-    """Whether the value of a variable or setting with this name must never be shown or logged."""
+    """Return whether a variable or setting with this name must never be printed or logged."""
     return bool(_SECRET_NAME.search(name))
 
 
@@ -54,7 +56,7 @@ _OF_LIBRARIES = ("CUDA_", "GLOO_", "NCCL_", "NVSHMEM_", "OMP_", "SLIME_HOST_IP",
 
 
 def library_env(names: Iterable[str] = ()) -> dict[str, str]:
-    """Variables that decide how collectives and devices behave, and those with these names."""
+    """Return the variables that configure collectives and devices, and those with these names."""
     names = set(names)
     return {
         name: value
@@ -64,7 +66,7 @@ def library_env(names: Iterable[str] = ()) -> dict[str, str]:
 
 
 def child_env(**extra: str) -> dict[str, str]:
-    """This process's environment with additions, for a process it starts."""
+    """Return this process's environment with additions, for a child process."""
     return {**os.environ, **extra}
 
 
@@ -74,7 +76,7 @@ def set_env(**values: str) -> None:
 
 
 def replace_env(values: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Set variables, or remove those whose value is None; return what undoes it."""
+    """Set variables, or remove those whose value is None; return the old values."""
     before = {name: os.environ.get(name) for name in values}
     for name, value in values.items():
         if value is None:
@@ -85,6 +87,6 @@ def replace_env(values: Mapping[str, str | None]) -> dict[str, str | None]:
 
 
 def set_default_env(**values: str) -> None:
-    """The same for variables the user has not set."""
+    """Set variables that are not set yet."""
     for name, value in values.items():
         os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""One Protocol per hook of the trainer: the calls it makes into user code.
+"""Signatures of the trainer's hooks, one Protocol for each.
 
 Those of the rollout side are in `slime/rollout/base_types.py`.
 """

@@ -1,4 +1,4 @@
-"""Which model types of Hugging Face the Megatron backend trains; known before megatron is imported."""
+"""Model types of Hugging Face that the Megatron backend trains; readable without megatron."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRAINED = (
     "qwen3",
     "qwen3_moe",
 )
-LATENT = ("deepseek_v3",)  # their attention
+LATENT = ("deepseek_v3",)  # multi-head latent attention
 _ROPES = ("default", "linear", "llama3", "yarn")
 _MISSING = {
     "qwen3_vl": "its vision tower and positions in images are missing",
@@ -35,10 +35,10 @@ def check_model_type(model_type: str) -> None:
 
 
 def check_rope(model_type: str, rope_type: str) -> None:
-    """Whether the way a config.json scales rotary frequencies can be trained with."""
+    """Raise ConfigError if the Megatron backend does not have the RoPE scaling of config.json."""
     known = ("default", "yarn") if model_type in LATENT else _ROPES
     if rope_type not in known:
         raise ConfigError(
-            f"config.json of --hf-checkpoint says rope_type {rope_type}: --train-backend megatron trains "
+            f"config.json of --hf-checkpoint has rope_type {rope_type}: --train-backend megatron trains "
             f"{model_type} with {', '.join(known[:-1])} or {known[-1]}. Use --train-backend fsdp"
         )

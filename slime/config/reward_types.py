@@ -1,4 +1,4 @@
-"""The reward types: one table from the name `--rm-type` takes to the function that grades.
+"""The reward types: the only table from names of `--rm-type` to reward functions.
 
 Graders are named by import path, so that the command line can be checked without importing them.
 """
@@ -18,11 +18,11 @@ _HUB = "slime.rollout.rm_hub"
 
 @dataclass(kw_only=True, frozen=True)
 class RewardType:
-    """How a type grades, and what it needs before a run may start."""
+    """The reward function of a type, and what it needs before a run may start."""
 
     grader: str  # import path of `async fn(args, sample) -> reward`
     needs_label: bool = False  # others read the metadata, or nothing
-    sandboxed: bool = False  # grades in the sandbox, or does not start
+    sandboxed: bool = False  # runs in the sandbox, or does not start
     reads_box: bool = False  # looks for \boxed{} itself, so boxed_ makes no sense
     keys: tuple[str, ...] = ()  # of the dictionary it returns
 
@@ -66,7 +66,7 @@ def needs_label(name: str | None) -> bool:
 
 
 def check_row_type(asked: Any, allowed: Iterable[str | None], where: str) -> None:
-    """Raise ConfigError where a data row asks for a reward type that the user did not name.
+    """Raise ConfigError if a data row asks for a reward type that the user did not name.
 
     Rows are downloaded: without this a row could choose which code reads the response.
     """

@@ -81,7 +81,7 @@ def test_moments_in_fp8_are_refused(megatron, te):
 
 def test_gradients_are_reduced_in_one_precision(megatron, te):
     flags = {**AWARE, "main_grads_dtype": "bf16", "accumulate_allreduce_grads_in_fp32": True}
-    assert "contradict" in refusal(megatron, **flags)
+    assert "mutually exclusive" in refusal(megatron, **flags)
 
 
 def test_fused_adam_is_for_bf16_and_needs_transformer_engine(megatron, te, monkeypatch):

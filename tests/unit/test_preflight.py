@@ -55,7 +55,7 @@ def test_a_file_that_was_cut_off(folder, kept):
 def test_a_missing_shard_a_pointer_and_a_broken_index(folder):
     shard = folder / "model-2.safetensors"
     shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
-    assert "pointer of Git LFS" in refusal(folder)
+    assert "Git LFS pointer" in refusal(folder)
     shard.unlink()
     assert f"{shard} does not exist" in refusal(folder)
     (folder / INDEX).write_text("{")

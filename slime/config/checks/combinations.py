@@ -1,4 +1,4 @@
-"""What is refused before anything starts, each with one sentence that says what to type."""
+"""Rules about combinations of flags; each error says what to type instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.config.flags.spec import option_of
 from slime.config.reward_types import reward_type
 from slime.core.errors import ConfigError
 
-# flag of the other trainer -> what to use instead
+# flag of the other trainer -> what to use instead of it
 _INSTEAD = {
     "recompute_granularity": "use --gradient-checkpointing",
     "optimizer_cpu_offload": "use --fsdp-cpu-offload",
@@ -24,7 +24,7 @@ _INSTEAD = {
 
 
 def check_all(draft: Draft) -> None:
-    """Rules about combinations; every value is derived by now."""
+    """Check all combinations. Runs after values are derived."""
     check_backend(draft)
     check_engine(draft)
     check_cluster(draft)
@@ -42,7 +42,7 @@ def check_all(draft: Draft) -> None:
 
 
 def check_backend(draft: Draft) -> None:
-    """A flag that only the other trainer honours, set explicitly, is refused."""
+    """Raise ConfigError for a flag that only the other trainer honours."""
     backend = draft["train_backend"]
     for name in draft.given_names():
         flag = all_flags()[name]
@@ -87,7 +87,7 @@ def check_algorithm(draft: Draft) -> None:
 
 
 def warn_single_sample_groups(draft: Draft) -> None:
-    """One response per prompt has no sibling to be compared with."""
+    """Warn if groups of one sample give every advantage 0."""
     elsewhere = (
         "disable_rewards_normalization", "custom_reward_post_process_path", "use_opd",
         "custom_advantage_function_path", "custom_convert_samples_to_train_data_path",
@@ -98,18 +98,17 @@ def warn_single_sample_groups(draft: Draft) -> None:
     if alone and compares and not any(draft[name] for name in elsewhere):
         draft.warn(
             f"--advantage-estimator {draft['advantage_estimator']} compares the responses to one prompt: "
-            "with --n-samples-per-prompt 1 every advantage is 0 and the rewards teach nothing: give 2 or "
-            "more"
+            "with --n-samples-per-prompt 1 every advantage is 0 and nothing is learned: give 2 or more"
         )
 
 
 def check_distillation(draft: Draft) -> None:
-    """The teacher of --use-opd: where it is, and that nothing else wants its place."""
+    """Check the teacher of --use-opd: where it runs, and that nothing else uses its address."""
     if not draft["use_opd"]:
         return
     served = draft["opd_type"] == "sglang"
     if draft["opd_type"] is None:
-        raise ConfigError("--use-opd: say where the teacher runs: --opd-type sglang or megatron")
+        raise ConfigError("--use-opd needs the place of the teacher: --opd-type sglang or megatron")
     if draft["loss_type"] != "policy_loss":
         raise ConfigError(f"--use-opd needs --loss-type policy_loss, not {draft['loss_type']}")
     if served and not draft["rm_url"]:
@@ -118,14 +117,14 @@ def check_distillation(draft: Draft) -> None:
         )
     if served and draft["rm_type"] == "remote_rm":
         raise ConfigError(
-            "--opd-type sglang and --rm-type remote_rm both want --rm-url: use --opd-type megatron, or "
+            "--opd-type sglang and --rm-type remote_rm both use --rm-url: use --opd-type megatron, or "
             "--custom-rm-path"
         )
     if served and draft["group_rm"]:
-        raise ConfigError("--opd-type sglang asks for single samples: remove --group-rm")
+        raise ConfigError("--opd-type sglang scores single samples: remove --group-rm")
     if served and draft["rollout_temperature"] != 1:
         raise ConfigError(
-            "--opd-type sglang: engines give log-probs at temperature 1: use --rollout-temperature 1, "
+            "--opd-type sglang: engines return log-probs at temperature 1: use --rollout-temperature 1, "
             "or --opd-type megatron"
         )
     if not served and draft["opd_teacher_load"] is None:
@@ -146,7 +145,7 @@ def check_optimizer(draft: Draft) -> None:
 
 
 def check_optimizer_kind(draft: Draft) -> None:
-    """What an optimizer other than Adam cannot be combined with."""
+    """Check flags that do not go with optimizers other than Adam."""
     kind = draft["optimizer"]
     if kind == "adam":
         return
@@ -154,7 +153,7 @@ def check_optimizer_kind(draft: Draft) -> None:
         if kind == "dist_muon":
             raise ConfigError(
                 "--optimizer dist_muon belongs to --train-backend megatron: use muon, whose state FSDP "
-                "spreads over the ranks anyway"
+                "shards over the ranks"
             )
         if kind == "muon" and draft["fsdp_cpu_offload"]:
             raise ConfigError(
@@ -169,8 +168,8 @@ def check_optimizer_kind(draft: Draft) -> None:
             )
     if kind != "sgd" and draft["muon_num_ns_steps"] % 5:
         raise ConfigError(
-            f"--muon-num-ns-steps {draft['muon_num_ns_steps']}: megatron-core's iterations come in fives: "
-            "use 5 or 10"
+            f"--muon-num-ns-steps {draft['muon_num_ns_steps']}: megatron-core runs a multiple of 5 "
+            "iterations: use 5 or 10"
         )
 
 
@@ -185,11 +184,11 @@ def check_reward(draft: Draft) -> None:
 
 
 def check_batches(draft: Draft) -> None:
-    prompts, siblings = draft["rollout_batch_size"], draft["n_samples_per_prompt"]
+    prompts, samples = draft["rollout_batch_size"], draft["n_samples_per_prompt"]
     batch, steps = draft["global_batch_size"], draft["num_steps_per_rollout"]
-    if prompts * siblings != batch * steps:
+    if prompts * samples != batch * steps:
         raise ConfigError(
-            f"--rollout-batch-size {prompts} x --n-samples-per-prompt {siblings} = {prompts * siblings} "
+            f"--rollout-batch-size {prompts} x --n-samples-per-prompt {samples} = {prompts * samples} "
             f"samples, but --global-batch-size {batch} x --num-steps-per-rollout {steps} = "
             f"{batch * steps}: choose numbers with equal products"
         )
@@ -210,7 +209,7 @@ def check_lengths(draft: Draft) -> None:
     (limit, what), prompt = context_limit(draft), draft["rollout_max_prompt_len"]
     if limit is not None and limit <= (prompt or 1):
         raise ConfigError(
-            f"{what} leaves no response token behind a prompt of {prompt or 1}: "
+            f"{what} leaves no response token after a prompt of {prompt or 1}: "
             + ("lower --rollout-max-prompt-len" if prompt else "raise it")
         )
     if draft["rollout_max_response_len"] is None:
@@ -230,7 +229,7 @@ def check_lengths(draft: Draft) -> None:
 
 
 def check_patterns(draft: Draft) -> None:
-    """Paths in which a number is filled in, at the end of a rollout."""
+    """Check the paths in which a rollout's number is filled in."""
     for name in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data"):
         _check_pattern(draft, name, {"rollout_id"})
     _check_pattern(draft, "save_debug_train_data", {"rollout_id", "rank"})
@@ -242,7 +241,7 @@ def _check_pattern(draft: Draft, name: str, known: set[str]) -> None:
     except (LookupError, ValueError, AttributeError):
         words = " and ".join(f"'{{{word}}}'" for word in sorted(known))
         raise ConfigError(
-            f"{option_of(name)} {draft[name]}: only {words} can be filled in; write other braces twice"
+            f"{option_of(name)} {draft[name]}: only {words} can be filled in; double other braces"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Rules that stand on a flag's declaration: bounds, what is required or exclusive, and no effect."""
+"""Apply the rules on the flags' declarations: bounds, required, mutually exclusive, no effect."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""What the embedded engine does with each of SGLang's options.
+"""Which of SGLang's options the embedded engine supports.
 
-honoured  it means there what it means in SGLang
-harmless  accepted; it tunes something the embedded engine does in its own way, never the result
-refused   the embedded engine cannot do it: setting it is an error at validation
+honoured  means the same as in SGLang
+harmless  accepted without effect: it tunes something else in SGLang and never changes a result
+refused   raises ConfigError
 
-The engine takes this table from here (`slime.engine` may import `slime.utils`, not the other way
-round). Names are ServerArgs' own, without `sglang_`; a name in neither set is refused.
-docs/arguments.md shows this table: `python -m slime.config.flags.docs` writes it anew.
+Names are those of ServerArgs, without `sglang_`; a name in neither table is refused. The engine reads
+this table too. docs/arguments.md shows it: `python -m slime.config.flags.docs` regenerates it.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ HARMLESS: dict[str, str] = {
     "schedule_policy": "order of waiting requests; each gets the same tokens",
     "enable_memory_saver": "memory is released without it (--offload-rollout)",
     "decode_log_interval": "lines in the engine's log",
-    "stream_interval": "size of the pieces of a streamed response",
+    "stream_interval": "size of the chunks of a streamed response",
     "skip_server_warmup": "the server answers once it is ready",
     "watchdog_timeout": "slime watches its engines (--rollout-health-check-timeout)",
 }
@@ -74,5 +73,5 @@ EMBEDDED_OPTIONS: dict[str, Support] = {
 
 
 def embedded_support(name: str) -> Support:
-    """Support for the ServerArgs option `name` (underscores, no prefix)."""
+    """Return the support of the ServerArgs option `name` (underscores, no prefix)."""
     return EMBEDDED_OPTIONS.get(name, "refused")

@@ -15,11 +15,11 @@ from slime.core.errors import ConfigError
 
 _ROUTER_OWNED = {
     "router_api_key": "remove it: every run makes a key of its own",
-    "router_worker_urls": "remove it: slime tells the router its engines",
+    "router_worker_urls": "remove it: slime registers its engines",
     "router_host": "set SLIME_HOST_IP to the address other nodes reach this one at",
     "router_port": "remove it: slime finds a free port",
 }
-_DRAFTLESS = ("NGRAM",)  # algorithms that guess without weights
+_DRAFTLESS = ("NGRAM",)  # algorithms without a draft model
 
 
 def check_engine(draft: Draft) -> None:
@@ -31,9 +31,7 @@ def check_engine(draft: Draft) -> None:
     for name in draft.given_names():
         flag = all_flags()[name]
         if flag.family == "router":
-            raise ConfigError(
-                f"{flag.option}: the embedded engine is reached without a router: remove it"
-            )
+            raise ConfigError(f"{flag.option}: the embedded engine has no router: remove it")
         off = draft[name] is False and not flag.default
         if flag.family != "sglang" or off or draft[name] == flag.default:
             continue
@@ -45,8 +43,8 @@ def check_engine(draft: Draft) -> None:
     algorithm = draft["sglang_speculative_algorithm"]
     if algorithm and algorithm.upper() != "NGRAM":
         raise ConfigError(
-            f"--sglang-speculative-algorithm {algorithm}: the embedded engine guesses by prompt lookup "
-            "alone: write NGRAM, or use --rollout-engine sglang"
+            f"--sglang-speculative-algorithm {algorithm}: the embedded engine speculates by prompt "
+            "lookup only: use NGRAM, or use --rollout-engine sglang"
         )
     if draft["rollout_num_gpus_per_engine"] > 1:
         raise ConfigError(
@@ -65,11 +63,11 @@ def check_sglang(draft: Draft) -> None:
     _warn_unused_router(draft)
     _check_model(draft)
     _check_fp8(draft)
-    _say_about_drafts(draft)
+    _warn_about_draft_model(draft)
 
 
 def check_external(draft: Draft) -> None:
-    """Engines that somebody else runs."""
+    """Check the flags of --rollout-external."""
     addresses = draft["rollout_external_engine_addrs"]
     if bool(addresses) != bool(draft["rollout_external"]):
         raise ConfigError(
@@ -102,12 +100,12 @@ def _check_addresses(addresses: list[str]) -> None:
         if place is None:
             raise ConfigError(f"{option} {address}: write HOST:PORT, such as 10.0.0.1:30000")
         if place in seen:
-            raise ConfigError(f"{option}: {address} is there twice: name every engine once")
+            raise ConfigError(f"{option}: {address} is given twice: name every engine once")
         seen.add(place)
 
 
 def _engine_place(address: str) -> tuple[str, int] | None:
-    """Host and port; None where it is no address of a server."""
+    """Return host and port; None if the address is malformed."""
     try:
         parts = urlsplit(address if "://" in address else f"http://{address}")
         port = parts.port
@@ -120,7 +118,7 @@ def _engine_place(address: str) -> tuple[str, int] | None:
 
 
 def sglang_values(draft: Draft) -> dict[str, Any]:
-    """Values of --sglang-* that somebody set, by SGLang's own names."""
+    """Return the values of --sglang-* that are set, by SGLang's own names."""
     flags = all_flags()
     return {
         name.removeprefix("sglang_"): draft[name]
@@ -163,7 +161,7 @@ def _warn_unused_router(draft: Draft) -> None:
 
 
 def _check_model(draft: Draft) -> None:
-    """SGLang would find out after it has loaded the weights, or while it does."""
+    """Check what SGLang would only find while loading the weights, or after it."""
     fraction = draft["sglang_mem_fraction_static"]
     if fraction is not None and not 0 < fraction < 1:
         raise ConfigError(
@@ -194,7 +192,7 @@ def _experts(config: dict[str, Any]) -> int | None:
 
 
 def _check_fp8(draft: Draft) -> None:
-    """SGLang turns other layouts round when it has loaded them, and then takes no new values."""
+    """Refuse FP8 that is not in blocks: SGLang transposes it after loading and cannot update it."""
     declared = read_hf_config(draft).get("quantization_config") or {}
     method = declared.get("quant_method")
     if method not in ("fp8", "compressed-tensors") or declared.get("weight_block_size"):
@@ -207,20 +205,20 @@ def _check_fp8(draft: Draft) -> None:
         )
 
 
-def _say_about_drafts(draft: Draft) -> None:
+def _warn_about_draft_model(draft: Draft) -> None:
     algorithm = draft["sglang_speculative_algorithm"]
     if not algorithm or algorithm.upper() in _DRAFTLESS:
         return
     path = draft["sglang_speculative_draft_model_path"]
     what = f"the draft model {path}" if path else "the model's own draft layers"
     draft.warn(
-        f"--sglang-speculative-algorithm {algorithm}: {what} keep(s) the weights it was loaded with; "
-        "responses stay exact, but the further the policy moves the fewer guesses are accepted"
+        f"--sglang-speculative-algorithm {algorithm}: {what} keep(s) the initial weights; responses stay "
+        "exact, but fewer draft tokens are accepted the further the policy moves"
     )
 
 
 def check_installed(draft: Draft) -> None:
-    """Comes last: what is wrong with the flags is said on any machine."""
+    """Check that SGLang is installed. Runs last, so that wrong flags are reported on any machine."""
     if draft["rollout_engine"] != "sglang" or draft["rollout_external"]:
         return
     install = find_sglang()

@@ -1,4 +1,4 @@
-"""Nodes, GPUs and engines: what cannot be placed is refused before Ray is asked for anything."""
+"""Rules about nodes, GPUs and engines: what cannot be placed is refused before Ray starts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from slime.config.flags.draft import Draft
 from slime.config.flags.spec import option_of
 from slime.core.errors import ConfigError
 
-# Variables of a trainer rank that its start decides.
-_OF_THE_RANK = {
+# Environment variables of a trainer rank that slime or Ray sets.
+_SET_BY_SLIME = {
     "CUDA_VISIBLE_DEVICES": "Ray gives every rank its GPU",
     "MASTER_ADDR": "the ranks find each other",
     "MASTER_PORT": "the ranks find each other",
-    "RANK": "a rank is told its number",
-    "WORLD_SIZE": "a rank is told their number",
+    "RANK": "slime numbers the ranks",
+    "WORLD_SIZE": "slime counts the ranks",
     "LOCAL_RANK": "Ray gives every rank its GPU",
     "SLIME_ENGINE_TOKEN": "every run makes its own",
 }
@@ -54,11 +54,11 @@ def check_engines(draft: Draft) -> None:
             f"{rollout} rollout GPUs cannot be split into engines of --rollout-num-gpus-per-engine "
             f"{per_engine}: choose a number that divides them"
         )
-    _check_straddling(draft)
+    _check_node_boundaries(draft)
 
 
 def check_machine(draft: Draft) -> None:
-    """Without a cluster to join, this machine is all there is."""
+    """Check that the run fits on this machine, unless there is a cluster to join."""
     needed, has = _training(draft) + _engines_beside(draft), draft.gpus
     if not has or needed <= has or draft.cluster:
         return
@@ -71,9 +71,9 @@ def check_machine(draft: Draft) -> None:
 
 def check_env_vars(draft: Draft) -> None:
     for name in draft["train_env_vars"]:
-        if name in _OF_THE_RANK:
+        if name in _SET_BY_SLIME:
             raise ConfigError(
-                f"--train-env-vars: {name} is set by slime ({_OF_THE_RANK[name]}): remove it"
+                f"--train-env-vars: {name} is set by slime ({_SET_BY_SLIME[name]}): remove it"
             )
 
 
@@ -84,7 +84,7 @@ def _training(draft: Draft) -> int:
 
 
 def _engines_beside(draft: Draft) -> int:
-    """GPUs of engines that do not sit on the trainer's."""
+    """Return the GPUs of engines that are not colocated with the trainer."""
     if draft["rollout_external"]:
         return 0
     if draft["colocate"]:
@@ -98,8 +98,8 @@ def _way_out(draft: Draft) -> str:
     return f"lower {option_of('actor_num_nodes')} x {option_of('actor_num_gpus_per_node')}"
 
 
-def _check_straddling(draft: Draft) -> None:
-    """GPUs are handed out node by node: first the trainer's, then engine after engine."""
+def _check_node_boundaries(draft: Draft) -> None:
+    """Check that no engine spans a node boundary; GPUs go to the trainer first, then engine by engine."""
     per_engine, per_node = draft["rollout_num_gpus_per_engine"], draft["num_gpus_per_node"]
     rehearsed = not draft.gpus and not draft.offline  # CPU processes, all on this machine
     if per_engine == 1 or draft["rollout_external"] or rehearsed:
@@ -109,9 +109,9 @@ def _check_straddling(draft: Draft) -> None:
         room = per_node - start % per_node
         if per_engine > room and (per_engine <= per_node or start % per_node):
             raise ConfigError(
-                f"an engine of --rollout-num-gpus-per-engine {per_engine} would begin with the last "
+                f"an engine of --rollout-num-gpus-per-engine {per_engine} would start on the last "
                 f"{room} GPUs of a node of {per_node} (--num-gpus-per-node) and end on the next one: "
-                f"choose sizes with which every engine begins at a multiple of "
+                f"choose sizes with which every engine starts at a multiple of "
                 f"{min(per_engine, per_node)} GPUs"
             )
 

@@ -1,4 +1,4 @@
-"""Megatron's flags against the model's config.json and against the GPUs."""
+"""Check Megatron's flags against the model's config.json and the number of GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime.config.installed import is_installed
 from slime.config.megatron_models import check_model_type, check_rope
 from slime.core.errors import ConfigError
 
-# Megatron's flag -> its names in config.json, the first one that is there counts
+# Megatron's flag -> its keys in config.json, of which the first present one counts
 _SAME = {
     "num_layers": ("num_hidden_layers", "n_layer"),
     "hidden_size": ("hidden_size", "n_embd"),
@@ -57,7 +57,7 @@ def check_model(draft: Draft) -> None:
 
 
 def check_against_config(draft: Draft, config: dict[str, Any]) -> None:
-    """A flag that was given says what the config does; what was not given follows from it."""
+    """Check that flags of the architecture agree with config.json; flags not given follow it."""
     for name, keys in _SAME.items():
         key = next((key for key in keys if config.get(key) is not None), None)
         if key is None or (draft["multi_latent_attention"] and name in _NOT_WITH_MLA):
@@ -85,7 +85,7 @@ def check_expert_flags(draft: Draft, config: dict[str, Any]) -> None:
 
 
 def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
-    """TP x PP x CP x DP = GPUs; experts are spread inside that, not on top of it."""
+    """Check that TP x PP x CP x DP = GPUs; expert parallelism divides the same GPUs."""
     gpus = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
     tp, pp, cp = (draft[f"{axis}_parallel_size"] for axis in _AXES)
     if gpus % (tp * pp * cp):
@@ -105,8 +105,8 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
     if ep == 1 and etp != tp and _found(config, "num_experts") is not None:
         raise ConfigError(
             f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} needs "
-            "--expert-model-parallel-size 2 or more, as megatron-core adds up the experts' gradients "
-            "only then: remove --expert-tensor-parallel-size or spread the experts"
+            "--expert-model-parallel-size 2 or more, as megatron-core reduces the experts' gradients "
+            "only then: remove --expert-tensor-parallel-size or raise that"
         )
     _check_divides(draft, config, "num_attention_heads", "tensor_model_parallel_size")
     _check_divides(draft, config, "num_experts", "expert_model_parallel_size")
@@ -114,7 +114,7 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
     _check_layers(draft, config)
     if draft["sequence_parallel"] and tp == 1:
         raise ConfigError(
-            "--sequence-parallel cuts sequences over tensor ranks and --tensor-model-parallel-size is 1: "
+            "--sequence-parallel splits sequences over tensor ranks and --tensor-model-parallel-size is 1: "
             "remove one or raise the other"
         )
     experts = draft["num_experts"] or _found(config, "num_experts")
@@ -149,14 +149,14 @@ def check_dispatcher(draft: Draft) -> None:
 
 
 def check_hooks(draft: Draft) -> None:
-    """They see whole samples, which under context parallelism no rank holds."""
+    """Refuse hooks that need whole samples with context parallelism, where no rank holds them."""
     if draft["context_parallel_size"] == 1:
         return
     for name in _WHOLE_SAMPLES:
         if draft[name] is not None:
             raise ConfigError(
-                f"{option_of(name)} sees whole samples and --context-parallel-size "
-                f"{draft['context_parallel_size']} cuts them: remove one of them"
+                f"{option_of(name)} needs whole samples and --context-parallel-size "
+                f"{draft['context_parallel_size']} splits them: remove one of them"
             )
 
 
@@ -171,8 +171,7 @@ def check_replay(draft: Draft, config: dict[str, Any]) -> None:
         _check_replayed_experts(draft, name)
     if draft["use_routing_replay"] and draft["use_rollout_routing_replay"]:
         raise ConfigError(
-            "--use-routing-replay and --use-rollout-routing-replay both say whose expert choices training "
-            "repeats: remove one"
+            "--use-routing-replay and --use-rollout-routing-replay are mutually exclusive: remove one"
         )
 
 
@@ -226,7 +225,7 @@ def _check_layers(draft: Draft, config: dict[str, Any]) -> None:
     per_stage = draft["num_layers_per_virtual_pipeline_stage"]
     if per_stage and pp == 1:
         raise ConfigError(
-            f"--num-layers-per-virtual-pipeline-stage {per_stage} cuts the stages of a pipeline and "
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} splits the stages of a pipeline and "
             "--pipeline-model-parallel-size is 1: remove one or raise the other"
         )
     if layers is None or pp == 1 or uneven or draft["pipeline_model_parallel_layout"]:
@@ -257,6 +256,6 @@ def _check_divides(draft: Draft, config: dict[str, Any], name: str, size: str) -
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Newer configs keep rope_theta among the rope parameters."""
+    """Return the config with rope_theta at the top; newer configs have it in rope_parameters."""
     rope = config.get("rope_parameters") or {}
     return {**config, "rope_theta": config.get("rope_theta") or rope.get("rope_theta")}

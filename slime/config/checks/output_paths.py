@@ -1,7 +1,7 @@
-"""Paths in flags: where a run writes and reads, and how config.yaml stores them.
+"""Resolve paths in flags, and store them in config.yaml so that the run can be repeated elsewhere.
 
-`{run_dir}` in a path below stands for --run-dir, so that a stored configuration repeats the run in
-another folder instead of writing over the first one::
+`{run_dir}` in a path stands for --run-dir, so that a stored configuration repeats the run in another
+folder instead of overwriting the first::
 
     --run-dir runs/first --save runs/first/checkpoints        the command line
     save: '{run_dir}/checkpoints'                             config.yaml
@@ -39,13 +39,13 @@ _FOREIGN = re.compile(r"_(path|dir|file)$")
 
 
 def resolve_paths(draft: Draft) -> None:
-    """Put --run-dir where a path says {run_dir}; make checkpoint folders absolute, so that they compare."""
+    """Replace {run_dir} in paths; make checkpoint folders absolute, so that they can be compared."""
     for name in (*OUTPUTS, *_RESUMED_FROM):
         value = draft[name]
         if not isinstance(value, str) or not value:
             continue
         run_dir = draft["run_dir"]
-        if name in _PATTERNS:  # where a brace that is meant is written twice
+        if name in _PATTERNS:  # in which literal braces are doubled
             run_dir = run_dir.replace("{", "{{").replace("}", "}}")
         value = value.replace(RUN_DIR, run_dir)
         if name in _CHECKPOINTS:
@@ -54,9 +54,9 @@ def resolve_paths(draft: Draft) -> None:
 
 
 def portable(given: dict[str, Any], run_dir: str) -> dict[str, Any]:
-    """The values for config.yaml: usable from another folder, and for another --run-dir.
+    """Return the values for config.yaml: valid in another folder, and for another --run-dir.
 
-    --load is left out where it equals --save: it continues one run and does not belong to a repetition.
+    --load is omitted where it equals --save: it resumes one run and does not belong to a repetition.
     """
     kept = {name: value for name, value in given.items() if name not in _resume_only(given)}
     return {name: _portable(name, value, run_dir) for name, value in kept.items()}
@@ -90,7 +90,7 @@ def _portable(name: str, value: Any, run_dir: str) -> Any:
 
 
 def _absolute(value: str, file: str | None) -> str:
-    """`value` behind the current folder, if `file` in it exists."""
+    """Return `value` below the current folder, if `file` exists there."""
     if file is None or Path(file).is_absolute() or not Path(file).exists():
         return value
     return str(Path.cwd() / value)

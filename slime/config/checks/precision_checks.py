@@ -64,12 +64,12 @@ def _check_dtypes(draft: Draft) -> None:
         if draft["optimizer_cpu_offload"] and name != "main_grads_dtype":
             raise ConfigError(
                 f"{option} {value}: with --optimizer-cpu-offload the optimizer's tensors are fp32 in "
-                "host memory: leave one of the two out"
+                "host memory: remove one of the two"
             )
     if draft["main_grads_dtype"] == "bf16" and draft["accumulate_allreduce_grads_in_fp32"]:
         raise ConfigError(
-            "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 contradict each other: leave one of "
-            "them out"
+            "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 are mutually exclusive: remove "
+            "one"
         )
 
 
@@ -79,8 +79,8 @@ def check_fp8(draft: Draft, config: dict[str, Any]) -> None:
         for name in draft.given_names():
             if name.startswith("fp8_") and draft[name] not in (None, False):
                 raise ConfigError(
-                    f"{option_of(name)} has no effect without FP8: add --fp8-format hybrid, or leave "
-                    f"{option_of(name)} out"
+                    f"{option_of(name)} has no effect without FP8: add --fp8-format hybrid, or remove "
+                    f"{option_of(name)}"
                 )
         return
     recipe = draft["fp8_recipe"] or "delayed"

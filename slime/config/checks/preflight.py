@@ -1,4 +1,4 @@
-"""What files can tell before a process starts: a model that is whole, folders that can be written to."""
+"""Check files before a process starts: the model is complete, output folders are writable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_tokenizer(folder: str) -> None:
 
 
 def check_chat_template(folder: str) -> None:
-    """Only files are looked for: to load the tokenizer takes seconds."""
+    """Check for a chat template in the files, because loading the tokenizer takes seconds."""
     if any(Path(folder).glob("*chat_template*")):
         return
     config = Path(folder) / "tokenizer_config.json"
@@ -34,18 +34,18 @@ def check_chat_template(folder: str) -> None:
 
 
 def check_weights(folder: str, flag: str = "--hf-checkpoint") -> None:
-    """Every safetensors file is there and as long as its header says. Other formats are not looked at."""
+    """Check that every safetensors file exists and has the size in its header; skip other formats."""
     for file in _weight_files(Path(folder), flag):
         problem = _problem(file)
         if problem:
             raise ConfigError(
                 f"{flag}: {file} {problem}: download or copy it again "
-                "(hf download MODEL --local-dir FOLDER goes on where it stopped)"
+                "(hf download MODEL --local-dir FOLDER resumes)"
             )
 
 
 def check_writable(folder: str | Path, flag: str) -> None:
-    """Make the folder, and a file in it: rather now than after the first hours."""
+    """Create the folder and a file in it, so that a failure shows now and not at the first save."""
     if Path(folder).is_file():
         raise ConfigError(f"{flag} {folder} is a file; name a folder")
     try:
@@ -67,23 +67,23 @@ def _weight_files(folder: Path, flag: str) -> list[Path]:
         names = json.loads(index.read_text())["weight_map"].values()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{flag}: {index} is not an index of weights: {error!r}: download or copy it again"
+            f"{flag}: {index} is not a weight index: {error!r}: download or copy it again"
         ) from None
     return [folder / name for name in sorted(set(names))]
 
 
 def _problem(file: Path) -> str | None:
-    """The format: 8 bytes with the length of the header, the header as JSON, the tensors' bytes."""
+    """Return what is wrong with a file of 8 bytes header length, JSON header and tensor data."""
     if not file.exists():
-        return f"does not exist, and {_INDEX} names it"
+        return f"does not exist although {_INDEX} lists it"
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(len(_LFS))
         if start == _LFS:
-            return "is a pointer of Git LFS and not the weights"
+            return "is a Git LFS pointer and not the weights"
         length = int.from_bytes(start[:8], "little")
         if len(start) < 8 or length > size - 8:
-            return f"is no safetensors file, or cut off after {size} bytes"
+            return f"is not a safetensors file, or truncated at {size} bytes"
         stream.seek(8)
         try:
             header = json.loads(stream.read(length))
@@ -91,6 +91,6 @@ def _problem(file: Path) -> str | None:
                 entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
             ]
         except (ValueError, KeyError, TypeError, AttributeError):
-            return "is no safetensors file: its header cannot be read"
+            return "is not a safetensors file: its header cannot be read"
     expected = 8 + length + max(ends, default=0)
     return None if size == expected else f"has {size} bytes where its header says {expected}"

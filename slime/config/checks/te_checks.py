@@ -1,4 +1,4 @@
-"""Flags that choose kernels of TransformerEngine, FlashAttention or DeepEP, judged before anything starts.
+"""Rules about flags that choose kernels of TransformerEngine, FlashAttention or DeepEP.
 
 --attention-backend auto, local   slime's packed attention (torch's FlashAttention on a GPU)
 --attention-backend flash         the package flash-attn through TransformerEngine where both are

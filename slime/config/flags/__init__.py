@@ -1,1 +1,1 @@
-"""Every flag slime knows, as data: slime's own groups, and the tables of Megatron, SGLang and its router."""
+"""All flags as data: slime's own, and the tables of Megatron's, SGLang's and the router's."""

@@ -1,4 +1,4 @@
-"""docs/arguments.md, written from the flags: `python -m slime.config.flags.docs`."""
+"""Generate docs/arguments.md from the flags: `python -m slime.config.flags.docs`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _INTRODUCTION = f"""\
 
 # Arguments
 
-`python train.py --help` lists the same. Every flag can also stand in a YAML file given with `--config`,
-under its name without the leading dashes (dashes or underscores); the command line wins over the file.
-A switch that is on is turned off with `--no-<name>`; the same overrides a switch that a file sets.
+`python train.py --help` lists the same. Every flag can also be set in a YAML file given with `--config`,
+by its name without the leading dashes (dashes or underscores); the command line overrides the file.
+A switch is turned off with `--no-<name>`, also one that a file turns on.
 A flag that does not exist is an error with the nearest match, and exit status 2.
 
-`--dry-run` prints every value with where it came from (default, derived, config, command line), the
-placement and the batches, and starts nothing. Hooks are imported, and model and data files read, as a
+`--dry-run` prints every value with its origin (default, derived, config, command line), the placement
+and the batches, and starts nothing. Hooks are imported, and model and data files read, as a
 start would; files and packages missing on the machine are only warnings. Secrets are never printed or
 written.
 
-Bounds and conditions stand in parentheses. A value out of bounds is an error; a flag whose condition does
+Bounds and conditions are in parentheses. A value out of bounds is an error; a flag whose condition does
 not hold has no effect, which is a warning. Flags marked *megatron* or *fsdp* belong to that `--train-backend` and are refused with the other.
 Flags of Megatron, SGLang and the router that are not set keep the default of the installed package.
 """
@@ -37,8 +37,8 @@ The fields of megatron-core's configuration classes and the spellings of Megatro
 """
 _SGLANG = """\
 Every option of an SGLang server with the prefix `--sglang-`. *Embedded* says what slime's own engine does
-with it: `yes` it means there what it means in SGLang, `ignored` it tunes what that engine does in its own
-way and never changes a result, `-` it is refused with `--rollout-engine slime`.
+with it: `yes` the same as SGLang, `ignored` it has no effect and would never change a result, `-` it is
+refused with `--rollout-engine slime`.
 """
 _ROUTER = "Every option of SGLang's router with the prefix `--router-`.\n"
 

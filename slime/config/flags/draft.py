@@ -1,4 +1,4 @@
-"""The values of a run while they are being resolved, each with where it came from."""
+"""The values of a run while they are being resolved, each with its origin."""
 
 from __future__ import annotations
 

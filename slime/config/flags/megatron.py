@@ -1,6 +1,6 @@
 """Megatron's flags: the fields of megatron-core's configs, and spellings of Megatron's own parser.
 
-megatron-core on PyPI has no argument parser, so what scripts spell otherwise than a field stands here.
+megatron-core on PyPI has no argument parser, so options that differ from a field's name are listed here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _respell(flag: Flag) -> Flag:
     )
 
 
-# field -> options that set it, options that turn it off; the first is the one messages use
+# field -> options that set it, options that turn it off; messages use the first
 _SPELLINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "num_moe_experts": (("--num-experts",), ()),
     "grad_reduce_in_fp32": (("--accumulate-allreduce-grads-in-fp32",), ()),

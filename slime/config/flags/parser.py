@@ -41,7 +41,7 @@ def read_config(path: str) -> dict[str, Any]:
         flag, negated = _find_key(str(key), path)
         if flag.name in values:
             raise ConfigError(f"{path}: {flag.option} is given twice, once as {key}: remove one")
-        if raw is None:  # "load:" with nothing behind it is a flag that is not given
+        if raw is None:  # "load:" without a value is a flag that is not given
             continue
         value = convert(flag, raw, f"{path}: {key}")
         values[flag.name] = not value if negated else value

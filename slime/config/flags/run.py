@@ -1,4 +1,4 @@
-"""Flags that say what is run, where, and how weights travel."""
+"""Flags of the run: mode, cluster, weight updates, fault tolerance, tracking."""
 
 # ruff: noqa: RUF009 -- flag() makes a dataclass field
 

@@ -1,7 +1,7 @@
-"""How --sglang-* flags are spelled for the SGLang that is installed, and which of them slime sets itself.
+"""Translate --sglang-* flags to options of the installed SGLang; refuse those that slime sets itself.
 
-The tables know 0.5.16 and 0.5.23. A script keeps its spelling when SGLang is upgraded: an option that
-a version does not have is written as what that version has in its place, or refused with the reason.
+The tables cover 0.5.16 and 0.5.23. A script keeps its options when SGLang is upgraded: an option that
+a version does not have is translated to its replacement, or refused with the reason.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from slime.core.errors import ConfigError
 
 Argv = list[str]
 
-# option of SGLang -> what sets it in slime
+# option of SGLang -> what to do instead of setting it
 OWNED: dict[str, str] = {
     "model_path": "use --hf-checkpoint",
     "host": "set SLIME_HOST_IP to the address other nodes reach this one at",
     "port": "remove it: slime finds free ports",
     "nccl_port": "remove it: slime finds free ports",
-    "dist_init_addr": "remove it: slime brings an engine's nodes together",
+    "dist_init_addr": "remove it: slime connects the nodes of an engine",
     "nnodes": "remove it: it follows from --rollout-num-gpus-per-engine and --num-gpus-per-node",
     "node_rank": "remove it: slime numbers the nodes of an engine",
-    "base_gpu_id": "remove it: Ray hands out the GPUs",
-    "gpu_id_step": "remove it: Ray hands out the GPUs",
+    "base_gpu_id": "remove it: Ray assigns the GPUs",
+    "gpu_id_step": "remove it: Ray assigns the GPUs",
     "enable_memory_saver": "use --offload-rollout, which --colocate implies",
     "admin_api_key": "remove it: every run makes a key of its own",
     "api_key": "remove it: every run makes a key of its own",
@@ -38,28 +38,28 @@ OWNED: dict[str, str] = {
 
 
 def check_owned(name: str) -> None:
-    """`name` is that of a --sglang- flag somebody gave."""
+    """Raise ConfigError if slime sets the --sglang- flag `name` itself."""
     advice = OWNED.get(name.removeprefix("sglang_"))
     if advice is not None:
         raise ConfigError(f"{all_flags()[name].option} is set by slime: {advice}")
 
 
 def known_version(installed: str) -> str:
-    """The version of the tables an installed one is spelled as: the newest that is not newer."""
+    """Return the version of the tables to use for an installed one: the newest that is not newer."""
     known = sorted(read_table("sglang")["versions"], key=_number)
     not_newer = [version for version in known if _number(version) <= _number(installed)]
     return not_newer[-1] if not_newer else known[0]
 
 
 def sglang_argv(values: dict[str, Any], installed: str) -> Argv:
-    """The server's options for --sglang-* values by name (without the prefix), for one version."""
+    """Return the server's options for --sglang-* values by name (without the prefix)."""
     version = known_version(installed)
     values = _together(dict(values), version)
     return [part for name, value in values.items() for part in _spell(name, value, version)]
 
 
 def _together(values: dict[str, Any], version: str) -> dict[str, Any]:
-    """Options that one version spells as two and the other as one."""
+    """Translate options that are two in one version and one in the other."""
     if version == "0.5.16" and "attn_dp_size" in values:
         values |= {"dp_size": values.pop("attn_dp_size"), "enable_dp_attention": True}
     elif version != "0.5.16" and values.get("enable_dp_attention"):
@@ -107,7 +107,7 @@ def _cp_strategy(value: Any) -> Argv:
     return ["--cp-strategy", names.get(value) or str(value)]
 
 
-# what newer versions have in place of an option of 0.5.16
+# option of 0.5.16 -> its replacement in newer versions
 _REPLACED: dict[str, Callable[[Any], Argv]] = {
     "cuda_graph_bs": _renamed("--cuda-graph-bs-decode"),
     "cuda_graph_max_bs": _renamed("--cuda-graph-max-bs-decode"),
@@ -134,7 +134,7 @@ _REPLACED: dict[str, Callable[[Any], Argv]] = {
     "enable_expert_distribution_metrics": _instead(
         "--expert-balancedness-report-mode", "server_log"
     ),
-    "prefill_round_robin_balance": _instead(),  # 0.5.16 knows it and does nothing with it
+    "prefill_round_robin_balance": _instead(),  # 0.5.16 accepts it without effect
     "collect_tokens_histogram": _instead(),  # part of --enable-metrics
 }
 

@@ -1,4 +1,4 @@
-"""What --dry-run prints: every value with where it came from, the placement, the batches."""
+"""The output of --dry-run: every value with its origin, the placement, the batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RESULTS = "Resolved"
 
 
 def resolved_lines(args: Args) -> list[str]:
-    """Values by group: as they are, and whether a default, derived, or from file or command line."""
+    """Return all values by group, each with its origin."""
     lines = []
     for group, rows in _grouped(args).items():
         width = max(len(name) for name, _, _ in rows)
@@ -27,7 +27,7 @@ def resolved_lines(args: Args) -> list[str]:
 
 
 def placement_lines(args: Args) -> list[str]:
-    """Who gets how many GPUs, or CPU processes where there is no GPU, and what a rollout holds."""
+    """Return the GPUs, or CPU processes, of trainer and engines, and the sizes of a rollout."""
     unit = "GPU" if count_gpus() else "CPU process"
     training = args.actor_num_nodes * args.actor_num_gpus_per_node
     engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine

@@ -1,6 +1,6 @@
 """What a flag is, and how a group of flags is declared as a dataclass.
 
-Everything that concerns one flag stands on its declaration: type, default, help, bounds, and the
+Everything about one flag is on its declaration: type, default, help, bounds, and the
 conditions under which it has an effect. `slime/config/checks/declared.py` applies them::
 
     tis_clip: float = flag(2.0, "upper bound of the importance weight", min=0, needs="use_tis")
@@ -81,7 +81,7 @@ class Flag:
 
     name: str
     kind: Kind
-    options: tuple[str, ...]  # the first is the one that messages and documents use
+    options: tuple[str, ...]  # messages and documentation use the first
     off_options: tuple[str, ...] = ()  # for a bool: these set it to False
     default: Any = None
     help: str = ""
@@ -138,7 +138,7 @@ class Flag:
 
     @property
     def summary(self) -> str:
-        """The first sentence of the help."""
+        """Return the first sentence of the help."""
         first = re.split(r"(?<=[.!?])\s", self.help, maxsplit=1)[0]
         return first if len(first) <= 200 else first[:197] + "..."
 

@@ -1,4 +1,4 @@
-"""From text or YAML to the value of a flag; a value of the wrong kind is one sentence."""
+"""Convert text or YAML to the value of a flag, and find the nearest known name."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _SIZES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 def convert(flag: Flag, raw: Any, where: str) -> Any:
-    """The value of `flag` that `raw` (strings of the command line, or YAML) stands for.
+    """Convert `raw`, a string of the command line or a YAML value, to the type of `flag`.
 
-    `where` names the place in messages: "--lr", or "run.yaml: lr".
+    `where` is the location in messages: "--lr", or "run.yaml: lr".
     """
     if flag.many:
         items = raw if isinstance(raw, list) else [raw]
@@ -35,7 +35,7 @@ def convert(flag: Flag, raw: Any, where: str) -> Any:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that alone begins with `name`, else the one most like it, if any is at all."""
+    """Return the only known name that starts with `name`, else the most similar one, or None."""
     known = list(known)
     begun = [other for other in known if other.startswith(name)]
     matches = begun if len(begun) == 1 else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
