@@ -136,7 +136,7 @@ def host_memory(pid: int) -> dict[str, float]:
 
 def kind_of(words: list[str]) -> str | None:
     line = " ".join(words)
-    if "slime.engine.server.main" in line:
+    if "slime.engine.server" in line:
         return "engine"
     if "train.py" in line:
         return "driver"

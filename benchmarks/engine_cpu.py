@@ -149,7 +149,7 @@ class EngineSide:
         command = [
             sys.executable,
             "-m",
-            "slime.engine.server.main",
+            "slime.engine.server",
             "--model-path",
             str(checkpoint),
         ]

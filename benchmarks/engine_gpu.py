@@ -192,7 +192,7 @@ def timed(server: Server, rows: list[Row]) -> float:
 
 
 def engine_command(checkpoint: Path) -> list[str]:
-    command = [sys.executable, "-m", "slime.engine.server.main", "--model-path", str(checkpoint)]
+    command = [sys.executable, "-m", "slime.engine.server", "--model-path", str(checkpoint)]
     return [*command, "--load-format", "dummy", "--skip-tokenizer-init", "--log-level", "info"]
 
 

@@ -131,14 +131,14 @@ class EngineServer:
 def engine_server(
     model_path: str | Path, *options: str, token: str | None = TOKEN
 ) -> Iterator[EngineServer]:
-    """`python -m slime.engine.server.main` at a free port; ended with the `with`."""
+    """`python -m slime.engine.server` at a free port; ended with the `with`."""
     with tempfile.TemporaryDirectory() as folder:
         port_file = Path(folder) / "port.json"
         log_file = Path(folder) / "log"
         command = [
             sys.executable,
             "-m",
-            "slime.engine.server.main",
+            "slime.engine.server",
             "--model-path",
             str(model_path),
         ]

@@ -18,7 +18,7 @@ from tests.e2e import runs
 SAID_S = RECONNECT_S + 60  # Ray's patience, and busy cores
 GONE_S = 2 * RECONNECT_S + 90  # the agents of a node look for the head once more
 # Of the run: its driver and who tells of it, its actors, its engine.
-OF_RUN = ("train_there", "run_monitor", "_Host", "slime.engine.server.main")
+OF_RUN = ("train_there", "run_monitor", "_Host", "slime.engine.server")
 
 
 @pytest.fixture

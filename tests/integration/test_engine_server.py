@@ -25,7 +25,7 @@ def test_a_taken_port_ends_the_process_with_one_sentence(checkpoint: Path):
         command = [
             sys.executable,
             "-m",
-            "slime.engine.server.main",
+            "slime.engine.server",
             "--model-path",
             str(checkpoint),
         ]

@@ -1,4 +1,4 @@
-"""`python -m slime.engine.server.main --model-path DIR`."""
+"""`python -m slime.engine.server --model-path DIR`."""
 
 import sys
 

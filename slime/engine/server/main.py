@@ -1,4 +1,4 @@
-"""`python -m slime.engine.server.main --model-path DIR`: one engine behind SGLang's HTTP protocol."""
+"""`python -m slime.engine.server --model-path DIR`: one engine behind SGLang's HTTP protocol."""
 
 from __future__ import annotations
 
