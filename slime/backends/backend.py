@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from slime.backends.step import StepResult
 from slime.core.errors import UserError
 from slime.core.types import ParallelInfo, RolloutBatch, TrainBatch
 from slime.runlog.export_folder import ExportInfo
+from slime.weights.buckets import HFTensors
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
 
-HFBucket = list[tuple[str, torch.Tensor]]
+HFBucket = HFTensors  # (Hugging Face name, whole tensor) of one bucket
 ModelName = Literal["actor", "ref", "teacher"]
 
 

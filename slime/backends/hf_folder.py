@@ -10,18 +10,17 @@ import torch
 from safetensors.torch import save_file
 
 from slime.runlog.export_folder import ExportInfo, begin_export, commit_export, discard_export
+from slime.weights.buckets import HFTensors
 from slime.weights.disk_transport import copy_model_files
 
 FILE_BYTES = 4 << 30
-
-Bucket = list[tuple[str, torch.Tensor]]
 
 
 def write_hf_folder(
     path: str,
     source: str,
     dtype: torch.dtype,
-    buckets: Iterable[Bucket],
+    buckets: Iterable[HFTensors],
     *,
     writes: bool,
     info: ExportInfo | None = None,
@@ -45,7 +44,7 @@ def write_hf_folder(
 
 
 def _write_files(
-    folder: Path, source: str, dtype: torch.dtype, buckets: Iterable[Bucket], *, quantized: bool
+    folder: Path, source: str, dtype: torch.dtype, buckets: Iterable[HFTensors], *, quantized: bool
 ) -> None:
     copy_model_files(Path(source), folder)
     weight_map: dict[str, str] = {}

@@ -1,7 +1,9 @@
-"""A small blocking JSON client for engines: key, deadline, retries while nobody listens yet.
+"""JSON over HTTP for synchronous callers: API key, deadline, retries while no server listens yet.
 
-`post_json` and its like make one call each. `JsonServer` is for many calls to one server: it keeps a
-connection open between them, and the answer to a call may be read later than the call is sent.
+`post_json`, `get_json` and `delete_json` make one call each. `JsonClient` makes many calls to one server over
+kept-alive connections; `start` sends a request and `Call.result` reads its reply, so that several can be
+under way without a thread. Coroutines use `slime.utils.http`. This client uses plain sockets because a call
+through aiohttp's loop in another thread made a weight update 1.2 times as long (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ import orjson
 
 from slime.utils.engine_keys import key_headers
 
-_CORK: int | None = getattr(socket, "TCP_CORK", None)  # Linux has it
-_RETRY_PAUSE = 0.2
-_FRESH_S = 1.0  # servers close connections that were idle for 5 s and more
-_STALL_S = 30.0  # a server that stops for so long amid a request or an answer is frozen
+_CORK: int | None = getattr(socket, "TCP_CORK", None)  # Linux only
+_RETRY_PAUSE_S = 0.2
+_KEEP_ALIVE_S = 1.0  # servers close connections that were idle for 5 s and more
+_STALL_TIMEOUT_S = 30.0  # without progress inside a request or a reply: the server is frozen
 
 
 class HttpError(RuntimeError):
-    """A call that failed; the text names the URL. `status` is None when there was no answer."""
+    """A call that failed; the message names the URL. `status` is None when there was no reply."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -44,7 +46,7 @@ def post_json(
     timeout: float = 60.0,
     retries: int = 3,
 ) -> Any:
-    """The parsed reply (its text where it is not JSON); HttpError unless the status is 2xx."""
+    """Return the parsed reply (its text if it is not JSON); raise HttpError unless the status is 2xx."""
     return _call_once("POST", url, payload, token, timeout, retries)
 
 
@@ -56,11 +58,11 @@ def delete_json(url: str, *, token: str | None = None, timeout: float = 60.0) ->
     return _call_once("DELETE", url, None, token, timeout, retries=3)
 
 
-class JsonServer:
-    """A server that is called many times; calls at the same time have a connection each.
+class JsonClient:
+    """Calls one server many times; calls that overlap have a connection each.
 
-    A connection is used again only soon after its last answer and if the server has not closed it: a
-    request that is lost on the way is never repeated, since it may have been carried out.
+    A connection is reused only shortly after its last reply and if the server has not closed it. A
+    request that was sent is never repeated, since the server may have executed it.
     """
 
     def __init__(self, url: str, token: str | None = None) -> None:
@@ -76,49 +78,49 @@ class JsonServer:
         timeout: float = 60.0,
         retries: int = 3,
     ) -> Call:
-        """Send a request, whose answer is to be had by `result()`."""
+        """Send a request; `Call.result()` waits for its reply."""
         deadline = time.monotonic() + timeout
         url = self._url + route
-        connection = self._fresh() or _connect(method, url, deadline, retries)
+        connection = self._reusable() or _connect(method, url, deadline, retries)
         call = Call(
             method=method,
             url=url,
             timeout=timeout,
             deadline=deadline,
             connection=connection,
-            answered=self._keep,
+            release=self._release,
         )
         call.send(payload, self._token)
         return call
 
     def close(self) -> None:
-        """Drop the connections that wait for a call; later calls open new ones."""
+        """Close the idle connections; later calls open new ones."""
         while self._idle:
             self._idle.pop()[1].close()
 
-    def _fresh(self) -> http.client.HTTPConnection | None:
+    def _reusable(self) -> http.client.HTTPConnection | None:
         while self._idle:
             since, connection = self._idle.pop()
             alive = connection.sock is not None and not _readable(connection)
-            if alive and time.monotonic() - since < _FRESH_S:
+            if alive and time.monotonic() - since < _KEEP_ALIVE_S:
                 return connection
             connection.close()
         return None
 
-    def _keep(self, connection: http.client.HTTPConnection) -> None:
+    def _release(self, connection: http.client.HTTPConnection) -> None:
         self._idle.append((time.monotonic(), connection))
 
 
 @dataclass(kw_only=True)
 class Call:
-    """A request on its way and the connection on which its answer comes."""
+    """A request that is under way, and the connection its reply arrives on."""
 
     method: str
     url: str
     timeout: float
     deadline: float
     connection: http.client.HTTPConnection
-    answered: Callable[[http.client.HTTPConnection], None]  # takes the connection after the answer
+    release: Callable[[http.client.HTTPConnection], None]  # takes the connection after the reply
 
     def send(self, payload: dict[str, Any] | None, token: str | None) -> None:
         body = None if payload is None else orjson.dumps(payload)
@@ -130,20 +132,20 @@ class Call:
         self._guarded(lambda: self._request(body, headers))
 
     def result(
-        self, look_every_s: float = math.inf, look: Callable[[], None] = lambda: None
+        self, probe_every_s: float = math.inf, probe: Callable[[], None] = lambda: None
     ) -> Any:
-        """The parsed answer; HttpError unless its status is 2xx.
+        """Return the parsed reply; raise HttpError unless its status is 2xx.
 
-        Meanwhile `look` is called every `look_every_s`; an HttpError of it ends the waiting.
+        `probe` is called every `probe_every_s` seconds without a reply; an HttpError from it ends the wait.
         """
-        status, text = self._guarded(lambda: self._read(look_every_s, look))
-        self.answered(self.connection)
+        status, text = self._guarded(lambda: self._read(probe_every_s, probe))
+        self.release(self.connection)
         if not 200 <= status < 300:
             raise HttpError(f"{self.method} {self.url}: status {status}: {text[:500]}", status)
         return _parse(text)
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
-        """The connection is of no more use after any failure."""
+        """Run `work`; close the connection after any failure and raise network errors as HttpError."""
         try:
             return work()
         except TimeoutError as error:
@@ -152,7 +154,6 @@ class Call:
             raise HttpError(message) from error
         except (OSError, http.client.HTTPException) as error:
             self.connection.close()
-            # Not tried again: the request may have been carried out.
             message = f"{self.method} {self.url}: connection lost ({error!r})"
             raise HttpError(message) from error
         except BaseException:
@@ -161,7 +162,7 @@ class Call:
 
     def _request(self, body: bytes | None, headers: dict[str, str]) -> None:
         sock = self.connection.sock
-        sock.settimeout(min(_remaining(self.deadline), _STALL_S))
+        sock.settimeout(min(_remaining(self.deadline), _STALL_TIMEOUT_S))
         # Headers and body in one packet wake the server once.
         if _CORK is not None:
             sock.setsockopt(socket.IPPROTO_TCP, _CORK, 1)
@@ -169,29 +170,31 @@ class Call:
         if _CORK is not None:
             sock.setsockopt(socket.IPPROTO_TCP, _CORK, 0)
 
-    def _read(self, look_every_s: float, look: Callable[[], None]) -> tuple[int, str]:
+    def _read(self, probe_every_s: float, probe: Callable[[], None]) -> tuple[int, str]:
         sock = self.connection.sock
-        response = self._response(look_every_s, look)
+        response = self._response(probe_every_s, probe)
         chunks = [b""]
         while True:
-            sock.settimeout(min(_remaining(self.deadline), _STALL_S))
+            sock.settimeout(min(_remaining(self.deadline), _STALL_TIMEOUT_S))
             chunks.append(response.read1(1 << 20))
             if not chunks[-1]:
                 break
         response.close()
         return response.status, b"".join(chunks).decode(errors="replace")
 
-    def _response(self, look_every_s: float, look: Callable[[], None]) -> http.client.HTTPResponse:
+    def _response(
+        self, probe_every_s: float, probe: Callable[[], None]
+    ) -> http.client.HTTPResponse:
         sock = self.connection.sock
         while True:
-            sock.settimeout(min(_remaining(self.deadline), look_every_s))
+            sock.settimeout(min(_remaining(self.deadline), probe_every_s))
             try:
                 return self.connection.getresponse()
-            except TimeoutError:  # nothing was read: it can be asked for again
+            except TimeoutError:  # nothing was read, so getresponse can be called again
                 if time.monotonic() >= self.deadline:
                     raise
             try:
-                look()
+                probe()
             except HttpError:
                 if not _readable(self.connection):
                     raise
@@ -205,11 +208,11 @@ def _call_once(
     timeout: float,
     retries: int,
 ) -> Any:
-    server = JsonServer(url, token)
+    client = JsonClient(url, token)
     try:
-        return server.start(method, "", payload, timeout=timeout, retries=retries).result()
+        return client.start(method, "", payload, timeout=timeout, retries=retries).result()
     finally:
-        server.close()
+        client.close()
 
 
 def _connect(method: str, url: str, deadline: float, retries: int) -> http.client.HTTPConnection:
@@ -221,10 +224,10 @@ def _connect(method: str, url: str, deadline: float, retries: int) -> http.clien
             connection.connect()
             return connection
         except OSError as error:
-            if attempt == retries or _remaining(deadline) < _RETRY_PAUSE:
+            if attempt == retries or _remaining(deadline) < _RETRY_PAUSE_S:
                 reason = error.strerror or repr(error)
                 raise HttpError(f"{method} {url}: cannot connect ({reason})") from error
-            time.sleep(_RETRY_PAUSE * 2**attempt)
+            time.sleep(_RETRY_PAUSE_S * 2**attempt)
     raise AssertionError("unreachable")
 
 
@@ -234,7 +237,7 @@ def _target(url: str) -> str:
 
 
 def _readable(connection: http.client.HTTPConnection) -> bool:
-    """Whether an answer, or the end of the connection, has come."""
+    """Return whether a reply, or the end of the connection, has arrived."""
     poll = select.poll()
     poll.register(connection.sock, select.POLLIN)
     return bool(poll.poll(0))

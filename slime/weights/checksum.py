@@ -1,13 +1,13 @@
-"""Integer checksums of tensors that add up over shards and catch swapped or transposed contents.
+"""Integer checksums of tensors that add up over shards and detect swapped or transposed contents.
 
 The sum of a tensor is  sum_i bits(x_i) * (hash(name) + K * i)  modulo 2**64, with bits(x_i) the
-element's bit pattern as an integer (signed, but for one byte) and i its flat position in the Hugging
-Face tensor. A shard that starts at flat position s contributes its part of the sum, so parts from
-several ranks may simply be added. Integer arithmetic makes the result independent of the order of
+element's bit pattern as an integer (signed, except of one byte) and i its flat position in the Hugging
+Face tensor. A shard that starts at flat position s contributes its part of the sum, so parts of
+several ranks can simply be added. Integer arithmetic makes the result independent of the order of
 summation, of device and of library.
 
 Written as a matrix of rows of C elements, sum_i i * b_i is  sum_r r * C * rowsum_r + sum_c c * colsum_c:
-two plain reductions, and no multiplication by positions as long as the tensor itself.
+two plain reductions instead of a multiplication by positions the size of the tensor itself.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ _POSITION_FACTOR = 0x9E3779B97F4A7C15  # odd: a change at any position changes t
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COLUMNS = 1024
 # Blocks of 31 x 1024 stay in a core's cache when widened to int64, and are just too small for torch to
-# spread over threads, whose barriers would cost far more than they gain on a busy machine.
+# parallelize, where barriers would cost far more than threads gain on a busy machine.
 _CPU_ROWS = 31
 
 
 def tensor_checksum(name: str, tensor: torch.Tensor, start: int = 0) -> int:
-    """Checksum of the elements of HF tensor `name` from flat position `start` on."""
+    """Return the checksum of the elements of HF tensor `name` from flat position `start` on."""
     plain, positional = _sums(_bits(tensor)).tolist()
     return _combine(name, plain, positional + start * plain)
 
 
 def tensor_checksums(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Checksums of whole tensors by name, read back from their device all at once."""
+    """Return checksums of whole tensors by name, read back from their device all at once."""
     sums = RunningChecksums()
     sums.add(named)
     return sums.read()
 
 
 class RunningChecksums:
-    """Checksums of tensors that come in parts of a model, read back when all have come.
+    """Checksums of tensors that are added bucket by bucket and read back at the end.
 
-    A GPU sums them in the order of its work: what is queued after `add` may overwrite them.
+    A GPU computes them in stream order: work queued after `add` may overwrite the tensors.
     """
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        self._sums: list[torch.Tensor] = []  # [tensors of one part, 2]
+        self._sums: list[torch.Tensor] = []  # [tensors of one bucket, 2]
 
     def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         tensors = []
@@ -71,7 +71,7 @@ def _combine(name: str, plain: int, positional: int) -> int:
     return (plain * _hash(name) + positional * _POSITION_FACTOR) % 2**64
 
 
-@functools.lru_cache(maxsize=1 << 17)  # of two models with all the experts that there are
+@functools.lru_cache(maxsize=1 << 17)  # enough for two models with thousands of experts
 def _hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
@@ -82,7 +82,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _all_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """What `_sums` gives for each, [len(tensors), 2]; those of a GPU together."""
+    """Return `_sums` of each tensor, [len(tensors), 2], on a GPU in one launch."""
     if not tensors[0].is_cuda or importlib.util.find_spec("triton") is None:
         return torch.stack([_sums(_bits(tensor)) for tensor in tensors])
     from slime.weights.checksum_kernel import many_sums
@@ -98,7 +98,7 @@ def _all_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _sums(bits: torch.Tensor) -> torch.Tensor:
-    """[sum_i b_i, sum_i i * b_i]; int64 wraps around, which is what modulo 2**64 means."""
+    """Return [sum_i b_i, sum_i i * b_i]; int64 wraps around, which is arithmetic modulo 2**64."""
     whole = bits.numel() // _COLUMNS * _COLUMNS
     tail = bits[whole:].to(torch.int64)
     plain = tail.sum()
@@ -112,7 +112,7 @@ def _sums(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _reduce(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of rows and of columns in int64."""
+    """Return the sums of rows and of columns in int64."""
     if matrix.device.type != "cpu":
         return matrix.sum(1, dtype=torch.int64), matrix.sum(0, dtype=torch.int64)
     # On a CPU the reduction would first widen the whole matrix in main memory.

@@ -1,8 +1,8 @@
-"""The two sums of slime.weights.checksum for many tensors of a GPU in one launch.
+"""The two sums of slime.weights.checksum for many tensors on a GPU in one launch.
 
-A program sums a run of _BLOCK elements of one tensor, in columns of _LANES, and adds its sums to the
-tensor's. Within a run positions are small, so that elements of two bytes and less need no arithmetic in
-64 bits until the end.
+A program sums a block of _BLOCK elements of one tensor, in columns of _LANES, and adds the result to the
+tensor's with atomics. Positions within a block are small, so that elements of two bytes and less need no
+64-bit arithmetic until the end.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import triton.language as tl
 _LANES = 1024
 _ROWS = 16
 _BLOCK = _LANES * _ROWS
-_ALIGNED = 16  # bytes: from here on a thread reads several elements at once
+_ALIGNED = 16  # bytes, for vectorized loads
 
 
 def many_sums(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """[len(tensors), 2]: sum_i b_i and sum_i i * b_i over the bits of contiguous tensors of one GPU.
+    """Return sum_i b_i and sum_i i * b_i of contiguous tensors on one GPU, [len(tensors), 2].
 
-    `dtype`: the integer type whose size their elements have.
+    `dtype` is the integer type of the size of their elements.
     """
     device = tensors[0].device
     addresses = np.array([tensor.data_ptr() for tensor in tensors])
@@ -58,7 +58,7 @@ def _sum_runs(
     starts,
     owners,
     sums,
-    like,  # a tensor of the type that is summed: addresses are plain numbers
+    like,  # a tensor of the summed dtype: the addresses are plain integers
     WIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
     LANES: tl.constexpr,
@@ -73,7 +73,7 @@ def _sum_runs(
     kind: tl.constexpr = tl.int64 if WIDE else tl.int32
     columns = tl.zeros([LANES], kind)
     by_row = tl.zeros([LANES], kind)
-    # A whole run needs no mask, without which a thread reads several elements at once.
+    # A full block needs no mask, which allows vectorized loads.
     if start + LANES * ROWS <= numel:
         for row in tl.static_range(ROWS):
             whole = source + start + row * LANES + lanes

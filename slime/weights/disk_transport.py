@@ -11,16 +11,18 @@ import torch
 from safetensors.torch import save_file
 
 from slime.runlog.export_folder import MARKER
-from slime.weights.engine_client import EngineClient, on_all
-from slime.weights.transport import Bucket
+from slime.utils.concurrency import call_all
+from slime.weights.buckets import Bucket
+from slime.weights.engine_client import EngineClient
+from slime.weights.transport import WeightTransport
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
-class DiskTransport:
-    """Writes `<folder>/weights_0000007`, has the engines load it, then removes older versions.
+class DiskTransport(WeightTransport):
+    """Writes `<folder>/weights_0000007`, makes the engines load it, then removes older versions.
 
-    The folder gets its name once it is complete, so whatever has that name can be loaded.
+    The folder is renamed to its final name when it is complete, so any folder of that name can be loaded.
     """
 
     shares_device = False
@@ -35,7 +37,7 @@ class DiskTransport:
         self._nbytes = 0
         self._target = self._folder / f"weights_{version:07d}"
         self._partial = self._target.with_suffix(".tmp")
-        shutil.rmtree(self._partial, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(self._partial, ignore_errors=True)  # left by a run that was killed
         self._partial.mkdir(parents=True)
         copy_model_files(self._hf_checkpoint, self._partial)
 
@@ -54,7 +56,7 @@ class DiskTransport:
         shutil.rmtree(self._target, ignore_errors=True)
         os.replace(self._partial, self._target)
         self._partial = None
-        on_all(self._engines, self._load)
+        call_all(self._engines, self._load)
         for old in self._folder.glob("weights_*"):
             if old != self._target:
                 shutil.rmtree(old, ignore_errors=True)
@@ -74,14 +76,14 @@ class DiskTransport:
 
 
 def copy_model_files(source: Path, target: Path) -> None:
-    """Everything a checkpoint holds besides the weights: configuration, tokenizer, chat template."""
+    """Copy everything but the weights: configuration, tokenizer, chat template."""
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith((*_WEIGHT_FILES, MARKER)):
             shutil.copy(path, target / path.name)
 
 
 def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """safetensors refuses tensors that share memory, as views of a fused parameter may."""
+    """Clone tensors that share memory, which safetensors refuses: views of a fused parameter may."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():

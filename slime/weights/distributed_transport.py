@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -12,20 +11,21 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from slime.utils.concurrency import call_all, start_in_thread, wait_until
 from slime.utils.sync_http import HttpError
-from slime.weights.engine_client import EngineClient, on_all
-from slime.weights.liveness import in_background
+from slime.weights.buckets import Bucket, dtype_name
+from slime.weights.engine_client import EngineClient
 from slime.weights.process_group import destroy_side_group, init_side_group, serve_store
-from slime.weights.transport import Bucket, WeightSyncError
+from slime.weights.transport import WeightSyncError, WeightTransport
 
 _TIMEOUT = timedelta(minutes=10)
 _JOIN_TIMEOUT_S = 300.0
 _LEAVE_TIMEOUT_S = 10.0
-_COMPLETES_S = 2.0
+_ABORT_TIMEOUT_S = 2.0
 
 
-class DistributedTransport:
-    """One process group with the engines, kept from update to update while they stay the same."""
+class DistributedTransport(WeightTransport):
+    """One process group with the engines, kept between updates as long as the engines are the same."""
 
     shares_device = False
 
@@ -46,13 +46,15 @@ class DistributedTransport:
             self._join()
 
     def send(self, bucket: Bucket) -> None:
-        """The engines answer once they have it; an engine that refuses would never join the
-        broadcast, so its answer is what is waited for."""
+        """Broadcast the bucket and wait for the engines' replies, which come once they have it.
+
+        An engine that refuses never joins the broadcast, so the replies are waited for first.
+        """
         assert self._group is not None
         flat = flatten(bucket)
         payload = {
             "names": [name for name, _ in bucket.tensors],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket.tensors],
+            "dtypes": [dtype_name(tensor.dtype) for _, tensor in bucket.tensors],
             "shapes": [list(tensor.shape) for _, tensor in bucket.tensors],
             "group_name": self._group_name,
             "load_format": "flattened_bucket",
@@ -60,7 +62,7 @@ class DistributedTransport:
             "flush_cache": False,
         }
         calls = {
-            in_background(
+            start_in_thread(
                 partial(
                     engine.update, "/update_weights_from_distributed", payload, nbytes=bucket.nbytes
                 )
@@ -72,17 +74,17 @@ class DistributedTransport:
         failed = _first_failure(calls)
         if failed is not None:
             engine, error = failed
-            self._break_up(work)
+            self._abort_group(work)
             raise WeightSyncError(
                 f"bucket {bucket.index} did not arrive: engine {engine.url}: {error}"
             ) from error
         work.wait()
 
     def finish(self) -> None:
-        """Every `send` has waited already."""
+        """Nothing is under way: every `send` waits for the engines."""
 
     def close(self) -> None:
-        """Keep the group: joining costs more than small updates do."""
+        """Keep the process group: creating it costs more than a small update."""
 
     def _join(self) -> None:
         sizes = [len(engine.info.device_ids) for engine in self._engines]
@@ -91,7 +93,7 @@ class DistributedTransport:
         store, init_method = serve_store(self._host, world_size)
         offsets = [1 + sum(sizes[:number]) for number in range(len(sizes))]
 
-        def invite(engine: EngineClient, offset: int) -> None:
+        def join(engine: EngineClient, offset: int) -> None:
             body = {
                 "master_address": self._host,
                 "master_port": int(init_method.rsplit(":", 1)[1]),
@@ -103,7 +105,7 @@ class DistributedTransport:
             engine.update("/init_weights_update_group", body, timeout=_JOIN_TIMEOUT_S)
 
         group = (self._backend, self._group_name)
-        joined = in_background(
+        joined = start_in_thread(
             partial(
                 init_side_group,
                 init_method,
@@ -114,11 +116,11 @@ class DistributedTransport:
                 timeout=self._timeout,
             )
         )
-        invited = {
-            in_background(partial(invite, engine, offset)): engine
+        joining = {
+            start_in_thread(partial(join, engine, offset)): engine
             for engine, offset in zip(self._engines, offsets, strict=True)
         }
-        failed = _first_failure(invited)
+        failed = _first_failure(joining)
         if failed is not None:
             engine, error = failed
             raise WeightSyncError(
@@ -127,17 +129,17 @@ class DistributedTransport:
         self._group = joined.result()
 
     def _leave(self) -> None:
-        """Take leave of engines that may be gone."""
-        self._send_away()
+        """Destroy the group; engines in it may be dead."""
+        self._dismiss_engines()
         if self._group is not None:
             destroy_side_group(self._group)
             self._group = None
 
-    def _break_up(self, work: dist.Work) -> None:
-        """End a group that lost a member, so that the others can be members of a new one.
+    def _abort_group(self, work: dist.Work) -> None:
+        """Destroy a group that lost a member, so that the others can join a new one.
 
-        Its connections close, which is how engines that wait for the broadcast hear of it. Dropping a
-        group waits, with Python's lock held, for what is under way in it: a stuck one is kept.
+        Its connections close, which ends the broadcast on engines that wait in it. Destroying a group
+        waits, with the GIL held, for work under way in it: a group with stuck work is kept instead.
         """
         group, self._group = self._group, None
         assert group is not None
@@ -148,37 +150,33 @@ class DistributedTransport:
         else:
             self._stuck.append((group, work))
         del group, work
-        self._send_away()
+        self._dismiss_engines()
 
-    def _send_away(self) -> None:
+    def _dismiss_engines(self) -> None:
         def leave(engine: EngineClient) -> None:
-            with suppress(HttpError):  # gone, with its share of the group
+            with suppress(HttpError):  # a dead engine has left the group
                 body = {"group_name": self._group_name}
                 engine.post("/destroy_weights_update_group", body, _LEAVE_TIMEOUT_S)
 
-        on_all(self._engines, leave)
+        call_all(self._engines, leave)
 
 
 def flatten(bucket: Bucket) -> torch.Tensor:
-    """The tensors' bytes end to end, in order, without padding."""
+    """Concatenate the bytes of the tensors in order, without padding."""
     return torch.cat(
         [tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in bucket.tensors]
     )
 
 
 def _completes(work: dist.Work) -> bool:
-    """Whether it ends, well or not; a member that is gone ends it at once."""
-    deadline = time.monotonic() + _COMPLETES_S
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+    """Return whether it ends, with or without an error; it does at once if a member died."""
+    return wait_until(work.is_completed, _ABORT_TIMEOUT_S)
 
 
 def _first_failure(
     calls: dict[Future[None], EngineClient],
 ) -> tuple[EngineClient, BaseException] | None:
+    """Wait until all calls have ended or one has failed; return the engine that failed and its error."""
     done, _ = wait(calls, return_when=FIRST_EXCEPTION)
     for future in done:
         if (error := future.exception()) is not None:

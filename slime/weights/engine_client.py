@@ -1,69 +1,103 @@
-"""The calls of one weight update to one engine, and the same call to several at once."""
+"""The HTTP calls of one weight update to one engine."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from slime.core.types import EngineInfo
 from slime.utils.engine_keys import remember_key
-from slime.utils.sync_http import Call, HttpError, JsonServer
-from slime.weights.liveness import Patience, allowed_s, require_alive
+from slime.utils.sync_http import Call, HttpError, JsonClient, get_json
 
 _CONTROL_TIMEOUT_S = 120.0
 _FLUSH_TIMEOUT_S = 30.0
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+_FLUSH_PAUSE_S = 0.05
+_MIN_TRANSFER_TIMEOUT_S = 60.0
+_MIN_BYTES_PER_S = 16 * 2**20
 
 
 @dataclass(kw_only=True, frozen=True)
-class RankSums:
-    """Checksums of the parameters that one rank of an engine holds."""
+class LivenessProbe:
+    """Every `interval_s` without a reply, the server must answer GET /model_info within `timeout_s`.
+
+    An engine that is busy with a bucket does not answer routes that involve its scheduler. The HTTP process
+    answers /model_info all the same, unless it is frozen or dead.
+    """
+
+    interval_s: float = 30.0
+    timeout_s: float = 30.0
+
+    def check(self, url: str) -> None:
+        """Raise HttpError unless the server at `url` answers."""
+        try:
+            get_json(f"{url}/model_info", timeout=self.timeout_s, retries=0)
+        except HttpError as error:
+            raise HttpError(f"it does not answer any more: {error}") from error
+
+
+@dataclass(kw_only=True, frozen=True)
+class RankChecksums:
+    """Checksums of the parameters that one rank of an SGLang server holds, by SGLang's names."""
 
     tp_rank: int
-    sums: dict[str, str]
+    checksums: dict[str, str]
 
 
 @dataclass(kw_only=True, frozen=True)
-class Held:
-    """What an engine says it holds: the version and, if it was asked for them, checksums by Hugging
-    Face name."""
+class HeldWeights:
+    """What an engine reports to hold: the version, and checksums by Hugging Face name if requested."""
 
     version: str
-    sums: dict[str, int]
+    checksums: dict[str, int]
+
+
+def transfer_timeout_s(nbytes: int) -> float:
+    """Return the timeout of a call that moves `nbytes`: 92 s for 512 MiB."""
+    return _MIN_TRANSFER_TIMEOUT_S + nbytes / _MIN_BYTES_PER_S
+
+
+def flush_until_idle(flush: Callable[[], Any], timeout_s: float) -> None:
+    """Call `flush` until the server accepts it: it answers 400 while requests are under way."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            flush()
+            return
+        except HttpError as error:
+            if error.status != 400 or time.monotonic() > deadline:
+                raise
+        time.sleep(_FLUSH_PAUSE_S)
 
 
 class EngineClient:
-    """Made for one update; gives its connections back with `close`.
+    """Created for one update; `close` closes its connections.
 
-    The embedded engine is asked for several things at once where none of them needs another; an SGLang
-    server is asked for one after the other.
+    Methods named `start_*` send requests and return a function that waits for the replies. The embedded
+    engine gets independent requests at the same time, an SGLang server one after another.
     """
 
     def __init__(
-        self, info: EngineInfo, token: str | None, patience: Patience | None = None
+        self, info: EngineInfo, token: str | None, probe: LivenessProbe | None = None
     ) -> None:
         self.info = info
-        self.nbytes = 0  # of the weights it was sent in all
+        self.nbytes = 0  # size of all weights that were sent to it
+        self.unresponsive = False  # a call to it got no reply
         remember_key([info.url], token)
-        self._server = JsonServer(info.url, token)
-        self._patience = patience or Patience()
+        self._client = JsonClient(info.url, token)
+        self._probe = probe or LivenessProbe()
         self._begin: Call | None = None  # not answered yet
         self._session_open = False
-        self.silent = False  # a call to it was not answered
 
     @property
     def url(self) -> str:
         return self.info.url
 
     def start_session(self, pause_mode: str) -> Callable[[], None]:
-        """Pause generation and open an update session; done once what is returned was called."""
+        """Pause generation and open an update session."""
         if self.info.kind == "sglang":
             self.post("/pause_generation", {"mode": pause_mode})
             self._begin = self._start("POST", "/begin_weight_update", {})
@@ -72,45 +106,49 @@ class EngineClient:
         pause = self._start("POST", "/pause_generation", {"mode": pause_mode})
         self._begin = self._start("POST", "/begin_weight_update", {})
         waits = {"pause": partial(self._result, pause), "begin": self._finish_begin}
-        return lambda: self._all_of(waits)
 
-    def start_commit(self, *, with_sums: bool) -> Callable[[], Held]:
-        """End the session, forget cached keys and values, and say what is held then."""
-        if self.info.kind == "sglang":
-            return self._commit_in_turn
-        waits: dict[str, Callable[[], Any]] = {}
-        if with_sums:  # takes longest
-            waits["sums"] = partial(self._sums_of, self._start_checksums())
-        if self._session_open:
-            waits["end"] = partial(self._result, self._start_end())
-        waits["flush"] = partial(self._flushed, self._start("POST", "/flush_cache", {}))
-        waits["version"] = partial(self._version_of, self._start("GET", "/model_info"))
-
-        def finish() -> Held:
-            answers = self._all_of(waits)
-            return Held(version=answers["version"], sums=answers.get("sums", {}))
+        def finish() -> None:
+            self._wait_all(waits)
 
         return finish
 
-    def abandon(self) -> None:
-        """Close the session of an update that failed, if the server can still be asked to."""
-        with suppress(HttpError):  # it may be what failed
-            if not self.silent:
+    def start_commit(self, *, with_checksums: bool) -> Callable[[], HeldWeights]:
+        """Close the session, drop the KV cache and report what the engine holds then."""
+        if self.info.kind == "sglang":
+            return self._commit_one_by_one
+        waits: dict[str, Callable[[], Any]] = {}
+        if with_checksums:  # first, because they take longest
+            waits["checksums"] = partial(self._sum_over_ranks, self._start_checksums())
+        if self._session_open:
+            waits["end"] = partial(self._result, self._start_end())
+        waits["flush"] = partial(self._flush, self._start("POST", "/flush_cache", {}))
+        waits["version"] = partial(self._version, self._start("GET", "/model_info"))
+
+        def finish() -> HeldWeights:
+            replies = self._wait_all(waits)
+            return HeldWeights(version=replies["version"], checksums=replies.get("checksums", {}))
+
+        return finish
+
+    def abort_session(self) -> None:
+        """Close the session of an update that failed, if the server still answers."""
+        with suppress(HttpError):  # the engine may be what failed
+            if not self.unresponsive:
                 self._finish_begin()
-            if self._session_open and not self.silent:
-                self._result(self._start_end(self._patience.answer_s))
+            if self._session_open and not self.unresponsive:
+                self._result(self._start_end(self._probe.timeout_s))
 
     def update(
         self, route: str, payload: dict[str, Any], *, nbytes: int = 0, timeout: float | None = None
     ) -> None:
-        """One of the /update_weights_from_* calls; also checks the `success` it answers."""
+        """Make one of the /update_weights_from_* calls and check the `success` in its reply."""
         self.start_update(route, payload, nbytes=nbytes, timeout=timeout)()
 
     def start_update(
         self, route: str, payload: dict[str, Any], *, nbytes: int = 0, timeout: float | None = None
     ) -> Callable[[], None]:
-        """The same, but the answer is waited for only when what is returned is called."""
-        call = self._start("POST", route, payload, timeout=timeout or allowed_s(nbytes))
+        """Send what `update` sends, and return a function that waits for the reply and checks it."""
+        call = self._start("POST", route, payload, timeout=timeout or transfer_timeout_s(nbytes))
 
         def finish() -> None:
             reply = self._result(call)
@@ -119,10 +157,10 @@ class EngineClient:
 
         return finish
 
-    def served_checksums(self) -> list[RankSums]:
-        """SGLang's checksums by its own parameter names, of each rank."""
+    def rank_checksums(self) -> list[RankChecksums]:
+        """Return SGLang's checksums of each rank, by SGLang's parameter names."""
         reply = self._result(self._start_checksums())
-        return [_rank_sums(rank) for rank in reply["ranks"]]
+        return [_rank_checksums(rank) for rank in reply["ranks"]]
 
     def server_info(self) -> dict[str, Any]:
         return self._get("/server_info")
@@ -131,19 +169,19 @@ class EngineClient:
         return self._get("/model_info").get("architectures")
 
     def start_resume(self) -> Callable[[], None]:
-        """Generation goes on; over once what is returned was called."""
+        """Continue generation."""
         return partial(self._result, self._start("POST", "/continue_generation", {}))
 
     def post(self, route: str, payload: dict[str, Any], timeout: float = _CONTROL_TIMEOUT_S) -> Any:
         return self._result(self._start("POST", route, payload, timeout=timeout))
 
     def close(self) -> None:
-        self._server.close()
+        self._client.close()
 
     def _finish_begin(self) -> None:
-        """Servers that know no sessions answer 404 and need none.
+        """Wait until the session is open. Servers without sessions answer 404 and need none.
 
-        A server that was silent for a while may have one of an update that was given up.
+        A server that was frozen for a while may still have the session of an aborted update.
         """
         call, self._begin = self._begin, None
         if call is None:
@@ -159,59 +197,55 @@ class EngineClient:
             self.post("/begin_weight_update", {})
         self._session_open = True
 
-    def _commit_in_turn(self) -> Held:
+    def _commit_one_by_one(self) -> HeldWeights:
         if self._session_open:
             self._result(self._start_end())
-        self._flushed(self._start("POST", "/flush_cache", {}))
-        return Held(version=self._version_of(self._start("GET", "/model_info")), sums={})
+        self._flush(self._start("POST", "/flush_cache", {}))
+        version = self._version(self._start("GET", "/model_info"))
+        return HeldWeights(version=version, checksums={})
 
     def _start_end(self, timeout: float = _CONTROL_TIMEOUT_S) -> Call:
         self._session_open = False
         return self._start("POST", "/end_weight_update", {}, timeout=timeout)
 
-    def _flushed(self, call: Call) -> None:
-        """Refused for a moment while requests are being put back: asked again then."""
-        deadline = time.monotonic() + _FLUSH_TIMEOUT_S
-        while True:
-            try:
-                self._result(call)
-                return
-            except HttpError as error:
-                if error.status != 400 or time.monotonic() > deadline:
-                    raise
-            time.sleep(0.05)
-            call = self._start("POST", "/flush_cache", {})
+    def _flush(self, first: Call) -> None:
+        started = [first]
+
+        def flush() -> None:
+            self._result(started.pop() if started else self._start("POST", "/flush_cache", {}))
+
+        flush_until_idle(flush, _FLUSH_TIMEOUT_S)
 
     def _start_checksums(self) -> Call:
-        body = {"action": "checksum"}
-        return self._start("POST", "/weights_checker", body, timeout=allowed_s(self.nbytes))
+        timeout = transfer_timeout_s(self.nbytes)
+        return self._start("POST", "/weights_checker", {"action": "checksum"}, timeout=timeout)
 
-    def _sums_of(self, call: Call) -> dict[str, int]:
-        """The parts that several ranks of an engine hold add up."""
+    def _sum_over_ranks(self, call: Call) -> dict[str, int]:
+        """Add up the checksums of the shards that several ranks of an engine hold."""
         total: dict[str, int] = {}
         for rank in self._result(call)["ranks"]:
             for name, value in rank["checksums"].items():
                 total[name] = (total.get(name, 0) + int(value, 16)) % 2**64
         return total
 
-    def _version_of(self, call: Call) -> str:
+    def _version(self, call: Call) -> str:
         return str(self._result(call)["weight_version"])
 
     def _get(self, route: str) -> Any:
         return self._result(self._start("GET", route))
 
-    def _all_of(self, waits: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-        """Every answer, or the first failure once all that can come have come."""
-        answers, failures = {}, []
+    def _wait_all(self, waits: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+        """Return every reply; raise the first failure once all others have been waited for."""
+        replies, failures = {}, []
         for name, wait in waits.items():
-            if not self.silent:
+            if not self.unresponsive:
                 try:
-                    answers[name] = wait()
+                    replies[name] = wait()
                 except HttpError as error:
                     failures.append(error)
         if failures:
             raise failures[0]
-        return answers
+        return replies
 
     def _start(
         self,
@@ -221,38 +255,25 @@ class EngineClient:
         *,
         timeout: float = _CONTROL_TIMEOUT_S,
     ) -> Call:
-        with self._noting_silence():
-            return self._server.start(method, route, payload, timeout=timeout)
+        with self._note_unresponsive():
+            return self._client.start(method, route, payload, timeout=timeout)
 
     def _result(self, call: Call) -> Any:
-        """Given up early if the server falls silent altogether."""
-        with self._noting_silence():
-            look = partial(require_alive, self.url, self._patience)
-            return call.result(self._patience.look_every_s, look)
+        """Wait for a reply as long as the server answers the liveness probe."""
+        with self._note_unresponsive():
+            return call.result(self._probe.interval_s, partial(self._probe.check, self.url))
 
     @contextmanager
-    def _noting_silence(self) -> Iterator[None]:
+    def _note_unresponsive(self) -> Iterator[None]:
         try:
             yield
         except HttpError as error:
-            self.silent = self.silent or error.status is None
+            self.unresponsive = self.unresponsive or error.status is None
             raise
 
 
-def _rank_sums(reply: dict[str, Any]) -> RankSums:
-    """Version 0.5.23 says where a rank is once per model of a server, 0.5.16 once."""
-    where = reply["parallelism_info"]
-    where = where[0] if isinstance(where, list) else where
-    return RankSums(tp_rank=where["tp_rank"], sums=reply["checksums"])
-
-
-def on_all(items: Sequence[Item], call: Callable[[Item], Result]) -> list[Result]:
-    """`call` for every engine at once; all have ended when this returns or raises the failures."""
-    if len(items) < 2:
-        return [call(item) for item in items]
-    with ThreadPoolExecutor(len(items)) as pool:
-        futures = [pool.submit(call, item) for item in items]
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if len(errors) > 1 and all(isinstance(error, HttpError) for error in errors):
-        raise HttpError("; ".join(str(error) for error in errors)) from errors[0]
-    return [future.result() for future in futures]
+def _rank_checksums(reply: dict[str, Any]) -> RankChecksums:
+    """Read one rank; SGLang 0.5.23 reports its position once per model of a server, 0.5.16 once."""
+    position = reply["parallelism_info"]
+    position = position[0] if isinstance(position, list) else position
+    return RankChecksums(tp_rank=position["tp_rank"], checksums=reply["checksums"])

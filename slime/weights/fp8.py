@@ -1,11 +1,11 @@
-"""Weights in 8-bit floating point (e4m3), in the three layouts that checkpoints use.
+"""Weights in FP8 (e4m3), in the three layouts that checkpoints use.
 
 strategy  scale of X.weight [out, in]                      read by
 block     X.weight_scale_inv [out/128, in/128]             "quant_method": "fp8", "weight_block_size"
 channel   X.weight_scale [out, 1]                          "quant_method": "compressed-tensors"
 tensor    X.weight_scale []                                "quant_method": "fp8"
 
-In all of them weight ≈ fp8 x scale, and the largest value of each scale's part becomes 448. The tool that
+In all of them weight ≈ fp8 x scale, and the largest value that a scale covers becomes 448. The tool that
 converts checkpoints and the trainer that updates engines call the same function, so they agree bit by bit.
 """
 
@@ -22,7 +22,7 @@ Named = tuple[str, torch.Tensor]
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = 448.0  # of e4m3
-# Never quantised: small, or too sensitive. The router of a mixture of experts is called gate or router.
+# Never quantized: small, or too sensitive. The router of a MoE layer is called gate or router.
 _KEPT = (
     "embed",
     "lm_head",
@@ -46,12 +46,12 @@ class Fp8Format:
 
 
 def is_quantized(name: str, num_dimensions: int) -> bool:
-    """Whether a tensor of this Hugging Face name is one of those kept in 8 bits."""
+    """Return whether the tensor of this Hugging Face name is stored in FP8."""
     return name.endswith(".weight") and num_dimensions == 2 and not any(k in name for k in _KEPT)
 
 
 def quantize_all(tensors: Iterable[Named], layout: Fp8Format) -> Iterator[Named]:
-    """Every tensor as the checkpoint holds it: most of them in 8 bits, each followed by its scale."""
+    """Yield every tensor as the checkpoint holds it: FP8 tensors are followed by their scales."""
     for name, tensor in tensors:
         if not is_quantized(name, tensor.ndim):
             yield name, tensor
@@ -62,7 +62,7 @@ def quantize_all(tensors: Iterable[Named], layout: Fp8Format) -> Iterator[Named]
 
 
 def quantize(tensor: torch.Tensor, layout: Fp8Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """8-bit values and float32 scales of a matrix."""
+    """Return the FP8 values and float32 scales of a matrix."""
     wide = tensor.detach().float()
     scale = _scale(_largest(wide, layout))
     values = (wide / _spread(scale, layout, wide.shape)).clamp(-_LARGEST, _LARGEST).to(FP8)
@@ -70,12 +70,12 @@ def quantize(tensor: torch.Tensor, layout: Fp8Format) -> tuple[torch.Tensor, tor
 
 
 def dequantize(weight: torch.Tensor, scale: torch.Tensor, layout: Fp8Format) -> torch.Tensor:
-    """The float32 matrix that 8-bit values stand for."""
+    """Return the float32 matrix of FP8 values and their scales."""
     return weight.float() * _spread(scale.float(), layout, weight.shape)
 
 
 def format_of(config: dict[str, Any]) -> Fp8Format | None:
-    """The layout a Hugging Face config.json declares; None for one without FP8 weights."""
+    """Return the layout that a Hugging Face config.json declares; None without FP8 weights."""
     declared = config.get("quantization_config") or {}
     method = declared.get("quant_method")
     if method == "fp8":
@@ -91,7 +91,7 @@ def format_of(config: dict[str, Any]) -> Fp8Format | None:
 
 
 def declaration(layout: Fp8Format, kept_modules: list[str]) -> dict[str, Any]:
-    """`quantization_config` for config.json; `kept_modules` are linear layers that stay as they were."""
+    """Return `quantization_config` for config.json; `kept_modules` are linear layers not in FP8."""
     if layout.strategy == "channel":
         activations = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True}
         weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
@@ -137,7 +137,7 @@ def _scale(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(scale: torch.Tensor, layout: Fp8Format, shape: torch.Size) -> torch.Tensor:
-    """The scale of every element."""
+    """Expand scales to one per element."""
     if layout.strategy != "block":
         return scale
     rows, columns = layout.block

@@ -1,7 +1,7 @@
-"""A Hugging Face checkpoint with its matrices in 8 bits, written file by file.
+"""A Hugging Face checkpoint with its matrices in FP8: conversion file by file, and loading.
 
-Each file appears under its name only when it is complete, so a conversion that was interrupted goes on
-where it stopped; config.json comes last, so an unfinished folder cannot be loaded.
+A file is renamed to its final name when it is complete, so an interrupted conversion resumes where it
+stopped; config.json comes last, so an unfinished folder cannot be loaded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def convert_to_fp8(
     _check_settings(target, layout)
     done = [file for file in files if (target / file.name).exists()]
     if done:
-        say(f"{len(done)} of {len(files)} files are there from an earlier conversion")
+        say(f"{len(done)} of {len(files)} files exist from an earlier conversion")
     missing = [file for file in files if file not in done]
     with ThreadPoolExecutor(max_workers) as pool:
         calls = {pool.submit(_convert, file, target / file.name, layout): file for file in missing}
@@ -66,7 +66,7 @@ def convert_to_fp8(
 
 
 def load_causal_lm(path: str, config: Any = None, *, dtype: Any = "auto", **options: Any) -> Any:
-    """AutoModelForCausalLM.from_pretrained, which unpacks FP8 weights to the dtype of the rest."""
+    """Call AutoModelForCausalLM.from_pretrained; FP8 weights are dequantized to the dtype of the rest."""
     from transformers import AutoModelForCausalLM
 
     config = config or load_hf_config(path)
@@ -78,31 +78,33 @@ def load_causal_lm(path: str, config: Any = None, *, dtype: Any = "auto", **opti
     config = copy.deepcopy(config)
     del config.quantization_config
     dtype = (config.dtype or torch.bfloat16) if dtype == "auto" else dtype
-    state = read_unpacked(Path(path), fp8, dtype)
+    state = read_dequantized(Path(path), fp8, dtype)
     model: Any = AutoModelForCausalLM._model_mapping[type(config)]
     return model.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
 
 
-def read_unpacked(folder: Path, layout: Fp8Format, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors of an FP8 checkpoint without their scales, for a model that computes in `dtype`."""
+def read_dequantized(
+    folder: Path, layout: Fp8Format, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of an FP8 checkpoint, dequantized to `dtype`, without their scales."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    unpacked = {}
+    dequantized = {}
     for name, tensor in found.items():
         if tensor.dtype == FP8:
             scale = found[name.removesuffix("weight") + layout.scale_suffix]
-            unpacked[name] = dequantize(tensor, scale, layout).to(dtype)
+            dequantized[name] = dequantize(tensor, scale, layout).to(dtype)
         elif not name.endswith(layout.scale_suffix):
-            unpacked[name] = tensor.to(dtype)
-    return unpacked
+            dequantized[name] = tensor.to(dtype)
+    return dequantized
 
 
 def _read_config(source: Path) -> dict:
     path = source / "config.json"
     if not path.is_file():
-        raise UserError(f"--model-dir {source} holds no config.json: give a Hugging Face folder")
+        raise UserError(f"--model-dir {source} has no config.json: give a Hugging Face folder")
     config = json.loads(path.read_text())
     if format_of(config) is not None:
         raise UserError(f"--model-dir {source} is in FP8 already")
@@ -110,7 +112,7 @@ def _read_config(source: Path) -> dict:
 
 
 def _check_settings(target: Path, layout: Fp8Format) -> None:
-    """What an interrupted conversion left must have been made in the same way."""
+    """Raise UserError unless the folder is new or was begun by a conversion with the same settings."""
     target.mkdir(parents=True, exist_ok=True)
     settings = {"strategy": layout.strategy, "block": list(layout.block)}
     path = target / _SETTINGS
@@ -154,7 +156,7 @@ def _copy_rest(source: Path, target: Path) -> None:
 
 
 def _kept_modules(files: list[Path]) -> list[str]:
-    """Matrices that stay as they were, as modules; embeddings are no linear layers."""
+    """Return the linear layers that are not quantized; embeddings are no linear layers."""
     kept = set()
     for path in files:
         with safe_open(path, framework="pt") as file:

@@ -2,8 +2,8 @@
 
 Both are the same for dense models. Transformers keeps the experts of a MoE layer fused in one 3-D
 parameter while checkpoints (and SGLang) hold one matrix per expert, in some families under other
-names; here each fused parameter is given as views of its parts under the checkpoint's names. Views
-share memory with the parameter, so writing to them updates the model.
+names; `hf_views` splits each fused parameter into views under the checkpoint's names. Views share
+memory with the parameter, so writing to them updates the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GRANITE_RENAMES = (
     (".experts.down_proj", ".output_linear.weight"),
     (".router.weight", ".router.layer.weight"),
 )
-_RENAMES: dict[str, tuple[tuple[str, str], ...]] = {  # of parts of names: (module, checkpoint)
+_RENAMES: dict[str, tuple[tuple[str, str], ...]] = {  # parts of names: (module, checkpoint)
     "mixtral": (_MIXTRAL_RENAME,),
     "minimax": (_MIXTRAL_RENAME,),
     "minimax_m2": (_MIXTRAL_RENAME,),
@@ -36,8 +36,11 @@ _RENAMES: dict[str, tuple[tuple[str, str], ...]] = {  # of parts of names: (modu
 
 
 def module_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(module name, tensor) of all that a checkpoint holds: parameters and persistent buffers (such
-    as a router's correction bias). Tied weights are given once, under the first name."""
+    """Yield (module name, tensor) of all that a checkpoint holds.
+
+    These are parameters and persistent buffers (such as a router's correction bias); tied weights come
+    once, under the first name.
+    """
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
@@ -48,7 +51,7 @@ def module_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
 def hf_views(
     named: Iterable[tuple[str, torch.Tensor]], *, model_type: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(checkpoint name, view) for every (module name, tensor) of a model of this `model_type`."""
+    """Yield (checkpoint name, view) for every (module name, tensor) of a model of this `model_type`."""
     gate, up, down = _MIXTRAL_PARTS if model_type in _MIXTRAL_LIKE else _DEFAULT_PARTS
     keep_fused = model_type in _FUSED_IN_CHECKPOINT
     for name, tensor in named:
@@ -67,7 +70,7 @@ def hf_views(
 
 
 def weight_dtype(module: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
-    """What a weight has in a model that transformers loads as `dtype`: some stay in float32."""
+    """Return the dtype of a weight in a model that transformers loads as `dtype`: some stay in float32."""
     kept = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
     return torch.float32 if any(part in name for part in kept) else dtype
 

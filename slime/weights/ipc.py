@@ -1,9 +1,9 @@
-"""Buffers of bytes that two processes of one machine share: a file in /dev/shm, or CUDA IPC.
+"""Buffers that two processes of one machine share: a file in /dev/shm, or CUDA IPC.
 
-The owner makes a `SharedBuffer` and sends what `export()` returns, plain JSON values; the other side
-opens it with `import_buffer`, or with `ImportedBuffers` where the owner fills it again and again. A CUDA
-export is counted by torch and must be opened exactly once, so every receiver gets an export of its own;
-a shared-memory export may be opened by name any number of times until the owner closes it.
+The owner creates a `SharedBuffer` and sends what `export()` returns, plain JSON values; the other side
+opens it with `import_buffer`, or with `ImportedBuffers` if the owner reuses it. Torch counts the users of a
+CUDA export, which must be opened exactly once, so every receiver gets an export of its own; a shared-memory
+export may be opened by name any number of times until the owner closes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHM_DIR = Path("/dev/shm")
 _PREFIX = "slime_"
 _ALIGNMENT = 64  # bytes
 _NAME = re.compile(r"/slime_[0-9a-zA-Z_]+")
-_YOUNG_SECONDS = 10.0  # a segment this new may not have been locked by its maker yet
+_MIN_STALE_AGE_S = 10.0  # the owner of a newer segment may not have locked it yet
 
 
 class ShmHandle(TypedDict):
@@ -54,12 +54,12 @@ BufferHandle = ShmHandle | CudaHandle
 
 
 def aligned(nbytes: int) -> int:
-    """As long that what follows it in a buffer begins where a GPU reads several elements at once."""
+    """Round up to 64 bytes so that the next tensor in a buffer supports vectorized loads."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class SharedBuffer:
-    """`size` bytes at `tensor` (uint8, 1-D) which other processes can open; `close()` gives them back."""
+    """`size` bytes in `tensor` (uint8, 1-D) that other processes can open; `close()` frees them."""
 
     def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
         if size <= 0:
@@ -73,33 +73,33 @@ class SharedBuffer:
             self.tensor = torch.empty(size, dtype=torch.uint8, device=device)
 
     def export(self) -> BufferHandle:
-        """What one receiver needs; its GPU waits for what was queued before this call."""
+        """Return a handle for one receiver, whose GPU waits for work queued before this call."""
         if self._segment is not None:
             return ShmHandle(kind="shm", name=f"/{self._segment.name}", size=self.size)
         return _export_cuda(self.tensor)
 
     def close(self) -> None:
-        """Unlink and unmap; the memory itself goes when the last user lets go of it."""
+        """Unlink and unmap; the memory is freed when its last user closes it."""
         del self.tensor
         if self._segment is not None:
             self._segment.close()
 
 
 class ImportedBuffers:
-    """Buffers that an owner fills by turns, each opened once; the two that were used last stay open.
+    """Keeps the two buffers that were used last open, so that each is opened once per update.
 
-    What the owner writes later is seen: before it does, a reader must be done (`finish_reading`), and
-    before the reader is told, the owner must be done writing.
+    Later writes of the owner are visible. The owner announces a buffer after it has written it, and the
+    reader acknowledges it after `finish_reading`.
     """
 
     _KEPT = 2
 
     def __init__(self) -> None:
-        # By handle, the one used last at the end.
+        # By handle, in the order of their last use.
         self._open: dict[str, tuple[contextlib.ExitStack, torch.Tensor]] = {}
 
     def get(self, handle: BufferHandle) -> torch.Tensor:
-        """As `import_buffer` gives it, valid until two others were asked for or all are closed."""
+        """Return the buffer like `import_buffer`, valid until two others were requested or all are closed."""
         key = json.dumps(handle, sort_keys=True)
         self._open[key] = self._open.pop(key, None) or _opened(handle)
         while len(self._open) > self._KEPT:
@@ -117,8 +117,10 @@ class ImportedBuffers:
 
 @contextlib.contextmanager
 def import_buffer(handle: BufferHandle) -> Iterator[torch.Tensor]:
-    """The exported bytes as a uint8 tensor, valid inside the `with` only; writing to it is not seen
-    by the owner in the "shm" case and must not be done in the "cuda_ipc" case."""
+    """Give the exported bytes as a uint8 tensor, valid inside the `with` only.
+
+    It must not be written to; writes to "shm" would not reach the owner.
+    """
     if handle["kind"] == "shm":
         with _map_segment(handle["name"], handle["size"]) as tensor:
             yield tensor
@@ -138,20 +140,20 @@ def _opened(handle: BufferHandle) -> tuple[contextlib.ExitStack, torch.Tensor]:
 
 
 def finish_reading(tensor: torch.Tensor) -> None:
-    """Wait for what this thread queued on a GPU: the owner may overwrite the buffer from then on."""
+    """Wait for what this thread queued on a GPU; after that the owner may overwrite the buffer."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def release_export(handle: BufferHandle) -> None:
-    """In place of a receiver that is gone: torch keeps the memory until it is told."""
+    """Release an export in place of a receiver that died: torch keeps the memory until then."""
     if handle["kind"] == "cuda_ipc":
         counter = _decode(handle["ref_counter"])
         torch.UntypedStorage._release_ipc_counter(counter, handle["ref_counter_offset"])
 
 
 def collect_exports() -> None:
-    """Take back memory of closed CUDA buffers whose receivers have let go of them."""
+    """Free the memory of closed CUDA buffers that no receiver has open any more."""
     if torch.cuda.is_initialized():
         torch.cuda.ipc_collect()
 
@@ -159,12 +161,12 @@ def collect_exports() -> None:
 def remove_stale_segments() -> list[str]:
     """Unlink this user's segments whose owners died without doing so; return their names.
 
-    An owner holds a lock on its segment as long as it lives, which also holds between containers that
-    share /dev/shm but not process ids. What other users put there is left alone.
+    An owner holds a lock on its segment as long as it lives, which also works between containers that
+    share /dev/shm but not process ids. Files of other users are not touched.
     """
     removed = []
     for path in SHM_DIR.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # removed meanwhile, or no file of ours
+        with contextlib.suppress(OSError):  # removed by another process, or not a file of ours
             if _remove_if_stale(path):
                 removed.append(path.name)
     return removed
@@ -175,8 +177,8 @@ def _remove_if_stale(path: Path) -> bool:
     fd = os.open(path, flags)
     try:
         status = os.fstat(fd)
-        young = time.time() - status.st_mtime < _YOUNG_SECONDS
-        if status.st_uid != os.getuid() or young or not _try_lock(fd):
+        too_new = time.time() - status.st_mtime < _MIN_STALE_AGE_S
+        if status.st_uid != os.getuid() or too_new or not _try_lock(fd):
             return False
         path.unlink()
         return True
@@ -221,7 +223,7 @@ def _try_lock(fd: int) -> bool:
 
 
 def _close_map(mapping: mmap.mmap) -> None:
-    with contextlib.suppress(BufferError):  # a view is still alive: unmapped when that goes
+    with contextlib.suppress(BufferError):  # a view still exists: unmapped with the last one
         mapping.close()
 
 
@@ -234,12 +236,12 @@ def _map_segment(name: str, size: int) -> Iterator[torch.Tensor]:
         found = os.fstat(fd).st_size
         if not 0 < size <= found:
             raise ValueError(f"segment {name} holds {found} bytes, the handle says {size}")
-        # A private mapping cannot alter the segment, and unlike a read-only one torch accepts it.
+        # A private mapping cannot alter the segment and, unlike a read-only one, is accepted by torch.
         mapping = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)
     try:
-        # By way of numpy, which keeps the mapping open while views live; torch.frombuffer does not.
+        # Through numpy, which keeps the mapping open while views exist; torch.frombuffer does not.
         yield torch.from_numpy(np.frombuffer(mapping, np.uint8))
     finally:
         _close_map(mapping)
@@ -278,7 +280,7 @@ def _import_cuda(handle: CudaHandle) -> torch.Tensor:
 
 
 def _device_index(uuid: str) -> int:
-    """This process's number for a GPU; CUDA_VISIBLE_DEVICES may number them differently elsewhere."""
+    """Return this process's index of a GPU; CUDA_VISIBLE_DEVICES may differ between processes."""
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == uuid:
             return index

@@ -1,4 +1,4 @@
-"""Process groups beside the default one, between processes that share no default group."""
+"""Process groups between processes that do not share a default group: a trainer rank and engines."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def init_side_group(
     store: Store | None = None,
     timeout: timedelta = _DEFAULT_TIMEOUT,
 ) -> dist.ProcessGroup:
-    """A group of `world_size` processes that meet at `init_method` ("tcp://host:port").
+    """Create a group of `world_size` processes with a rendezvous at `init_method` ("tcp://host:port").
 
-    Keys lie in the store as SGLang lays them, so that its servers can be members. Ranks are those
+    The keys in the store are those of SGLang, so that its servers can be members. Ranks are those
     inside the group: `dist.broadcast(tensor, group=group, group_src=0)`. Rank 0 passes the `store`
     it got from `serve_store`, or none to serve one at the port of `init_method`.
     """
@@ -53,7 +53,7 @@ def destroy_side_group(group: dist.ProcessGroup) -> None:
 
 
 def serve_store(host: str, world_size: int) -> tuple[TCPStore, str]:
-    """The store of a new group, listening at a free port of `host` only, and its `init_method`."""
+    """Return a store for a new group, listening at a free port of `host` only, and its `init_method`."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = TCPStore(
@@ -68,8 +68,10 @@ def serve_store(host: str, world_size: int) -> tuple[TCPStore, str]:
 
 
 class _unbound_default_group:
-    """While inside, the default group is not bound to a GPU: NCCL would otherwise build the new
-    group by splitting the default one, whose members are others."""
+    """Unbind the default group from its GPU inside the `with`.
+
+    NCCL would otherwise create the new group by splitting the default one, which has other members.
+    """
 
     def __enter__(self) -> None:
         self._group = dist.group.WORLD if dist.is_initialized() else None

@@ -1,7 +1,7 @@
-"""SGLang's checksum of a tensor on a GPU, in plain torch: the trainer may have no SGLang beside it.
+"""SGLang's checksum of a tensor on a GPU, in plain torch: SGLang need not be installed with the trainer.
 
 Words of 32 bits are mixed with their position and summed over tiles of 8192; the mixed sums of the
-tiles are summed again. On a CPU SGLang takes SHA-256 instead.
+tiles are summed again. On a CPU SGLang uses SHA-256 instead.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 _WORD = 0xFFFFFFFF
 _TILE = 8192  # words
-_CHUNK_TILES = 512  # worked on at once: 4 Mi words
+_CHUNK_TILES = 512  # at once: 4 Mi words
 _SEED = 0x243F6A88
 # For each half of the result: factor of the position, its rotation, seed.
 _HALVES = (
@@ -21,7 +21,7 @@ _HALVES = (
 
 @torch.no_grad()
 def gpu_hash(tensor: torch.Tensor) -> int:
-    """Works on any device; the result is an unsigned number of 64 bits."""
+    """Return the checksum, an unsigned 64-bit integer; works on any device."""
     words = _words(tensor)
     total = 0
     for start in range(0, words.numel(), _TILE * _CHUNK_TILES):

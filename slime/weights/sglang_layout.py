@@ -1,8 +1,8 @@
-"""What an SGLang server holds after an update, as its own checksums name it.
+"""Predicts the checksums of an SGLang server from the Hugging Face tensors that are sent to it.
 
 SGLang fuses q, k and v, and gate and up, into one parameter each, all experts of a layer into two, pads
-the vocabulary with zeros, and cuts what is left over the ranks of its tensor parallelism. Where all
-of that is known, its checksum of each parameter can be told in advance from what is sent.
+the vocabulary with zeros, and shards the result over its tensor-parallel ranks. Where all of that is
+known, the checksum of each parameter follows from what is sent.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 _PART = {part: (fused, parts) for fused, parts in _FUSED.items() for part in parts}
-_CUT_BY_COLUMN = ("o_proj", "down_proj")
+_ROW_PARALLEL = ("o_proj", "down_proj")
 _EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 _VOCABULARY = ("embed_tokens", "lm_head")
 _VOCABULARY_MULTIPLE = 64
-_MOST_EXPERT_BYTES = 2**31  # of a layer: they are kept until all of them are there
-# Settings that lay parameters out in other ways.
-_OTHER_CUTS = (
+_MAX_EXPERT_BYTES = 2**31  # of one layer: they are kept until all have arrived
+# Settings that change the layout of parameters in ways that are not modelled here.
+_OTHER_SHARDING = (
     "dp_size",
     "attn_dp_size",
     "attn_cp_size",
@@ -54,19 +54,19 @@ _OTHER_CUTS = (
 
 
 @dataclass(kw_only=True, frozen=True)
-class Cuts:
-    """How a server cuts a model: tensor-parallel ranks, and groups of them that share out experts."""
+class Sharding:
+    """How a server shards a model: tensor-parallel ranks, and expert-parallel groups of them."""
 
     tp_size: int = 1
     ep_size: int = 1
     num_kv_heads: int | None = None
     num_experts: int | None = None
 
-    width_multiple: int = 1  # to which the inner width of MLPs and experts is filled up with zeros
-    sums_experts: bool = True  # whether experts lie as they are sent, not in a kernel's own order
+    width_multiple: int = 1  # the inner width of MLPs and experts is zero-padded to it
+    sums_experts: bool = True  # whether experts keep the layout in which they are sent
 
-    def key_rank(self, rank: int) -> tuple[int, int]:
-        """Of how many parts of keys and values which one: heads are copied where they are too few."""
+    def kv_shard(self, rank: int) -> tuple[int, int]:
+        """Return (number of KV shards, index of this rank's); few heads are replicated over ranks."""
         if self.tp_size == 1:
             return 1, 0
         assert self.num_kv_heads is not None
@@ -76,7 +76,7 @@ class Cuts:
 
 @dataclass(kw_only=True, frozen=True)
 class ModelFacts:
-    """What the layout depends on beside the tensors."""
+    """What the layout depends on besides the tensors."""
 
     num_kv_heads: int | None = None
     num_experts: int | None = None
@@ -84,7 +84,7 @@ class ModelFacts:
 
 
 def model_facts(config: dict[str, Any]) -> ModelFacts:
-    """From a Hugging Face config.json."""
+    """Read a Hugging Face config.json."""
     inner = config.get("text_config") or config
     counts = (inner.get(name) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
     return ModelFacts(
@@ -94,14 +94,14 @@ def model_facts(config: dict[str, Any]) -> ModelFacts:
     )
 
 
-def cuts_of(
+def sharding_of(
     server: Mapping[str, object], architectures: list[str] | None, model: ModelFacts
-) -> Cuts | None:
-    """From what /server_info says; None where the layout is not known to the last bit."""
+) -> Sharding | None:
+    """Read the reply of /server_info; return None if the layout is not known exactly."""
     known = bool(architectures) and set(architectures or ()) <= _EXACT
     in_bytes = model.fp8 is not None and model.fp8.strategy == "block"
     quantized = server.get("quantization") is not None or model.fp8 is not None
-    if not known or not all(_is_plain(server.get(name)) for name in _OTHER_CUTS):
+    if not known or not all(_is_plain(server.get(name)) for name in _OTHER_SHARDING):
         return None
     if quantized and not in_bytes:
         return None
@@ -111,9 +111,9 @@ def cuts_of(
     if model.num_experts and (model.num_experts % ep_size or tp_size % ep_size):
         return None
     on_cpu = server.get("device") == "cpu"
-    if on_cpu and (model.num_kv_heads or 1) % tp_size:  # heads are filled up there
+    if on_cpu and (model.num_kv_heads or 1) % tp_size:  # heads are padded there
         return None
-    return Cuts(
+    return Sharding(
         tp_size=tp_size,
         ep_size=ep_size,
         num_kv_heads=model.num_kv_heads,
@@ -124,7 +124,7 @@ def cuts_of(
 
 
 def _is_plain(setting: object) -> bool:
-    """Not set, switched off, or a number of one part."""
+    """Return whether a setting is unset, off, or the size of a group of one."""
     return not setting or (setting == 1 and setting is not True)
 
 
@@ -137,12 +137,12 @@ def _divides(one: int, other: int) -> bool:
     return max(one, other) % min(one, other) == 0
 
 
-class ServedSums:
-    """Checksums of the parameters as each rank holds them, from Hugging Face tensors in any order."""
+class PredictedChecksums:
+    """Checksums of the parameters as each rank holds them; tensors may be added in any order."""
 
-    def __init__(self, cuts: Cuts) -> None:
-        self.cuts = cuts
-        self.sums: list[dict[str, str]] = [{} for _ in range(cuts.tp_size)]
+    def __init__(self, sharding: Sharding) -> None:
+        self.sharding = sharding
+        self.sums: list[dict[str, str]] = [{} for _ in range(sharding.tp_size)]
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -151,22 +151,22 @@ class ServedSums:
         if tensor.dtype == FP8 or rest == "weight_scale_inv":
             self._add_fp8(module, rest, tensor)
         elif last in _VOCABULARY or module in _VOCABULARY:
-            whole = _padded(tensor, self.cuts.tp_size)
-            self._put(name, lambda rank: [_cut(whole, 0, self.cuts.tp_size, rank)])
+            whole = _padded_vocabulary(tensor, self.sharding.tp_size)
+            self._put(name, lambda rank: [_shard(whole, 0, self.sharding.tp_size, rank)])
         elif ".experts." in prefix and last in _EXPERT_PARTS:
             self._add_expert(prefix, last, tensor)
         elif last in _PART:
             fused, order = _PART[last]
             self._add_part(f"{prefix}.{fused}.{rest}", last, order, tensor)
-        elif last in _CUT_BY_COLUMN and tensor.ndim == 2:
-            wide = self._widened(tensor, 1) if last == "down_proj" else tensor
-            self._put(name, lambda rank: [_cut(wide, 1, self.cuts.tp_size, rank)])
+        elif last in _ROW_PARALLEL and tensor.ndim == 2:
+            wide = self._padded_width(tensor, 1) if last == "down_proj" else tensor
+            self._put(name, lambda rank: [_shard(wide, 1, self.sharding.tp_size, rank)])
         else:
             self._put(name, lambda rank: [tensor])
 
     def _add_fp8(self, module: str, rest: str, tensor: torch.Tensor) -> None:
-        """SGLang sums what 8 bits in blocks stand for, in bfloat16."""
-        parts = self._collect(f"{module} in 8 bits", rest, tensor, 2)
+        """Dequantize to bfloat16, of which SGLang computes the checksum of block-wise FP8."""
+        parts = self._collect(f"{module} (fp8)", rest, tensor, 2)
         if parts is not None:
             weight, scale = parts["weight"], parts["weight_scale_inv"]
             block = -(-weight.shape[1] // scale.shape[1])
@@ -181,26 +181,26 @@ class ServedSums:
             self._put(fused, lambda rank: [self._part(parts[one], one, rank) for one in order])
 
     def _part(self, tensor: torch.Tensor, name: str, rank: int) -> torch.Tensor:
-        parts, place = self.cuts.tp_size, rank
+        parts, place = self.sharding.tp_size, rank
         if name in ("k_proj", "v_proj"):
-            parts, place = self.cuts.key_rank(rank)
-        wide = tensor if name in _FUSED["qkv_proj"] else self._widened(tensor, 0)
-        return _cut(wide, 0, parts, place)
+            parts, place = self.sharding.kv_shard(rank)
+        wide = tensor if name in _FUSED["qkv_proj"] else self._padded_width(tensor, 0)
+        return _shard(wide, 0, parts, place)
 
     def _add_expert(self, prefix: str, part: str, tensor: torch.Tensor) -> None:
         experts, _, number = prefix.rpartition(".")
-        count = self.cuts.num_experts or 0
-        if not self.cuts.sums_experts or 3 * count * tensor.nbytes > _MOST_EXPERT_BYTES:
+        count = self.sharding.num_experts or 0
+        if not self.sharding.sums_experts or 3 * count * tensor.nbytes > _MAX_EXPERT_BYTES:
             return
         parts = self._collect(experts, f"{number}.{part}", tensor, 3 * count)
         if parts is None:
             return
-        local, size = count // self.cuts.ep_size, self.cuts.tp_size // self.cuts.ep_size
+        local, size = count // self.sharding.ep_size, self.sharding.tp_size // self.sharding.ep_size
 
         def of(rank: int, names: tuple[str, ...], dim: int) -> list[torch.Tensor]:
             first = rank // size * local
             return [
-                _cut(self._widened(parts[f"{expert}.{name}"], dim), dim, size, rank % size)
+                _shard(self._padded_width(parts[f"{expert}.{name}"], dim), dim, size, rank % size)
                 for expert in range(first, first + local)
                 for name in names
             ]
@@ -208,15 +208,15 @@ class ServedSums:
         self._put(f"{experts}.w13_weight", lambda rank: of(rank, ("gate_proj", "up_proj"), 0))
         self._put(f"{experts}.w2_weight", lambda rank: of(rank, ("down_proj",), 1))
 
-    def _widened(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return _filled_up(tensor, dim, self.cuts.width_multiple)
+    def _padded_width(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return _zero_padded(tensor, dim, self.sharding.width_multiple)
 
     def _collect(
         self, whole: str, part: str, tensor: torch.Tensor, count: int
     ) -> dict[str, torch.Tensor] | None:
-        """All parts, once they are there."""
+        """Keep one part; return all parts once the last has arrived."""
         parts = self._parts.setdefault(whole, {})
-        parts[part] = tensor.clone()  # the bucket it lies in is used again
+        parts[part] = tensor.clone()  # the buffer of its bucket is reused
         return self._parts.pop(whole) if len(parts) == count else None
 
     def _put(self, name: str, of_rank: Callable[[int], list[torch.Tensor]]) -> None:
@@ -224,19 +224,19 @@ class ServedSums:
             sums[name] = _digest(of_rank(rank))
 
 
-def _cut(tensor: torch.Tensor, dim: int, parts: int, place: int) -> torch.Tensor:
+def _shard(tensor: torch.Tensor, dim: int, parts: int, place: int) -> torch.Tensor:
     size = tensor.shape[dim] // parts
     return tensor if parts == 1 else tensor.narrow(dim, place * size, size)
 
 
-def _padded(tensor: torch.Tensor, parts: int) -> torch.Tensor:
+def _padded_vocabulary(tensor: torch.Tensor, parts: int) -> torch.Tensor:
     multiple = _VOCABULARY_MULTIPLE
     if (tensor.shape[0] + -tensor.shape[0] % multiple) % parts:
         multiple *= parts
-    return _filled_up(tensor, 0, multiple)
+    return _zero_padded(tensor, 0, multiple)
 
 
-def _filled_up(tensor: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
+def _zero_padded(tensor: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
     missing = -tensor.shape[dim] % multiple
     if not missing:
         return tensor

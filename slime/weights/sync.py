@@ -19,26 +19,24 @@ from slime.core.errors import WeightMismatchError
 from slime.core.reports import SyncReport
 from slime.core.types import EngineInfo
 from slime.utils.addresses import own_host
+from slime.utils.concurrency import call_all
 from slime.utils.device import collective_backend, current_device, device_id
+from slime.weights.buckets import Bucket, CastBucket, HFTensors
 from slime.weights.disk_transport import DiskTransport
 from slime.weights.distributed_transport import DistributedTransport
-from slime.weights.engine_client import EngineClient, on_all
+from slime.weights.engine_client import EngineClient, LivenessProbe
 from slime.weights.fp8 import quantize_all
 from slime.weights.ipc import collect_exports, remove_stale_segments
-from slime.weights.liveness import Patience
-from slime.weights.served import ServedCheck
 from slime.weights.sglang_layout import ModelFacts, model_facts
-from slime.weights.sglang_tensor import SGLangTensorTransport
+from slime.weights.sglang_transport import SGLangTensorTransport
 from slime.weights.tensor_transport import TensorTransport
-from slime.weights.transport import Bucket, WeightSyncError, WeightTransport
-from slime.weights.verify import SentWeights, check_checksums, check_versions
+from slime.weights.transport import WeightSyncError, WeightTransport
+from slime.weights.verify import SentWeights, SGLangCheck, check_checksums, check_versions
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
 
 logger = logging.getLogger(__name__)
-
-HFTensors = list[tuple[str, torch.Tensor]]
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -57,24 +55,24 @@ def make_weight_sync(args: Args) -> WeightSync:
         token=read_env().engine_token,
         verify=args.check_weight_update_equal,
         model=_model_facts(args),
-        patience=Patience(
-            look_every_s=args.rollout_health_check_interval,
-            answer_s=args.rollout_health_check_timeout,
+        probe=LivenessProbe(
+            interval_s=args.rollout_health_check_interval,
+            timeout_s=args.rollout_health_check_timeout,
         ),
     )
 
 
 def serving_dtype(args: Args) -> torch.dtype:
-    """What the engines hold the weights in, and so what they must be sent in."""
+    """Return the dtype in which the engines hold the weights, and so that in which they are sent."""
     name = args.sglang_dtype if args.sglang_dtype not in (None, "auto") else args.precision
     return _DTYPES[name]
 
 
 class WeightSync:
-    """Kept by each trainer rank for the whole run; all ranks call `update` together.
+    """One per trainer rank, kept for the whole run; all ranks call `update` together.
 
-    Any failure is raised on every rank. The engines then stay paused: some of them hold a mixture of
-    two versions, and must not generate with it.
+    Any failure is raised on every rank. The engines then stay paused: some of them hold parts of two
+    versions, and must not generate with them.
     """
 
     def __init__(
@@ -85,25 +83,29 @@ class WeightSync:
         verify: bool = True,
         pause_mode: str = "retract",
         model: ModelFacts | None = None,
-        patience: Patience | None = None,
+        probe: LivenessProbe | None = None,
     ) -> None:
-        """`model.fp8`: what engines hold matrices in, where that is not what the trainer has."""
+        """`model.fp8` is the FP8 format in which engines hold matrices, if they do."""
         self.transport, self._model = transport, model or ModelFacts()
         self._token, self._verify, self._pause_mode = token, verify, pause_mode
-        self._patience = patience or Patience()
+        self._probe = probe or LivenessProbe()
         self._rank_devices: list[str] = []
         remove_stale_segments()
 
     def update(
         self, buckets: Iterable[HFTensors], engines: list[EngineInfo], version: int
     ) -> SyncReport:
-        """Send what `buckets` gives (a collective iterator: all ranks go through it) as `version`."""
+        """Send all buckets to all engines as `version`.
+
+        `buckets` may gather tensors from all ranks, so all ranks iterate over theirs together. A CastBucket
+        is cast into the buffer of the transport, which saves a copy.
+        """
         started = time.perf_counter()
         self._checksum_seconds = 0.0
         kinds = {info.kind for info in engines}
-        self._sent = SentWeights(with_sums=self._verify and "slime" in kinds)
-        self._served: ServedCheck | None = None
-        clients = [EngineClient(info, self._token, self._patience) for info in engines]
+        self._sent = SentWeights(with_checksums=self._verify and "slime" in kinds)
+        self._sglang: SGLangCheck | None = None
+        clients = [EngineClient(info, self._token, self._probe) for info in engines]
         fp8 = self._model.fp8
         if fp8 is not None:
             buckets = (list(quantize_all(bucket, fp8)) for bucket in buckets)
@@ -116,12 +118,13 @@ class WeightSync:
                     self._commit(clients, version)
         except BaseException:
             self.transport.close()
-            self._abandon(clients)
+            # Close the sessions, so that a later update can start over; generation stays paused.
+            call_all(clients, EngineClient.abort_session)
             raise
         else:
             self.transport.close()
         finally:
-            collect_exports()  # engines have closed what was shared, with their sessions
+            collect_exports()  # engines closed the shared buffers with their sessions
             for client in clients:
                 client.close()
         report = SyncReport(
@@ -137,31 +140,26 @@ class WeightSync:
             logger.info("%s", report)
         return report
 
-    def room(self, nbytes: int) -> torch.Tensor | None:
-        """Memory in which the next bucket can be made, which saves a copy; not every transport has any.
-
-        To be asked for by the iterator of an update, once per bucket.
-        """
-        transport = self.transport
-        return transport.room(nbytes) if isinstance(transport, TensorTransport) else None
-
     def _transfer(
         self, buckets: Iterable[HFTensors], clients: list[EngineClient], version: int
     ) -> tuple[int, int]:
-        """Every bucket into every engine: bytes, buckets."""
+        """Send every bucket to every engine; return the number of bytes and of buckets."""
         mine = self._engines_served(clients)
         nbytes, index = 0, -1
         with _on_all_ranks("preparing the engines"):
             sessions = self._prepare(clients, mine, version)
+        bucket: Bucket | None = None
         for index, tensors in enumerate(buckets):
-            if index == 0:  # which was made meanwhile
+            if index == 0:  # built while the engines pause; no rank may send before they have
                 with _on_all_ranks("preparing the engines"):
-                    on_all(sessions, lambda wait: wait())
-            bucket = Bucket(index=index, tensors=_detached(tensors))
+                    bucket = self._build(index, tensors, to_engines=bool(mine))
+                    call_all(sessions, lambda wait: wait())
             with _on_all_ranks(f"bucket {index}"):
+                bucket = bucket or self._build(index, tensors, to_engines=bool(mine))
                 self._send(bucket, to_engines=bool(mine))
-            nbytes += bucket.nbytes
-            del bucket, tensors  # before the next one is gathered
+                nbytes += bucket.nbytes
+            bucket = None
+            del tensors  # both freed before the next ones are gathered
         if index < 0:
             raise WeightSyncError("there are no weights to send")
         with _on_all_ranks(f"bucket {index}"):
@@ -172,16 +170,26 @@ class WeightSync:
     def _prepare(
         self, clients: list[EngineClient], mine: list[EngineClient], version: int
     ) -> list[Callable[[], None]]:
-        """Starts it; what is returned waits until the engines are ready."""
+        """Start opening sessions; return the functions that wait until the engines are ready."""
         sessions: list[Callable[[], None]] = []
         if _rank() == 0:
-            sessions = on_all(clients, lambda engine: engine.start_session(self._pause_mode))
+            sessions = call_all(clients, lambda engine: engine.start_session(self._pause_mode))
             sglang = [engine for engine in clients if engine.info.kind == "sglang"]
             if self._verify and sglang:
-                self._served = ServedCheck(sglang, self._model)
+                self._sglang = SGLangCheck(sglang, self._model)
         if mine:
             self.transport.open(mine, version)
         return sessions
+
+    def _build(self, index: int, tensors: HFTensors, *, to_engines: bool) -> Bucket:
+        """Return the bucket to send, cast into the buffer of the transport if it must be cast."""
+        if to_engines:
+            self.transport.reclaim()
+        if isinstance(tensors, CastBucket):
+            in_buffer = to_engines and tensors.must_be_cast
+            tensors = tensors.cast(self.transport.allocate(tensors.nbytes) if in_buffer else None)
+        detached = [(name, t.detach() if t.requires_grad else t) for name, t in tensors]
+        return Bucket(index=index, tensors=detached)
 
     def _send(self, bucket: Bucket, *, to_engines: bool) -> None:
         if to_engines:
@@ -189,28 +197,24 @@ class WeightSync:
         if _rank() == 0:  # while the engines copy it
             with self._checksum_time():
                 self._sent.add(bucket)
-                if self._served is not None:
+                if self._sglang is not None:
                     for name, tensor in bucket.tensors:
-                        self._served.add(name, tensor)
+                        self._sglang.add(name, tensor)
 
     def _commit(self, clients: list[EngineClient], version: int) -> None:
-        asked = [engine.start_commit(with_sums=self._verify) for engine in clients]
+        commits = [engine.start_commit(with_checksums=self._verify) for engine in clients]
         with self._checksum_time():
-            sent = self._sent.checksums()  # while the engines sum theirs
-            held = on_all(asked, lambda wait: wait())
+            sent = self._sent.checksums()  # while the engines compute theirs
+            held = call_all(commits, lambda wait: wait())
         check_versions(clients, held, version)
         if self._verify:
             check_checksums(clients, held, sent, version)
-            if self._served is not None:
+            if self._sglang is not None:
                 with self._checksum_time():
-                    self._served.compare(version)
+                    self._sglang.compare(version)
         resumed = [engine.start_resume() for engine in clients]
-        self.transport.close()  # meanwhile
-        on_all(resumed, lambda wait: wait())
-
-    def _abandon(self, clients: list[EngineClient]) -> None:
-        """Close the sessions, so that a later update can start over; generation stays paused."""
-        on_all(clients, EngineClient.abandon)
+        self.transport.close()  # while the engines resume
+        call_all(resumed, lambda wait: wait())
 
     @contextlib.contextmanager
     def _checksum_time(self) -> Iterator[None]:
@@ -230,7 +234,7 @@ class WeightSync:
 
 
 def serving_rank(engine: EngineInfo, rank_devices: list[str]) -> int:
-    """The first trainer rank on a device of the engine; on CPUs the first one of its node."""
+    """Return the first trainer rank on a device of the engine; on CPUs the first one of its node."""
     for rank, device in enumerate(rank_devices):
         if device in engine.device_ids:
             return rank
@@ -251,14 +255,10 @@ def _make_transport(args: Args) -> WeightTransport:
 
 
 def _model_facts(args: Args) -> ModelFacts:
-    """SGLang serves FP8 of --hf-checkpoint as it is; the embedded engine holds it unpacked."""
+    """Read config.json for SGLang, which serves FP8 as it is; the embedded engine dequantizes it."""
     if args.rollout_engine != "sglang":
         return ModelFacts()
     return model_facts(json.loads((Path(args.hf_checkpoint) / "config.json").read_text()))
-
-
-def _detached(tensors: HFTensors) -> HFTensors:
-    return [(name, t.detach() if t.requires_grad else t) for name, t in tensors]
 
 
 def _several_ranks() -> bool:
@@ -279,7 +279,7 @@ def _gather(value: str | None) -> list:
 
 @contextlib.contextmanager
 def _on_all_ranks(stage: str) -> Iterator[None]:
-    """What fails on one rank is raised on all, so that none waits for another in a collective."""
+    """Raise a failure of one rank on all, so that none waits for another in a collective."""
     failure: Exception | None = None
     try:
         yield

@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
-from slime.utils.sync_http import HttpError
+from slime.weights.buckets import Bucket, TensorMetadata, pack
 from slime.weights.engine_client import EngineClient
-from slime.weights.ipc import BufferHandle, SharedBuffer, aligned, release_export
-from slime.weights.payloads import tensor_payload
-from slime.weights.transport import Bucket, WeightSyncError
+from slime.weights.ipc import BufferHandle, SharedBuffer, release_export
+from slime.weights.transport import (
+    PendingCall,
+    WeightSyncError,
+    WeightTransport,
+    naming_bucket,
+    wait_acknowledged,
+)
 
 _ROUTE = "/update_weights_from_tensor"
 
-Metadata = dict[str, Any]  # as /update_weights_from_tensor takes it
-Call = tuple[
-    EngineClient, Callable[[], None]
-]  # one that was started, and what waits for its answer
-
 
 @dataclass(kw_only=True, frozen=True)
-class _Packed:
-    """A bucket in its buffer; `done` happens when a GPU has really put it there."""
-
+class _PackedBucket:
     index: int
     nbytes: int
-    metadata: list[Metadata]
-    done: torch.cuda.Event | None
+    metadata: list[TensorMetadata]
+    ready: torch.cuda.Event | None  # recorded on the GPU after the copies into the buffer
 
 
-class TensorTransport:
-    """Two buffers by turns: the next bucket is gathered, packed and sent while engines copy the last.
+class TensorTransport(WeightTransport):
+    """Double buffering: bucket i+1 is packed while engines copy bucket i.
 
-    Engines open a buffer once and keep it open until the end of the update. On a GPU the two processes
-    keep out of each other's way by waiting: a bucket is announced once it is packed, as late as the next
-    one is made, and a buffer is packed again once every engine has said that it copied what was in it,
-    which is over by then.
+    A buffer is reused only after every engine has acknowledged the bucket in it. Engines open a buffer once
+    and keep it open until the end of the update. On a GPU, `send` only queues the copies; engines
+    are notified of the bucket by the next `reclaim`, once the GPU has finished them.
     """
 
     shares_device = True
@@ -49,87 +44,78 @@ class TensorTransport:
         self._device = device
         self._engines: list[EngineClient] = []
         self._buffers: list[SharedBuffer | None] = [None, None]
-        self._sizes = [0, 0]  # what was needed so far: a larger bucket costs one more export
-        self._handles: dict[tuple[int, str], BufferHandle] = {}  # by buffer and engine
-        self._packed: _Packed | None = None  # not announced yet
-        self._in_flight: dict[int, list[Call]] = {}  # by bucket: the last two at most
+        self._sizes = [0, 0]  # largest so far: growing a buffer costs another export
+        self._handles: dict[tuple[int, str], BufferHandle] = {}  # by buffer and engine URL
+        self._packed: _PackedBucket | None = None  # not announced yet
+        self._in_flight: dict[int, list[PendingCall]] = {}  # by bucket; two at most
 
     def open(self, engines: list[EngineClient], version: int) -> None:
         self._engines, self._version, self._next = engines, version, 0
 
-    def room(self, nbytes: int) -> torch.Tensor | None:
-        """Where the next bucket will lie: made there, it need not be packed. It may be written to until
-        it is sent, and read until the bucket after the next is made or the transport closed."""
-        if not self._engines:
-            return None
+    def reclaim(self) -> None:
+        """Announce the last bucket, then wait until the one before it is acknowledged."""
         self._announce()
-        self._finish(self._next - 2)
-        return self._buffer(self._next % 2, nbytes).tensor
+        self._wait_acknowledged(self._next - 2)
+
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        return self._buffer(self._next % 2, nbytes).tensor if self._engines else None
 
     def send(self, bucket: Bucket) -> None:
-        self._announce()
-        slot, self._next = bucket.index % 2, bucket.index + 1
-        self._finish(bucket.index - 2)  # which was in the same buffer
-        buffer = self._buffer(slot, packed_size(bucket))
-        self._packed = _Packed(
+        self.reclaim()
+        buffer = self._buffer(self._next % 2, bucket.packed_nbytes)
+        self._packed = _PackedBucket(
             index=bucket.index,
             nbytes=bucket.nbytes,
             metadata=pack(bucket, buffer.tensor),
-            done=_mark(self._device),
+            ready=_record_event(self._device),
         )
-        if self._packed.done is None:
+        self._next = bucket.index + 1
+        if self._packed.ready is None:
             self._announce()
 
     def finish(self) -> None:
         self._announce()
         for index in list(self._in_flight):
-            self._finish(index)
-
-    def _announce(self) -> None:
-        packed, self._packed = self._packed, None
-        if packed is None:
-            return
-        handles = [self._handle(packed.index % 2, engine) for engine in self._engines]
-        if packed.done is not None:
-            packed.done.synchronize()
-        calls = self._in_flight[packed.index] = []
-        for engine, handle in zip(self._engines, handles, strict=True):
-            payload = tensor_payload(handle, packed.metadata, self._version)
-            with _losing(packed.index, engine):
-                update = engine.start_update(_ROUTE, payload, nbytes=packed.nbytes)
-            calls.append((engine, update))
-
-    def _finish(self, index: int) -> None:
-        errors: list[WeightSyncError] = []
-        for engine, finish in self._in_flight.pop(index, []):
-            try:
-                with _losing(index, engine):
-                    finish()
-            except WeightSyncError as error:
-                errors.append(error)
-        if errors:
-            raise WeightSyncError("; ".join(str(error) for error in errors)) from errors[0]
+            self._wait_acknowledged(index)
 
     def close(self) -> None:
         self._packed = None
         for index in list(self._in_flight):  # an engine may still be reading a buffer
             with suppress(WeightSyncError):
-                self._finish(index)
-        gone = {engine.url for engine in self._engines if engine.silent}
+                self._wait_acknowledged(index)
+        dead = {engine.url for engine in self._engines if engine.unresponsive}
         for (_, url), handle in self._handles.items():
-            if url in gone:
+            if url in dead:
                 release_export(handle)
         for slot in range(2):
             self._drop(slot)
         self._engines = []
 
+    def _announce(self) -> None:
+        """Tell the engines of the packed bucket, once the GPU has written it."""
+        packed, self._packed = self._packed, None
+        if packed is None:
+            return
+        handles = [self._handle(packed.index % 2, engine) for engine in self._engines]
+        if packed.ready is not None:
+            packed.ready.synchronize()
+        calls = self._in_flight[packed.index] = []
+        for engine, handle in zip(self._engines, handles, strict=True):
+            payload = _payload(handle, packed.metadata, self._version)
+            with naming_bucket(packed.index, engine):
+                update = engine.start_update(_ROUTE, payload, nbytes=packed.nbytes)
+            calls.append((engine, update))
+
+    def _wait_acknowledged(self, index: int) -> None:
+        wait_acknowledged(index, self._in_flight.pop(index, []))
+
     def _buffer(self, slot: int, size: int) -> SharedBuffer:
-        """Its last bucket has been answered: it may be replaced by a larger one."""
+        """Return a buffer of at least `size` bytes; the caller knows that engines no longer read it."""
         buffer = self._buffers[slot]
         if buffer is None or buffer.size < size:
             self._drop(slot)
             self._sizes[slot] = max(self._sizes[slot], size)
-            buffer = self._buffers[slot] = _allocate(self._sizes[slot], self._device)
+            buffer = self._buffers[slot] = _new_buffer(self._sizes[slot], self._device)
         return buffer
 
     def _handle(self, slot: int, engine: EngineClient) -> BufferHandle:
@@ -147,18 +133,23 @@ class TensorTransport:
             buffer.close()
 
 
-@contextmanager
-def _losing(index: int, engine: EngineClient) -> Iterator[None]:
-    """Whatever fails inside is the loss of a bucket."""
-    try:
-        yield
-    except HttpError as error:
-        text = f"bucket {index} did not arrive: engine {engine.url}: {error}"
-        raise WeightSyncError(text) from error
+def _payload(handle: BufferHandle, metadata: list[TensorMetadata], version: int) -> dict[str, Any]:
+    """Return the body of /update_weights_from_tensor as the embedded engine takes it.
+
+    Every bucket carries the version: engines are paused, so no token can be stamped with it before
+    the last bucket has arrived.
+    """
+    return {
+        "load_format": "slime_shm",
+        "handle": handle,
+        "metadata": metadata,
+        "weight_version": str(version),
+        "flush_cache": False,
+    }
 
 
-def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """Happens when all that was queued on the GPU so far is done."""
+def _record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event that completes with all work queued on the GPU so far; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -166,49 +157,11 @@ def _mark(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-def packed_size(bucket: Bucket) -> int:
-    return sum(aligned(tensor.nbytes) for _, tensor in bucket.tensors) or aligned(1)
-
-
-def pack(bucket: Bucket, buffer: torch.Tensor) -> list[Metadata]:
-    """Copy the tensors into the buffer, unless they lie there, and say where each lies."""
-    start, size = buffer.data_ptr(), buffer.numel()
-    offsets = [tensor.data_ptr() - start for _, tensor in bucket.tensors]
-    inside = [
-        0 <= offset <= size - tensor.nbytes
-        for offset, (_, tensor) in zip(offsets, bucket.tensors, strict=True)
-    ]
-    if all(inside):
-        return [
-            _describe(name, tensor, offset)
-            for offset, (name, tensor) in zip(offsets, bucket.tensors, strict=True)
-        ]
-    metadata, places, sources, offset = [], [], [], 0
-    for (name, tensor), lies_there in zip(bucket.tensors, inside, strict=True):
-        place = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        places.append(place)
-        sources.append(tensor.clone() if lies_there else tensor)
-        metadata.append(_describe(name, tensor, offset))
-        offset += aligned(tensor.nbytes)
-    torch._foreach_copy_(places, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
-    return metadata
-
-
-def _describe(name: str, tensor: torch.Tensor, offset: int) -> Metadata:
-    dtype = _dtype_name(tensor.dtype)
-    return {"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset}
-
-
-@cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _allocate(size: int, device: torch.device) -> SharedBuffer:
+def _new_buffer(size: int, device: torch.device) -> SharedBuffer:
     try:
         return SharedBuffer(size, device)
     except OSError as error:
         raise WeightSyncError(
-            f"no room for {size / 2**20:.0f} MiB in /dev/shm ({error.strerror}): make it larger, or "
+            f"no space for {size / 2**20:.0f} MiB in /dev/shm ({error.strerror}): make it larger, or "
             "lower --update-weight-buffer-size"
         ) from error

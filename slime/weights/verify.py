@@ -1,25 +1,34 @@
-"""Whether engines hold exactly the weights that were sent."""
+"""Whether engines hold exactly the weights that were sent, by version and checksums.
+
+The embedded engine computes our own checksums (checksum.py) of what it holds. An SGLang server computes its own,
+of parameters it has fused, padded and sharded; sglang_layout.py predicts them from what was sent.
+"""
 
 from __future__ import annotations
 
-from slime.core.errors import WeightMismatchError
-from slime.weights.checksum import RunningChecksums
-from slime.weights.engine_client import EngineClient, Held
-from slime.weights.transport import Bucket, WeightSyncError
+import torch
 
-_NAMED = 3
+from slime.core.errors import WeightMismatchError
+from slime.utils.concurrency import call_all
+from slime.weights.buckets import Bucket
+from slime.weights.checksum import RunningChecksums
+from slime.weights.engine_client import EngineClient, HeldWeights, RankChecksums
+from slime.weights.sglang_layout import ModelFacts, PredictedChecksums, Sharding, sharding_of
+from slime.weights.transport import WeightSyncError
+
+_MAX_NAMES = 3  # in a message
 
 
 class SentWeights:
-    """The names that were sent and, if wanted, checksums of the tensors.
+    """The names of one update and, if wanted, checksums of its tensors.
 
-    Engines are proven to hold the bits of these tensors: the trainer's own, or where they had to be
-    cast, what the cast has written. So everything from there on is proven, the cast itself is not.
+    The engines are proven to hold the bits of these tensors: the trainer's own or, after a cast, the
+    output of the cast. The cast itself is not verified.
     """
 
-    def __init__(self, *, with_sums: bool) -> None:
+    def __init__(self, *, with_checksums: bool) -> None:
         self._names: set[str] = set()
-        self._sums = RunningChecksums() if with_sums else None
+        self._checksums = RunningChecksums() if with_checksums else None
 
     def __len__(self) -> int:
         return len(self._names)
@@ -29,15 +38,15 @@ class SentWeights:
         if len(names) < len(bucket.tensors) or names & self._names:
             raise WeightSyncError(f"bucket {bucket.index} holds a name that was sent before")
         self._names |= names
-        if self._sums is not None:
-            self._sums.add(bucket.tensors)
+        if self._checksums is not None:
+            self._checksums.add(bucket.tensors)
 
     def checksums(self) -> dict[str, int]:
-        """Of everything sent, read back from the device only now."""
-        return {} if self._sums is None else self._sums.read()
+        """Return the checksums of all tensors, read back from the device only now."""
+        return {} if self._checksums is None else self._checksums.read()
 
 
-def check_versions(engines: list[EngineClient], held: list[Held], version: int) -> None:
+def check_versions(engines: list[EngineClient], held: list[HeldWeights], version: int) -> None:
     wrong = [
         f"{engine.url} reports {found.version!r}"
         for engine, found in zip(engines, held, strict=True)
@@ -48,23 +57,23 @@ def check_versions(engines: list[EngineClient], held: list[Held], version: int) 
 
 
 def check_checksums(
-    engines: list[EngineClient], held: list[Held], sent: dict[str, int], version: int
+    engines: list[EngineClient], held: list[HeldWeights], sent: dict[str, int], version: int
 ) -> None:
-    """Every tensor of an embedded engine must have been sent and every sent one be there, bit by bit.
+    """Raise unless each embedded engine holds exactly the tensors that were sent, bit by bit.
 
     Both sides name what a checkpoint holds: parameters and persistent buffers, tied weights once.
     """
     problems = [
         f"engine {engine.url}: {problem}"
         for engine, found in zip(engines, held, strict=True)
-        if engine.info.kind == "slime" and (problem := difference(sent, found.sums))
+        if engine.info.kind == "slime" and (problem := difference(sent, found.checksums))
     ]
     if problems:
         raise WeightMismatchError(f"weights {version} did not arrive intact. {'; '.join(problems)}")
 
 
 def difference(sent: dict[str, int], held: dict[str, int]) -> str:
-    """What is wrong with `held`, in words; empty when nothing is."""
+    """Describe how `held` differs from `sent`; empty if it does not."""
     if sent == held:
         return ""
     groups = {
@@ -72,13 +81,101 @@ def difference(sent: dict[str, int], held: dict[str, int]) -> str:
         "are missing in the engine": [name for name in sent if name not in held],
         "are in the engine but were not sent": [name for name in held if name not in sent],
     }
+    return _describe(groups, f"{len(sent)} tensors")
+
+
+class SGLangCheck:
+    """Predicts the checksums of SGLang servers during one update and compares them with theirs.
+
+    Where the layout of a server is not known, its checksums are compared with those of the other engines;
+    what neither comparison covers is left to the probe prompt.
+    """
+
+    def __init__(self, engines: list[EngineClient], model: ModelFacts) -> None:
+        def sharding(engine: EngineClient) -> Sharding | None:
+            return sharding_of(engine.server_info(), engine.architectures(), model)
+
+        self._engines, self._fp8 = engines, model.fp8
+        self._shardings = call_all(engines, sharding)
+        self._sums = {one: PredictedChecksums(one) for one in self._shardings if one is not None}
+        self._comparable, self._last_columns = True, 1
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._fp8 is not None and name.endswith(".weight_scale_inv"):
+            # SGLang's checksum divides columns by scales, and fails where the last block is not whole.
+            self._comparable &= self._last_columns % tensor.shape[1] == 0
+        self._last_columns = tensor.shape[-1] if tensor.ndim else 1
+        for sums in self._sums.values():
+            sums.add(name, tensor)
+
+    def compare(self, version: int) -> None:
+        if not self._comparable:
+            return
+        held = call_all(self._engines, EngineClient.rank_checksums)
+        for engine, sharding, ranks in zip(self._engines, self._shardings, held, strict=True):
+            problem = "" if sharding is None else _sglang_difference(self._sums[sharding], ranks)
+            if problem:
+                raise WeightMismatchError(
+                    f"weights {version} did not arrive intact. engine {engine.url}: {problem}"
+                )
+            self._compare_with_first(engine, ranks, held[0], version)
+
+    def _compare_with_first(
+        self,
+        engine: EngineClient,
+        ranks: list[RankChecksums],
+        first: list[RankChecksums],
+        version: int,
+    ) -> None:
+        if len(ranks) != len(first) or ranks == first:
+            return
+        names = [
+            name
+            for mine, other in zip(ranks, first, strict=True)
+            for name, value in mine.checksums.items()
+            if other.checksums.get(name) != value
+        ]
+        raise WeightMismatchError(
+            f"weights {version}: engines {engine.url} and {self._engines[0].url} hold different "
+            f"values of {len(names)} parameters ({_some(names)})"
+        )
+
+
+def _sglang_difference(expected: PredictedChecksums, ranks: list[RankChecksums]) -> str:
+    """Describe the difference; empty if there is none.
+
+    A tied output layer is sent once and held once or twice.
+    """
+    groups: dict[str, list[str]] = {"differ": [], "are in the engine but were not sent": []}
+    held = {name for rank in ranks for name in rank.checksums}
+    for rank in ranks:
+        sums = expected.sums[rank.tp_rank]
+        groups["differ"] += [
+            name for name, value in rank.checksums.items() if sums.get(name, value) != value
+        ]
+        groups["are in the engine but were not sent"] += [
+            name
+            for name in rank.checksums
+            if name not in sums and not _may_be_unsent(name, expected)
+        ]
+    groups["were sent but are not in the engine"] = [n for n in expected.sums[0] if n not in held]
+    return _describe(groups, f"{len(held)} parameters")
+
+
+def _may_be_unsent(name: str, expected: PredictedChecksums) -> bool:
+    """A tied output layer, or experts whose checksums could not be predicted."""
+    experts = ".experts." in name and not any(".experts." in other for other in expected.sums[0])
+    return name.startswith("lm_head.") or experts
+
+
+def _describe(groups: dict[str, list[str]], total: str) -> str:
     return ", ".join(
-        f"{len(names)} of {len(sent)} tensors {what} ({some(names)})"
-        for what, names in groups.items()
+        f"{len(names)} of {total} {problem} ({_some(names)})"
+        for problem, names in groups.items()
         if names
     )
 
 
-def some(names: list[str]) -> str:
-    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+def _some(names: list[str]) -> str:
+    more = f", and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more

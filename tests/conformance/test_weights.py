@@ -19,8 +19,8 @@ from slime.serving.probe_check import check_probe
 from slime.utils.sync_http import post_json
 from slime.weights.disk_transport import DiskTransport
 from slime.weights.distributed_transport import DistributedTransport
-from slime.weights.liveness import Patience
-from slime.weights.sglang_tensor import SGLangTensorTransport
+from slime.weights.engine_client import LivenessProbe
+from slime.weights.sglang_transport import SGLangTensorTransport
 from slime.weights.sync import WeightSync
 from slime.weights.tensor_transport import TensorTransport
 from slime.weights.transport import WeightSyncError
@@ -149,7 +149,7 @@ def test_an_engine_frozen_inside_an_update_is_noticed_and_can_be_updated_later(
     sync = WeightSync(
         transport(name, subject, tmp_path),
         token=TOKEN,
-        patience=Patience(look_every_s=0.5, answer_s=2),
+        probe=LivenessProbe(interval_s=0.5, timeout_s=2),
     )
 
     def until_it_freezes():

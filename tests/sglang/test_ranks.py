@@ -10,10 +10,11 @@ import pytest
 from slime.core.errors import WeightMismatchError
 from slime.core.types import EngineInfo
 from slime.utils.sync_http import post_json
+from slime.weights.buckets import Bucket
 from slime.weights.distributed_transport import DistributedTransport
 from slime.weights.sglang_layout import model_facts
 from slime.weights.sync import WeightSync
-from slime.weights.transport import Bucket, WeightTransport
+from slime.weights.transport import WeightTransport
 from tests.conformance.reference import greedy
 from tests.conformance.test_weights import buckets
 from tests.engines import TOKEN
@@ -66,6 +67,7 @@ class Tampering:
     def __init__(self, transport: WeightTransport, name: str) -> None:
         self._transport, self._name = transport, name
         self.open, self.finish, self.close = transport.open, transport.finish, transport.close
+        self.reclaim, self.allocate = transport.reclaim, transport.allocate
 
     def send(self, bucket: Bucket) -> None:
         tensors = [(n, t + 1e-3 if n == self._name else t) for n, t in bucket.tensors]

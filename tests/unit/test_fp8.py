@@ -14,6 +14,7 @@ from slime.weights.fp8 import FP8, Fp8Format, declaration, dequantize, format_of
 from slime.weights.fp8_checkpoint import convert_to_fp8
 from slime.weights.sglang_layout import ModelFacts
 from slime.weights.sync import WeightSync
+from slime.weights.transport import WeightTransport
 from tests.fakes import FakeEngine
 from tests.tiny import make_tiny_checkpoint
 
@@ -114,7 +115,7 @@ def test_an_interrupted_conversion_is_continued_only_as_it_began(model, tmp_path
     with pytest.raises(UserError, match="part of a conversion"):
         convert_to_fp8(model, target, Fp8Format(strategy="tensor"))
     convert_to_fp8(model, target, layout, say=said.append)
-    assert said == ["1 of 1 files are there from an earlier conversion"]
+    assert said == ["1 of 1 files exist from an earlier conversion"]
     assert (target / "model.safetensors").stat().st_mtime_ns == written
     assert (target / "config.json").exists()
 
@@ -125,7 +126,7 @@ def test_a_model_that_is_in_fp8_already_is_refused(model, tmp_path):
         convert_to_fp8(tmp_path / "fp8", tmp_path / "again", SMALL)
 
 
-class Recorded:
+class Recorded(WeightTransport):
     """A transport that keeps what it was given."""
 
     shares_device = False

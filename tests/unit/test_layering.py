@@ -39,7 +39,7 @@ PUBLIC = ["slime/utils/data.py", "slime/utils/tokenizer.py"]
 # Who may import what: module prefix -> path prefixes.
 OWNERS = {
     "megatron": ["slime/backends/megatron_utils/"],
-    "sglang": ["slime/backends/sglang_utils/", "slime/weights/sglang_payload.py"],
+    "sglang": ["slime/backends/sglang_utils/", "slime/weights/sglang_transport.py"],
     "sglang_router": ["slime/backends/sglang_utils/"],
     "torch.distributed.fsdp": ["slime/backends/fsdp_utils/"],
     "torch.distributed._composable.fsdp": ["slime/backends/fsdp_utils/"],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime.weights.fp8 import Fp8Format, dequantize, quantize
-from slime.weights.sglang_layout import Cuts, ModelFacts, ServedSums, cuts_of
+from slime.weights.sglang_layout import ModelFacts, PredictedChecksums, Sharding, sharding_of
 
 LAYER = "model.layers.0"
 HEAD, HIDDEN, WIDTH, VOCABULARY = 4, 16, 24, 100
@@ -45,7 +45,7 @@ def served(named: dict[str, torch.Tensor], **cuts: int) -> list[dict[str, str]]:
     for seed in range(3):
         order = list(named)
         random.Random(seed).shuffle(order)
-        sums = ServedSums(Cuts(**cuts))
+        sums = PredictedChecksums(Sharding(**cuts))
         for name in order:
             buffer = named[name].clone()
             sums.add(name, buffer)
@@ -141,14 +141,14 @@ MODEL = ModelFacts(num_kv_heads=4)
     ],
 )  # fmt: skip
 def test_where_the_layout_is_not_known_nothing_is_foretold(server, architecture, model, known):
-    assert (cuts_of(server, [architecture], model) is not None) == known
+    assert (sharding_of(server, [architecture], model) is not None) == known
 
 
 def test_experts_in_an_order_of_a_kernels_own_are_left_out():
     facts = ModelFacts(num_kv_heads=4, num_experts=8)
     server = {"tp_size": 1, "device": "cuda", "moe_runner_backend": "flashinfer_trtllm"}
-    cuts = cuts_of(server, ["Qwen3MoeForCausalLM"], facts)
+    cuts = sharding_of(server, ["Qwen3MoeForCausalLM"], facts)
     assert cuts is not None
-    sums = ServedSums(cuts)
+    sums = PredictedChecksums(cuts)
     sums.add(f"{LAYER}.mlp.experts.0.up_proj.weight", torch.zeros(4, 4))
     assert sums.sums == [{}]

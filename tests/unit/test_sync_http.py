@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from slime.utils.sync_http import HttpError, JsonServer, get_json, post_json
+from slime.utils.sync_http import HttpError, JsonClient, get_json, post_json
 
 
 class Echo(BaseHTTPRequestHandler):
@@ -159,7 +159,7 @@ class Counting(Echo):
 
 def test_calls_one_after_the_other_share_a_connection():
     with serving(Counting) as url:
-        server = JsonServer(url, token="t")
+        server = JsonClient(url, token="t")
         replies = []
         for number in range(40):
             replies.append(server.start("POST", "/a", {"n": number}).result())
@@ -177,7 +177,7 @@ def test_calls_one_after_the_other_share_a_connection():
 
 def test_calls_at_the_same_time_have_a_connection_each():
     with serving(Counting) as url:
-        server = JsonServer(url)
+        server = JsonClient(url)
         calls = [server.start("POST", "/a", {"n": n}) for n in range(2)]
         replies = [call.result() for call in reversed(calls)]
         server.close()
@@ -199,7 +199,7 @@ def test_a_connection_that_the_server_closed_is_replaced():
             closed.set()
 
     with serving(Once) as url:
-        server = JsonServer(url)
+        server = JsonClient(url)
         for number in range(3):
             assert server.start("POST", "/a", {"n": number}).result()["body"] == {"n": number}
             assert closed.wait(60)
@@ -218,7 +218,7 @@ def test_a_kept_connection_that_breaks_amid_a_call_is_not_repeated():
                 super().answer(body)
 
     with serving(Break) as url:
-        server = JsonServer(url)
+        server = JsonClient(url)
         server.start("GET", "/a").result()
         with pytest.raises(HttpError, match="connection lost"):
             server.start("POST", "/update", {}).result()
@@ -242,33 +242,33 @@ def late():
         wanted.set()
 
 
-def test_who_waits_long_looks():
-    looks = []
+def test_a_long_wait_probes():
+    probes = []
     with late() as (url, wanted, _):
 
-        def look() -> None:
-            looks.append(1)
-            if len(looks) == 3:
+        def probe() -> None:
+            probes.append(1)
+            if len(probes) == 3:
                 wanted.set()
 
-        assert JsonServer(url).start("GET", "/a").result(0.1, look)["path"] == "/a"
-    assert len(looks) >= 3
+        assert JsonClient(url).start("GET", "/a").result(0.1, probe)["path"] == "/a"
+    assert len(probes) >= 3
 
 
-def test_who_waits_long_may_give_up():
+def test_a_failed_probe_ends_the_wait():
     def give_up() -> None:
         raise HttpError("it is gone")
 
     with late() as (url, _, _), pytest.raises(HttpError, match="it is gone"):
-        JsonServer(url).start("GET", "/b").result(0.1, give_up)
+        JsonClient(url).start("GET", "/b").result(0.1, give_up)
 
 
-def test_an_answer_that_comes_while_looking_counts():
+def test_a_reply_that_arrives_during_a_probe_counts():
     with late() as (url, wanted, given):
 
-        def look() -> None:
+        def probe() -> None:
             wanted.set()
             assert given.wait(60)
             raise HttpError("no answer to this")
 
-        assert JsonServer(url).start("GET", "/a").result(0.1, look)["path"] == "/a"
+        assert JsonClient(url).start("GET", "/a").result(0.1, probe)["path"] == "/a"

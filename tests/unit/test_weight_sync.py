@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slime.backends.fsdp_utils.gathering import cast_all
 from slime.core.errors import WeightMismatchError, WeightSyncError
 from slime.core.types import EngineInfo
 from slime.weights import ipc
+from slime.weights.buckets import CastBucket
 from slime.weights.disk_transport import DiskTransport
 from slime.weights.distributed_transport import DistributedTransport
-from slime.weights.liveness import Patience, allowed_s
+from slime.weights.engine_client import LivenessProbe, transfer_timeout_s
 from slime.weights.sync import WeightSync, serving_rank
 from slime.weights.tensor_transport import TensorTransport
 from slime.weights.verify import difference
@@ -169,29 +169,83 @@ def test_mixed_dtypes_arrive_bit_by_bit():
 
 
 @pytest.mark.parametrize("moved", [None, "layer.w"], ids=["all there", "one elsewhere"])
-def test_buckets_made_in_shared_memory_arrive(moved, no_segments_left):
-    """Two to a bucket, the larger ones last: buffers are used again and grow."""
+def test_buckets_built_in_shared_memory_arrive(moved, no_segments_left):
+    """Two to a bucket, the larger ones last: buffers are reused and grow."""
     masters = dict(sorted(weights(5).items(), key=lambda item: item[1].numel()))
     held = {name: torch.zeros(tensor.shape).bfloat16() for name, tensor in masters.items()}
     engines = [FakeEngine({k: t.clone() for k, t in held.items()}, token=TOKEN) for _ in range(2)]
     engines[1].before_copy = lambda engine, data: time.sleep(0.05)  # nobody may write there yet
-    sync = tensor_sync()
+    transport = TensorTransport(torch.device("cpu"))
+    sync = WeightSync(transport, token=TOKEN)
 
-    def made():
+    def built():
         for part in buckets(masters):
-            wanted = [(name, tensor, torch.bfloat16) for name, tensor in part]
-            bucket = cast_all(wanted, sync.room)
-            assert len({tensor.untyped_storage().data_ptr() for _, tensor in bucket}) == 1
-            yield [(name, t.clone() if name == moved else t) for name, t in bucket]
+            bucket = CastBucket([(name, tensor, torch.bfloat16) for name, tensor in part])
+            transport.reclaim()
+            cast = bucket.cast(transport.allocate(bucket.nbytes))
+            assert len({tensor.untyped_storage().data_ptr() for _, tensor in cast}) == 1
+            yield [(name, t.clone() if name == moved else t) for name, t in cast]
 
     for version in (1, 2):
-        sync.update(made(), [engine.info for engine in engines], version)
+        sync.update(built(), [engine.info for engine in engines], version)
         for engine in engines:
             assert_holds(engine, {name: t.bfloat16() for name, t in masters.items()})
         masters = {name: tensor + 1 for name, tensor in masters.items()}
     for engine in engines:
         engine.close()
-    assert sync.room(64) is None, "outside of an update there is none"
+    assert transport.allocate(64) is None, "outside of an update there is no buffer"
+
+
+class Recording(TensorTransport):
+    """Notes the buffers it gives and where the tensors of sent buckets lie."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.calls_at_allocate: list[int] = []
+        self.engine: FakeEngine | None = None
+        self.in_buffer: list[bool] = []
+
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        assert self.engine is not None
+        before = len(self.engine.calls)
+        buffer = super().allocate(nbytes)
+        self.calls_at_allocate.append(len(self.engine.calls) - before)
+        self.given = buffer
+        return buffer
+
+    def send(self, bucket) -> None:
+        start, end = self.given.data_ptr(), self.given.data_ptr() + self.given.nbytes
+        self.in_buffer += [start <= t.data_ptr() <= end - t.nbytes for _, t in bucket.tensors]
+        super().send(bucket)
+
+
+def test_a_bucket_to_cast_is_cast_into_the_buffer_that_is_sent(no_segments_left):
+    masters = weights(5)
+    held = {name: torch.zeros(tensor.shape).bfloat16() for name, tensor in masters.items()}
+    transport = Recording()
+    transport.engine = engine = FakeEngine(held, token=TOKEN)
+    to_cast = [
+        CastBucket([(name, tensor, torch.bfloat16) for name, tensor in part])
+        for part in buckets(masters)
+    ]
+    WeightSync(transport, token=TOKEN).update(to_cast, [engine.info], 1)
+    assert_holds(engine, {name: t.bfloat16() for name, t in masters.items()})
+    assert transport.in_buffer == [True] * len(SHAPES)
+    assert transport.calls_at_allocate == [0, 0, 0], "allocating sends nothing"
+    engine.close()
+
+
+def test_a_buffer_is_reused_only_when_every_engine_acknowledged_it(engines):
+    """Engines copy late: what they copy is still the bucket they were told of."""
+    transport = TensorTransport(torch.device("cpu"))
+    for engine in engines:
+        engine.before_copy = lambda engine, data: time.sleep(0.05)
+    masters = {f"w{index}": torch.full((16,), float(index)) for index in range(8)}
+    for engine in engines:
+        engine.weights = {name: torch.zeros(16) for name in masters}
+    WeightSync(transport, token=TOKEN).update(buckets(masters, 1), [e.info for e in engines], 1)
+    for engine in engines:
+        assert_holds(engine, masters)
 
 
 def flip_a_byte(engine: FakeEngine, data: torch.Tensor) -> None:
@@ -303,8 +357,8 @@ def test_a_busy_engine_is_waited_for_and_a_silent_one_is_not(engines, tmp_path, 
         if kind == "tensor"
         else DiskTransport(tmp_path / "weights", tmp_path)
     )
-    patience = Patience(look_every_s=0.1, answer_s=20)
-    sync = WeightSync(transport, token=TOKEN, patience=patience)
+    probe = LivenessProbe(interval_s=0.1, timeout_s=20)
+    sync = WeightSync(transport, token=TOKEN, probe=probe)
     thaw, route = threading.Event(), f"update_weights_from_{kind}"
     update, model_info = getattr(engines[1], route), engines[1].model_info
     setattr(engines[1], route, lambda body: (thaw.wait(0.5), update(body))[1])
@@ -312,7 +366,7 @@ def test_a_busy_engine_is_waited_for_and_a_silent_one_is_not(engines, tmp_path, 
     assert_holds(engines[1], weights(9))
     setattr(engines[1], route, lambda body: (thaw.wait(60), update(body))[1])
     engines[1].model_info = lambda body: (thaw.wait(60), model_info(body))[1]
-    sync = WeightSync(transport, token=TOKEN, patience=replace(patience, answer_s=2))
+    sync = WeightSync(transport, token=TOKEN, probe=replace(probe, timeout_s=2))
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=f"{engines[1].url}.*no answer within 2 s"):
         sync.update(buckets(weights(9)), [e.info for e in engines], 8)
@@ -328,8 +382,8 @@ def test_a_session_that_was_left_open_is_ended_first(engines):
 
 
 def test_what_moves_more_may_take_longer():
-    assert allowed_s(0) == 60
-    assert allowed_s(512 * 2**20) == 92
+    assert transfer_timeout_s(0) == 60
+    assert transfer_timeout_s(512 * 2**20) == 92
 
 
 def test_a_wrong_token_is_an_error(engines):

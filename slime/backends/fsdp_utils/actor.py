@@ -183,8 +183,7 @@ class FSDPTrainRayActor(TrainRayActor):
         # Over shared memory every rank serves the engines on its own device, else rank 0 serves all.
         keep = self.rank == 0 or self.args.update_weight_transport == "tensor"
         size = self.args.update_weight_buffer_size
-        room = None if self._weight_sync is None else self._weight_sync.room
-        return hf_buckets(self.model, serving_dtype(self.args), size, keep=keep, room=room)
+        return hf_buckets(self.model, serving_dtype(self.args), size, keep=keep)
 
     def export_hf(self, path: str, info: ExportInfo | None = None) -> None:
         export_hf(self.model, path, self.args.hf_checkpoint, serving_dtype(self.args), info)

@@ -8,16 +8,11 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from slime.backends.fsdp_utils.gathering import (
-    Room,
-    Wanted,
-    cast_all,
-    local_parts,
-    whole_tensors,
-)
+from slime.backends.fsdp_utils.gathering import local_parts, whole_tensors
 from slime.backends.fsdp_utils.loading import ShardedModel
-from slime.backends.hf_folder import FILE_BYTES, Bucket, write_hf_folder
+from slime.backends.hf_folder import FILE_BYTES, write_hf_folder
 from slime.runlog.export_folder import ExportInfo
+from slime.weights.buckets import CastBucket, NamedCast
 from slime.weights.hf_views import hf_views, weight_dtype
 
 _AT_ONCE = 64  # parameters looked up together: the first bucket need not wait for all of them
@@ -29,32 +24,30 @@ def hf_buckets(
     max_bytes: int,
     *,
     keep: bool,
-    room: Room | None = None,
-) -> Iterator[Bucket]:
-    """(checkpoint name, whole tensor) of every weight, a tied one once, in lists of at most
+) -> Iterator[CastBucket]:
+    """Yield (checkpoint name, whole tensor) of every weight, a tied one once, in buckets of at most
     `max_bytes`, or of one larger tensor; all ranks gather them together.
 
     A tensor may share memory with the parameter: it is to be read before the next training step.
-    With `keep` off the lists are empty but as many: a rank that only helps to gather holds nothing.
-    `room` may have memory for a list that has to be cast; else it is new.
+    With `keep` off the buckets are empty but as many: a rank that only helps to gather holds nothing.
     """
     tensors = _own_tensors(model, dtype) if model.is_whole else _gathered_tensors(model, dtype)
-    bucket: list[Wanted] = []
+    bucket: list[NamedCast] = []
     size = 0
     for name, tensor, wanted in tensors:
         nbytes = tensor.numel() * wanted.itemsize
         if size and size + nbytes > max_bytes:
-            yield cast_all(bucket, room)
+            yield CastBucket(bucket)
             bucket, size = [], 0
         size += nbytes
         if keep:
             bucket.append((name, tensor, wanted))
     if size:
-        yield cast_all(bucket, room)
+        yield CastBucket(bucket)
 
 
-def _own_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[Wanted]:
-    """Not cast yet: a whole bucket is at once."""
+def _own_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedCast]:
+    """Yield tensors that are not cast yet: a whole bucket is cast at once."""
     model_type = model.module.hf.config.model_type
     weights = _wanted(model, dtype)
     while some := list(islice(weights, _AT_ONCE)):
@@ -64,13 +57,13 @@ def _own_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[Wanted]:
                 yield hf_name, view, wanted
 
 
-def _gathered_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[Wanted]:
+def _gathered_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedCast]:
     whole = whole_tensors(_wanted(model, dtype))
     for name, tensor in hf_views(whole, model_type=model.module.hf.config.model_type):
         yield name, tensor, tensor.dtype
 
 
-def _wanted(model: ShardedModel, dtype: torch.dtype) -> Iterator[Wanted]:
+def _wanted(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedCast]:
     hf = model.module.hf
     for name, param in model.tensors().items():
         floating = param.is_floating_point()

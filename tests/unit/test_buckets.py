@@ -1,4 +1,4 @@
-"""A bucket cast at once: every tensor as it would be alone, one after another in one piece of memory."""
+"""A bucket cast at once: every tensor as it would be alone, one after another in one buffer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from slime.backends.fsdp_utils.gathering import cast_all
+from slime.weights.buckets import CastBucket
 
 SHAPES = [(7,), (), (64, 2), (0, 4), (3, 5, 2), (32,), (1,)]
 TYPES = [torch.bfloat16, torch.float32, torch.float16]
@@ -24,17 +24,11 @@ def wanted() -> list[tuple[str, torch.Tensor, torch.dtype]]:
     ]
 
 
-@pytest.mark.parametrize("spare", [None, 0, 13], ids=["new memory", "room", "more room"])
+@pytest.mark.parametrize("spare", [None, 0, 13], ids=["new memory", "buffer", "larger buffer"])
 def test_each_is_what_it_would_be_alone(spare: int | None):
-    asked: list[torch.Tensor] = []
-
-    def room(nbytes: int) -> torch.Tensor | None:
-        if spare is None:
-            return None
-        asked.append(torch.empty(nbytes + spare, dtype=torch.uint8))
-        return asked[0]
-
-    cast = cast_all(wanted(), room)
+    bucket = CastBucket(wanted())
+    buffer = None if spare is None else torch.empty(bucket.nbytes + spare, dtype=torch.uint8)
+    cast = bucket.cast(buffer)
     assert [name for name, _ in cast] == [name for name, _, _ in wanted()]
     for (_, place), (_, tensor, dtype) in zip(cast, wanted(), strict=True):
         assert place.dtype == dtype and place.is_contiguous()
@@ -44,12 +38,12 @@ def test_each_is_what_it_would_be_alone(spare: int | None):
     assert all((place.data_ptr() - start) % 64 == 0 for place in places), "as a GPU reads fastest"
     for place, following in itertools.pairwise(places):
         assert place.data_ptr() + place.nbytes <= following.data_ptr()
-    if spare is not None:
-        assert start == asked[0].data_ptr()
-        assert places[-1].data_ptr() + places[-1].nbytes <= start + asked[0].numel()
+    if buffer is not None:
+        assert start == buffer.data_ptr()
+        assert places[-1].data_ptr() + places[-1].nbytes <= start + buffer.numel()
 
 
 def test_what_need_not_be_cast_is_given_as_it_is():
     tensors = [torch.randn(3), torch.randn(2, 2)]
-    cast = cast_all([(str(index), t, t.dtype) for index, t in enumerate(tensors)])
+    cast = list(CastBucket([(str(index), t, t.dtype) for index, t in enumerate(tensors)]))
     assert [t.data_ptr() for _, t in cast] == [t.data_ptr() for t in tensors]

@@ -1,0 +1,132 @@
+"""Buckets of weights: whole tensors by Hugging Face name, cast and packed into one buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+
+from slime.utils.device import current_device
+from slime.weights.ipc import aligned
+
+NamedTensor = tuple[str, torch.Tensor]
+NamedCast = tuple[str, torch.Tensor, torch.dtype]  # name, tensor, dtype to cast it to
+HFTensors = Iterable[NamedTensor]
+TensorMetadata = dict[
+    str, Any
+]  # name, dtype, shape and offset, as /update_weights_from_tensor takes it
+
+
+@dataclass(kw_only=True, frozen=True)
+class Bucket:
+    """Whole tensors by Hugging Face name, in the dtype the engines hold.
+
+    `index` counts the buckets of one update from 0.
+    """
+
+    index: int
+    tensors: list[NamedTensor]
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.tensors)
+
+    @cached_property
+    def packed_nbytes(self) -> int:
+        """The size of a buffer that holds all tensors, each at an aligned offset."""
+        return sum(aligned(tensor.nbytes) for _, tensor in self.tensors) or aligned(1)
+
+
+@dataclass(frozen=True)
+class CastBucket:
+    """Tensors that are still to be cast, so that the cast can write into the buffer that is sent.
+
+    Iterating over it casts into new memory: `for name, tensor in bucket`.
+    """
+
+    tensors: Sequence[NamedCast]
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        return iter(self.cast())
+
+    @property
+    def must_be_cast(self) -> bool:
+        device = current_device()
+        return any(t.dtype != dtype or t.device != device for _, t, dtype in self.tensors)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The size of the buffer that `cast` fills."""
+        return sum(aligned(tensor.numel() * dtype.itemsize) for _, tensor, dtype in self.tensors)
+
+    def cast(self, buffer: torch.Tensor | None = None) -> list[NamedTensor]:
+        """Cast all tensors into `buffer` (uint8, at least `nbytes` long) or into new memory.
+
+        The result is on the device of this process; parameters may be offloaded. Tensors of equal types
+        are cast together, which is cheaper than one by one. If no tensor needs a cast, all are
+        returned as they are and the buffer is not used.
+        """
+        if not self.must_be_cast:
+            return [(name, tensor) for name, tensor, _ in self.tensors]
+        if buffer is None:
+            buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=current_device())
+        targets = self._views(buffer[: self.nbytes])
+        casts = [(tensor.dtype, dtype) for _, tensor, dtype in self.tensors]
+        for cast in set(casts):
+            chosen = [index for index, other in enumerate(casts) if other == cast]
+            sources = [self.tensors[index][1] for index in chosen]
+            torch._foreach_copy_([targets[index] for index in chosen], sources)  # pyright: ignore[reportPrivateImportUsage]
+        return [(name, view) for (name, _, _), view in zip(self.tensors, targets, strict=True)]
+
+    def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Split the buffer once per dtype: one slice per tensor costs more than its part of the copy."""
+        sizes = [aligned(tensor.numel() * dtype.itemsize) for _, tensor, dtype in self.tensors]
+        splits = {
+            dtype: buffer.view(dtype).split([size // dtype.itemsize for size in sizes])
+            for dtype in {dtype for _, _, dtype in self.tensors}
+        }
+        views = []
+        for index, (_, tensor, dtype) in enumerate(self.tensors):
+            view = splits[dtype][index]
+            if view.numel() > tensor.numel():
+                view = view[: tensor.numel()]
+            views.append(view.view_as(tensor))
+        return views
+
+
+def pack(bucket: Bucket, buffer: torch.Tensor) -> list[TensorMetadata]:
+    """Copy the tensors into the buffer, unless all are there already, and return their offsets."""
+    start, size = buffer.data_ptr(), buffer.numel()
+    offsets = [tensor.data_ptr() - start for _, tensor in bucket.tensors]
+    inside = [
+        0 <= offset <= size - tensor.nbytes
+        for offset, (_, tensor) in zip(offsets, bucket.tensors, strict=True)
+    ]
+    if all(inside):
+        return [
+            _metadata(name, tensor, offset)
+            for offset, (name, tensor) in zip(offsets, bucket.tensors, strict=True)
+        ]
+    metadata, targets, sources, offset = [], [], [], 0
+    for (name, tensor), is_inside in zip(bucket.tensors, inside, strict=True):
+        target = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        targets.append(target)
+        sources.append(tensor.clone() if is_inside else tensor)
+        metadata.append(_metadata(name, tensor, offset))
+        offset += aligned(tensor.nbytes)
+    torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+    return metadata
+
+
+def _metadata(name: str, tensor: torch.Tensor, offset: int) -> TensorMetadata:
+    dtype = dtype_name(tensor.dtype)
+    return {"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset}
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
