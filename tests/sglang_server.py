@@ -14,7 +14,7 @@ from slime.config.arguments import Args
 from slime.config.installed import find_sglang
 from slime.serving.readiness import wait_until_ready
 from slime.serving.server_process import ServerProcess
-from slime.utils.ports import Ports, find_ports
+from slime.utils.addresses import Ports, find_ports
 from tests.args import make_args
 from tests.engines import TOKEN, EngineServer
 

@@ -21,9 +21,8 @@ from slime.core.errors import UserError
 from slime.core.types import EngineInfo
 from slime.serving.readiness import StartError, wait_until_ready
 from slime.serving.server_process import ServerProcess
-from slime.utils.addresses import choose_interface, own_host
+from slime.utils.addresses import Ports, choose_interface, find_ports, own_host, says_port_taken
 from slime.utils.device import device_id, device_type
-from slime.utils.ports import Ports, find_ports, says_port_taken
 
 _START_TIMEOUT_S = 3600  # as with SGLang: reading a large model from a slow disk
 _SEARCHED_LINES = 300

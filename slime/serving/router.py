@@ -18,8 +18,8 @@ from slime.config.flags.spec import option_of
 from slime.config.installed import find_sglang
 from slime.core.errors import UserError
 from slime.serving.server_process import ServerProcess
+from slime.utils.addresses import find_port, says_port_taken
 from slime.utils.engine_keys import remember_key
-from slime.utils.ports import find_port, says_port_taken
 from slime.utils.sync_http import HttpError, delete_json, get_json, post_json
 
 _START_TIMEOUT_S = 60.0

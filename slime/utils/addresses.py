@@ -1,20 +1,35 @@
-"""Where other processes of the run reach this one: loopback while all of them sit on one node."""
+"""The address at which other processes of the run reach this one, and free ports at it."""
 
 from __future__ import annotations
 
+import random
+import re
 import socket
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import psutil
 
 from slime.config.env import read_env, set_default_env
 
 _LOOPBACK = "127.0.0.1"
+_FIRST, _LAST = 20000, 32000  # below the ports that Linux assigns to outgoing connections
+_DERIVED_OFFSET = 233  # SGLang's own ports for data-parallel attention start this far from its port
+_BLOCK = 10  # and it uses up to this many from a port it is given
+_ATTEMPTS = 200
+_PORT_IN_USE = re.compile(
+    r"address already in use|errno 98|eaddrinuse|port \S+ is (already|not|still)|already in use",
+    re.I,
+)
 
 
 def own_host() -> str:
-    """SLIME_HOST_IP where that is an address of this node, else the one Ray knows the node by."""
+    """Return SLIME_HOST_IP if it is an address of this node, else the one Ray knows the node by.
+
+    While all processes of the run are on one node, this is the loopback address.
+    """
     given = read_env().host_ip
-    if given and _is_here(given):  # it may have come with the job, from another node
+    if given and _is_local(given):  # it may have been set on another node and come with the job
         return given
     if not read_env().several_nodes:
         return _LOOPBACK
@@ -24,24 +39,68 @@ def own_host() -> str:
 
 
 def choose_interface() -> None:
-    """Have gloo use the interface of `own_host`: by itself it takes what the host's name stands for,
-    which on many machines is loopback. A GLOO_SOCKET_IFNAME of the user's stays."""
+    """Make gloo use the interface of `own_host`, unless GLOO_SOCKET_IFNAME is set.
+
+    By default it uses the address that the host name resolves to, which on many machines is loopback.
+    """
     interface = interface_of(own_host()) if read_env().several_nodes else None
     if interface is not None:
         set_default_env(GLOO_SOCKET_IFNAME=interface)
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface that has this address."""
+    """Return the network interface that has this address."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             return name
     return None
 
 
-def _is_here(host: str) -> bool:
+@dataclass(kw_only=True, frozen=True)
+class Ports:
+    server: int  # HTTP
+    rendezvous: int  # of the processes of one engine
+
+
+def find_ports(host: str) -> Ports:
+    """Return free ports for an SGLang server.
+
+    Another process may take one before the server binds it: the start is then repeated.
+    """
+    server = _find(host, lambda port: [port, *_block(port + _DERIVED_OFFSET)])
+    rendezvous = _find(host, _block, apart_from=server)
+    return Ports(server=server, rendezvous=rendezvous)
+
+
+def find_port(host: str) -> int:
+    return _find(host, lambda port: [port])
+
+
+def says_port_taken(text: str) -> bool:
+    """Return whether the last lines of a server's log say that a port is in use."""
+    return _PORT_IN_USE.search(text) is not None
+
+
+def _block(first: int) -> list[int]:
+    return list(range(first, first + _BLOCK))
+
+
+def _find(host: str, needs: Callable[[int], list[int]], apart_from: int | None = None) -> int:
+    for _ in range(_ATTEMPTS):
+        port = random.randrange(_FIRST, _LAST)
+        near = apart_from is not None and abs(port - apart_from) <= _DERIVED_OFFSET + _BLOCK
+        if not near and all(_is_free(host, number) for number in needs(port)):
+            return port
+    raise OSError(f"no free ports between {_FIRST} and {_LAST} on {host}")
+
+
+def _is_local(host: str) -> bool:
+    return _is_free(host, 0)
+
+
+def _is_free(host: str, port: int) -> bool:
     try:
-        socket.create_server((host, 0)).close()
+        with socket.create_server((host, port)):
+            return True
     except OSError:
         return False
-    return True

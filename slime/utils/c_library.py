@@ -1,4 +1,4 @@
-"""Compiles a C file of kernels for this very processor, once, and loads it."""
+"""Compile a C file of kernels for this processor, once, and load it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 _HEADER = Path(__file__).with_name("float_math.h")
-# Sums may be reordered (that is what vectors do), but NaN and infinity keep their meaning. OpenMP is
-# that of torch: a library of this name is already loaded, so both share one team of threads.
+# Sums may be reordered, which vectorization needs, but NaN and infinity keep their meaning. OpenMP is
+# torch's: a library of this name is already loaded, so both share one thread pool.
 _FLAGS = [
     *("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno"),
     *("-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math"),
@@ -23,10 +23,10 @@ _FLAGS = [
 
 
 def load_library(source: Path) -> ctypes.CDLL | None:
-    """None, with a logged sentence, where there is no gcc or it fails."""
+    """Return the compiled library; log why and return None if gcc is missing or fails."""
     compiler = shutil.which("gcc")
     if compiler is None or platform.system() != "Linux":
-        logger.info("no gcc here: %s is not used", source.name)
+        logger.info("gcc is missing: %s is not used", source.name)
         return None
     path = _folder() / f"{source.stem}-{_fingerprint(compiler, source)}.so"
     try:
@@ -58,7 +58,7 @@ def _folder() -> Path:
 
 
 def _fingerprint(compiler: str, source: Path) -> str:
-    """Of what is compiled, how, and for which processor."""
+    """Hash the sources, the compiler flags and the features of the processor."""
     cpu = ""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("flags", "Features")):

@@ -1,4 +1,4 @@
-"""Functions that torch compiles where it pays: on a GPU, at their first call."""
+"""torch.compile for functions that gain from it: on a GPU, at their first call."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled_on_gpu(function: Function) -> Function:
-    """Called with tensors on a GPU it is compiled for any shape; on a CPU it runs as written.
+    """Compile a function for any shape when it is called with GPU tensors; on a CPU run it as written.
 
-    Where the compiler does not work (it needs a C compiler beside Triton), it is said once.
+    If the compiler does not work (it needs a C compiler besides Triton), one warning is logged.
     """
-    made: list[Callable[..., Any]] = []
+    compiled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
     def call(first: torch.Tensor, *rest: Any, **options: Any) -> Any:
         if not first.is_cuda:
             return function(first, *rest, **options)
-        if not made:
-            made.append(_compile(function))
+        if not compiled:
+            compiled.append(_compile(function))
         try:
-            return made[0](first, *rest, **options)
+            return compiled[0](first, *rest, **options)
         except Exception as error:
-            if made[0] is function or not _is_compilers(error):
+            if compiled[0] is function or not _is_compiler_error(error):
                 raise
             logger.warning("%s runs uncompiled: %s", function.__name__, error)
-            made[0] = function
+            compiled[0] = function
             return function(first, *rest, **options)
 
     return call  # type: ignore[return-value]
@@ -45,5 +45,5 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def _is_compilers(error: Exception) -> bool:
+def _is_compiler_error(error: Exception) -> bool:
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))

@@ -1,6 +1,6 @@
-"""The one place that decides whether this process computes on CUDA or on the CPU.
+"""Whether this process computes on CUDA or on the CPU; decided only here.
 
-Torch is imported where it is used: processes that only place others start without it.
+Torch is imported inside functions: processes that only place others start faster without it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def device_type() -> str:
 
 @lru_cache
 def _may_have_gpu() -> bool:
-    """False for a torch built without CUDA and ROCm, told from its files: no import for that answer."""
+    """Return False for a torch built without CUDA and ROCm, read from its files without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return True
@@ -51,7 +51,7 @@ def current_device() -> torch.device:
 
 @contextmanager
 def use_device(device: torch.device) -> Iterator[None]:
-    """Inside, `current_device` is this one: models are built on the meta device to be counted."""
+    """Make `current_device` return this one inside the `with`: models are counted on the meta device."""
     global _chosen
     before, _chosen = _chosen, device
     try:
@@ -61,7 +61,7 @@ def use_device(device: torch.device) -> Iterator[None]:
 
 
 def device_id() -> str:
-    """A name that is equal in two processes exactly when they share a device's memory."""
+    """Return a name that is equal in two processes exactly when they share a device's memory."""
     if device_type() == "cuda":
         import torch
 
@@ -70,7 +70,7 @@ def device_id() -> str:
 
 
 def _boot_id() -> str:
-    """Names a running kernel, whatever its containers call themselves."""
+    """Identify the running kernel: the same in all containers of a machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

@@ -1,7 +1,7 @@
-"""Keys of the engines this process calls, by address: sent to these addresses and to no others.
+"""API keys of the engines this process calls, by address: sent to these addresses and to no others.
 
-Whoever learns an engine's address notes its key here. `slime.utils.http` and `slime.utils.sync_http` then
-send it, also for hooks that post to an engine themselves.
+Code that learns an engine's address registers its key here. `slime.utils.http` and `slime.utils.sync_http`
+then send it, also for hooks that post to an engine themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _keys: dict[tuple[str, str], str] = {}  # (scheme, host:port) -> key
 
 
 def remember_key(urls: Iterable[str], key: str | None) -> None:
-    """Send `key`, if there is one, with every later request to these servers."""
+    """Send `key`, unless it is None, with every later request to these servers."""
     if key:
         _keys.update(dict.fromkeys(map(_address, urls), key))
 
@@ -24,7 +24,7 @@ def forget_keys(urls: Iterable[str]) -> None:
 
 
 def key_headers(url: str) -> dict[str, str]:
-    """The `Authorization` header for this URL; empty where no key is known."""
+    """Return the `Authorization` header for this URL; empty if no key is registered."""
     key = _keys.get(_address(url)) if _keys else None
     return {"Authorization": f"Bearer {key}"} if key else {}
 

@@ -1,4 +1,7 @@
-"""One background event loop per process, and JSON over HTTP on it."""
+"""JSON over HTTP for coroutines, on one background event loop per process.
+
+Synchronous callers use `slime.utils.sync_http`.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,14 @@ import aiohttp
 import orjson
 
 from slime.utils.engine_keys import key_headers
+from slime.utils.sync_http import HttpError
 
 T = TypeVar("T")
 
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
     weakref.WeakKeyDictionary()
 )
-_loops: dict[str, asyncio.AbstractEventLoop] = {}  # by the name of their thread
+_loops: dict[str, asyncio.AbstractEventLoop] = {}  # by thread name
 _loop_lock = threading.Lock()
 
 
@@ -37,6 +41,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def background_loop(name: str = "slime-http") -> asyncio.AbstractEventLoop:
+    """Return the event loop that runs in a daemon thread of this name; start it at the first call."""
     with _loop_lock:
         loop = _loops.get(name)
         if loop is None or loop.is_closed():
@@ -49,12 +54,12 @@ def background_loop(name: str = "slime-http") -> asyncio.AbstractEventLoop:
 def _close(loop: asyncio.AbstractEventLoop) -> None:
     existing = _sessions.pop(loop, None)
     if existing is not None and loop.is_running():
-        with contextlib.suppress(concurrent.futures.TimeoutError):  # a hook may hold the loop
+        with contextlib.suppress(concurrent.futures.TimeoutError):  # a hook may block the loop
             asyncio.run_coroutine_threadsafe(existing.close(), loop).result(timeout=5)
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; when one raises, the others are cancelled before it is raised here."""
+    """Return all results in order; if one raises, cancel the others before raising its error."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
@@ -66,7 +71,7 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def session() -> aiohttp.ClientSession:
-    """The running loop's client session; connections are bounded by the callers, not here."""
+    """Return the client session of the running loop; callers bound the number of connections."""
     loop = asyncio.get_running_loop()
     existing = _sessions.get(loop)
     if existing is None or existing.closed:
@@ -78,12 +83,12 @@ def session() -> aiohttp.ClientSession:
     return existing
 
 
-class HttpStatusError(Exception):
-    """The server answered, and not with 200."""
+class HttpStatusError(HttpError):
+    """The server answered with a status other than 200."""
 
     def __init__(self, url: str, status: int, message: str) -> None:
-        super().__init__(f"{url} answered {status}: {message}")
-        self.status = status
+        super().__init__(f"{url} answered {status}: {message}", status)
+        self.status: int = status
         self.message = message
 
 
@@ -94,9 +99,9 @@ async def post_once(
     timeout_s: float | None = None,
     headers: dict[str, str] | None = None,
 ) -> Any:
-    """POST JSON, get JSON (None for an empty body); HttpStatusError unless the answer is 200.
+    """POST JSON and return the parsed reply (None if it is empty); HttpStatusError unless it is a 200.
 
-    An engine of the run gets the run's key.
+    Requests to an engine of the run carry the run's key.
     """
     async with session().post(
         url,
@@ -117,9 +122,9 @@ async def post(
     deadline_s: float = 300.0,
     headers: dict[str, str] | None = None,
 ) -> Any:
-    """POST JSON with growing waits between attempts (0.25 s to 15 s) until `deadline_s` has passed.
+    """POST JSON, retrying with exponential backoff (0.25 s to 15 s) until `deadline_s` has passed.
 
-    A refused request (4xx except 408 and 429) is not repeated.
+    A refused request (4xx except 408 and 429) is not retried.
     """
     end = time.monotonic() + deadline_s
     wait_s = 0.25
@@ -137,7 +142,7 @@ async def post(
 
 
 def is_temporary(error: Exception) -> bool:
-    """Whether the same request may succeed later: no connection, timeouts, overload, server errors."""
+    """Return whether a retry may succeed: no connection, timeouts, overload, server errors."""
     if isinstance(error, HttpStatusError):
         return error.status >= 500 or error.status in (408, 429)
     return isinstance(error, (aiohttp.ClientError, asyncio.TimeoutError, OSError))
@@ -148,11 +153,13 @@ def _parse(url: str, body: bytes) -> Any:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         start = body[:100].decode(errors="replace")
-        raise ValueError(f"{url} answered with what is not JSON ({error}): {start!r}") from None
+        raise ValueError(
+            f"{url} answered with something that is not JSON ({error}): {start!r}"
+        ) from None
 
 
 def _error_text(body: bytes) -> str:
-    """The message inside the error shapes servers use, else the first of the text."""
+    """Return the message in the JSON that servers use for errors, else the start of the text."""
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError:

@@ -1,8 +1,8 @@
-"""What our HTTP servers demand of a client before a handler works for it.
+"""Limits and checks of our HTTP servers, applied before a handler runs.
 
-listener ─▶ GuardedServer: connections bounded; those without a whole request for too long are closed
-         ─▶ checks of the head: Host, Origin, key, media type
-         ─▶ BodyReader: bytes and seconds bounded, for one request and for all together
+listener ─▶ GuardedServer: bounded number of connections; those without a complete request are closed
+         ─▶ checks of the request's head: Host, Origin, key, media type
+         ─▶ BodyReader: bounded size and time, for one request and for all together
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MIB = 2**20
 _SPARE_FILES = 256  # file descriptors for everything that is not a connection
-_WRITE_S = 600.0  # for a client to read a reply that does not fit into the socket's buffer
+_WRITE_TIMEOUT_S = 600.0  # for a client to read a reply larger than the socket's buffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,14 @@ class HttpLimits:
 
     head_s: float = 30.0  # from the connection to the end of its first request's head
     idle_s: float = 75.0  # from a reply to the end of the next request's head
-    body_s: float = 60.0  # for a body, and a second more for every MiB
+    body_s: float = 60.0  # for a body, plus one second per MiB
     max_body: int = 64 * MIB
-    max_bodies: int = 1024 * MIB  # of all requests that are being read
+    max_bodies: int = 1024 * MIB  # of all requests being read
     max_connections: int = 8192
 
 
 class Refused(Exception):
-    """A request that gets this status and message, and no more work."""
+    """Raised to answer a request with this status and message."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -50,22 +50,20 @@ class Refused(Exception):
 
 
 def check_browser(request: web.Request, bound_host: str) -> None:
-    """Refuse what a web page can make a browser send to a server of its user.
+    """Refuse requests that a web page can make a browser send to a local server.
 
-    Browsers name the page in `Origin`. A name that was made to resolve to this machine (DNS rebinding)
-    stands in `Host`, where a server on a loopback address is only ever called by a loopback name.
+    Browsers name the page in `Origin`. DNS rebinding makes a foreign name resolve to this machine; the
+    name is in `Host`, where genuine requests to a server on loopback have a loopback name.
     """
     if "Origin" in request.headers:
-        raise Refused(403, "requests of web pages are not answered: send no Origin header")
+        raise Refused(403, "requests from web pages are refused: send no Origin header")
     hosts = request.headers.getall("Host", [])
     if _is_loopback(bound_host) and not all(_is_own_name(host, bound_host) for host in hosts):
-        raise Refused(
-            403, "this server answers to localhost only: the Host header has another name"
-        )
+        raise Refused(403, "this server only accepts localhost as Host header")
 
 
 def has_key(request: web.Request, key: str) -> bool:
-    """Whether the request has `Authorization: Bearer <key>`."""
+    """Return whether the request has `Authorization: Bearer <key>`."""
     given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
     return hmac.compare_digest(given, f"Bearer {key}".encode())
 
@@ -73,14 +71,14 @@ def has_key(request: web.Request, key: str) -> bool:
 def check_media_type(request: web.Request) -> None:
     """Refuse a body that is compressed or not JSON."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise Refused(415, "compressed bodies are not taken: send no Content-Encoding")
+        raise Refused(415, "compressed bodies are not supported: send no Content-Encoding")
     kind = request.content_type
     if request.body_exists and kind != "application/json" and not kind.endswith("+json"):
         raise Refused(415, "the body must be JSON: send Content-Type: application/json")
 
 
 class BodyReader:
-    """Reads bodies of bounded size in bounded time, and of a bounded size in all."""
+    """Reads bodies in bounded time, with a limit for each and for all that are being read."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
@@ -93,17 +91,17 @@ class BodyReader:
         declared = request.content_length
         size = limit if declared is None else declared
         if size > limit:
-            raise Refused(413, f"the body has {size} bytes; at most {limit} are taken")
-        if request.content.is_eof():  # came together with the head
+            raise Refused(413, f"the body has {size} bytes; the limit is {limit}")
+        if request.content.is_eof():  # arrived together with the head
             return await self._collect(request, limit)
         if self._reserved + size > max(self._limits.max_bodies, limit):
-            raise Refused(503, "too many large requests are being read: try again")
+            raise Refused(503, "too many large requests at the same time: try again")
         self._reserved += size
         try:
             seconds = self._limits.body_s + size / MIB
             return await asyncio.wait_for(self._collect(request, limit), seconds)
         except asyncio.TimeoutError:
-            raise Refused(408, f"the body did not come within {seconds:.0f} s") from None
+            raise Refused(408, f"the body did not arrive within {seconds:.0f} s") from None
         finally:
             self._reserved -= size
 
@@ -113,22 +111,22 @@ class BodyReader:
         async for chunk in request.content.iter_any():
             size += len(chunk)
             if size > limit:
-                raise Refused(413, f"the body has more than {limit} bytes")
+                raise Refused(413, f"the body has more than {limit} bytes, the limit")
             chunks.append(chunk)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 class GuardedServer:
-    """An aiohttp application behind a listening socket, with a bound on what clients may hold open.
+    """Serves an aiohttp application with a bounded number of connections.
 
-    A connection is busy while a handler works on its request. Those that are not are closed when their
-    time is over, and when there are too many, the one that has waited longest makes room.
+    A connection is busy while a handler works on its request. An idle one is closed at its timeout, and
+    when there are too many connections the one that has been idle longest is closed.
     """
 
     def __init__(
         self, app: web.Application, limits: HttpLimits, *, cancel_with_client: bool = True
     ) -> None:
-        """`cancel_with_client`: a handler is cancelled when its client goes away."""
+        """With `cancel_with_client`, a handler is cancelled when its client disconnects."""
         app.middlewares.insert(0, self._note_busy)
         self._limits = limits
         self._runner = web.AppRunner(
@@ -138,11 +136,13 @@ class GuardedServer:
             auto_decompress=False,
             keepalive_timeout=limits.idle_s,
             lingering_time=2.0,
-            shutdown_timeout=5.0,  # for handlers that wait for somebody else
+            shutdown_timeout=5.0,  # for handlers that wait for another process
             logger=_quiet_logger(),
         )
         self._most = limits.max_connections
-        self._idle: dict[Any, float] = {}  # connection -> when it must have a request; oldest first
+        self._idle: dict[
+            Any, float
+        ] = {}  # connection -> deadline of its next request; oldest first
         self._busy: set[Any] = set()
         self._accepting: asyncio.AbstractServer | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -196,18 +196,18 @@ class GuardedServer:
 
     def _close_late(self, connection: Any, now: float) -> None:
         writing = connection.transport is not None and connection.transport.get_write_buffer_size()
-        if not writing or self._idle[connection] + _WRITE_S <= now:
+        if not writing or self._idle[connection] + _WRITE_TIMEOUT_S <= now:
             self._close(connection)
 
     def _close(self, connection: Any) -> None:
         del self._idle[connection]
-        if connection.transport is None:  # accepted in this very moment: not made yet
+        if connection.transport is None:  # just accepted, connection_made comes later
             asyncio.get_running_loop().call_later(1.0, connection.force_close)
         else:
             connection.force_close()
 
     def _forget_closed(self) -> None:
-        """A connection has no transport once it is lost, and before it is made: for a moment only."""
+        """Remove lost connections; like new ones for a moment, they have no transport."""
         accepted_lately = time.monotonic() + self._limits.head_s - 1.0
         for connection in [
             c for c, until in self._idle.items() if c.transport is None and until < accepted_lately
@@ -222,28 +222,30 @@ class _ClosedAtOnce(asyncio.Protocol):
 
 
 class _QuietFilter(logging.Filter):
-    """One line now and then for what clients do wrong, and a traceback now and then for what we do."""
+    """Rate limit: one line per kind of client error, and one traceback per kind of our own, per 10 s."""
 
     def __init__(self, every_s: float = 10.0) -> None:
         super().__init__()
         self._every_s = every_s
-        self._last: dict[str, tuple[float, int]] = {}  # kind -> when it was logged, left out since
+        self._last: dict[
+            str, tuple[float, int]
+        ] = {}  # kind -> time of the last log line, suppressed since
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
         kind = type(error).__name__
-        logged, left_out = self._last.get(kind, (-self._every_s, 0))
+        logged, suppressed = self._last.get(kind, (-self._every_s, 0))
         now = time.monotonic()
         if now - logged < self._every_s:
-            self._last[kind] = logged, left_out + 1
+            self._last[kind] = logged, suppressed + 1
             return False
         self._last[kind] = now, 0
         if isinstance(error, HttpProcessingError | ConnectionError | web.RequestPayloadError):
             reason = repr(str(error).partition("\n")[0][:200])
             record.msg, record.args = f"malformed request ({kind}): {reason}", ()
             record.exc_info, record.levelno, record.levelname = None, logging.WARNING, "WARNING"
-        if left_out:
-            record.msg = f"{record.msg} [{left_out} more like it were not logged]"
+        if suppressed:
+            record.msg = f"{record.msg} [{suppressed} more like it were not logged]"
         return True
 
 
@@ -255,7 +257,7 @@ def _quiet_logger() -> logging.Logger:
 
 
 def _allow_files(wanted: int) -> int:
-    """Raise the limit of open files as far as it goes; returns it."""
+    """Raise the soft limit of open files towards `wanted`; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted

@@ -1,4 +1,4 @@
-"""Import paths of user hooks -> callables, checked against the Protocol that describes the call."""
+"""Load user hooks by import path, and check them against the Protocol that describes the call."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from slime.core.errors import ConfigError
 def load_function(
     path: str, *, flag: str, protocol: type, must_be_async: bool = False
 ) -> Callable[..., Any]:
-    """The function at `package.module.name`; it must take the call `protocol.__call__` describes.
+    """Return the function at `package.module.name`; it must accept the call of `protocol.__call__`.
 
-    A parameter with a default in the Protocol is optional, and so is `**kwargs`: hooks may leave them
-    out, and callers ask `accepts(fn, name)` before passing one.
+    A parameter with a default in the Protocol is optional, and so is `**kwargs`: hooks may omit them,
+    and callers check `accepts(fn, name)` before passing one.
     """
     fn = _import(path, flag)
     expected = (
@@ -44,7 +44,7 @@ def load_function(
 
 @cache
 def load_class(path: str, *, flag: str, protocol: type) -> type:
-    """The class at `package.module.name`; it must have the methods of the Protocol."""
+    """Return the class at `package.module.name`; it must have the methods of the Protocol."""
     cls = _import(path, flag)
     if not inspect.isclass(cls):
         raise ConfigError(
@@ -66,7 +66,7 @@ def load_class(path: str, *, flag: str, protocol: type) -> type:
 
 
 def accepts(fn: Callable[..., Any], name: str) -> bool:
-    """Whether `fn` can be given the keyword `name`."""
+    """Return whether `fn` takes the keyword `name`."""
     parameters = inspect.signature(fn).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -86,7 +86,7 @@ def _import(path: str, flag: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(
-                f"{flag} {path}: there is no module {error.name!r} "
+                f"{flag} {path}: module {error.name!r} does not exist "
                 f"(current folder {os.getcwd()}; add the folder that holds it to PYTHONPATH)"
             ) from None
         raise ConfigError(_import_failed(flag, path, module_name, error)) from error
@@ -110,7 +110,7 @@ def _import_failed(flag: str, path: str, module_name: str, error: Exception) -> 
 def _binding_problem(
     fn: Callable[..., Any], call: Callable[..., Any], bound: bool = True
 ) -> str | None:
-    """Why `fn` cannot take the call, or None. `call` is a Protocol's method, with `self` first."""
+    """Return why `fn` cannot take the call, or None; `call` is a Protocol's method, with `self` first."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # builtins without a signature: nothing to check
@@ -131,7 +131,7 @@ def _binding_problem(
 
 
 def _render(protocol: type, name: str = "__call__") -> str:
-    """The parameters of a Protocol's method without annotations: `(args, sample, *, evaluation=False)`."""
+    """Format the parameters of a Protocol's method: `(args, sample, *, evaluation=False)`."""
     signature = inspect.signature(getattr(protocol, name))
     parameters = [
         p.replace(annotation=p.empty)
@@ -145,7 +145,7 @@ def _found(fn: Callable[..., Any], path: str) -> str:
 
 
 def _methods(protocol: type) -> list[str]:
-    """Public methods a Protocol declares, in order, with `__init__` and `__len__` where it has them."""
+    """Return the public methods of a Protocol in order, with `__init__` and `__len__` if declared."""
     return [
         name
         for name, value in vars(protocol).items()

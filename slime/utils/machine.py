@@ -37,7 +37,7 @@ class Gpu:
 
 
 def package_version(name: str) -> str | None:
-    """The installed version by the package's own record; None where it is not installed."""
+    """Return the installed version by the package's metadata; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -45,14 +45,14 @@ def package_version(name: str) -> str | None:
 
 
 def usable_cores() -> int:
-    """Those this process may run on."""
+    """Return the number of cores this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def gpus() -> list[Gpu]:
-    """The NVIDIA GPUs the driver reports. Asking the driver's tool leaves no CUDA context behind."""
+    """Return the GPUs that nvidia-smi reports, which unlike torch creates no CUDA context."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = "--query-gpu=name,memory.total,driver_version"
@@ -79,7 +79,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def busy_gpus() -> int:
-    """GPUs with more memory in use than a driver takes for itself."""
+    """Return the number of GPUs with more memory in use than the driver needs."""
     if shutil.which("nvidia-smi") is None:
         return 0
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -91,7 +91,7 @@ def busy_gpus() -> int:
 
 
 def torch_cuda_version() -> str | None:
-    """The CUDA version torch was built for, None for a CPU build; read from its files, not imported."""
+    """Return the CUDA version torch was built for, None for a CPU build, without importing torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -101,7 +101,7 @@ def torch_cuda_version() -> str | None:
 
 
 def available_memory() -> int:
-    """Bytes this process may still take: the system's, or the container's if that is less."""
+    """Return the bytes this process may still allocate: the system's, or the container's if less."""
     amounts = []
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -114,7 +114,7 @@ def available_memory() -> int:
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit of the checkout `folder` lies in, with "+changes" if files differ from it."""
+    """Return the commit of the checkout that holds `folder`, with "+changes" if files differ from it."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -122,7 +122,7 @@ def git_commit(folder: Path) -> str | None:
 
 
 def describe_machine() -> dict[str, object]:
-    """What environment.json records about where a run took place."""
+    """Return what environment.json records about the machine of a run."""
     return {
         "host": socket.gethostname(),
         "system": platform.platform(),

@@ -1,7 +1,7 @@
-"""Text from data, models and other processes, as it may go to a terminal, a log or a report.
+"""Sanitize text from data, models and other processes for a terminal, a log or a report.
 
-A terminal obeys control characters: `ESC ] 0` sets its title, `ESC ] 52` the clipboard, `ESC [ 2 J`
-clears it. Addresses can hold a password or a key. Standard library only; time is linear in the text.
+A terminal executes control characters: `ESC ] 0` sets its title, `ESC ] 52` the clipboard, `ESC [ 2 J`
+clears it. URLs can contain a password or a key. Standard library only; time is linear in the text.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _ADDRESS = re.compile(r"://[^\s\"'<>]+")
 
 
 def safe_text(text: str) -> str:
-    """The text for people to read: nothing in it that a terminal obeys, no secret of an address."""
+    """Return the text without control characters and without secrets in URLs."""
     return printable(hide_secrets(text))
 
 
 def printable(text: str) -> str:
-    r"""Take colours out and write every other control character as \x1b; tabs and newlines stay."""
+    r"""Remove colours and write every other control character as \x1b; tabs and newlines stay."""
     return _COLOURS.sub("", text).replace("\r\n", "\n").translate(_CONTROL)
 
 
@@ -29,7 +29,7 @@ def hide_secrets(text: str) -> str:
 
 
 def hide_in_address(address: str) -> str:
-    """The same for what follows the scheme: host/x?key=S -> host/x?key=***"""
+    """Do the same for what follows the scheme: host/x?key=S -> host/x?key=***"""
     before, mark, query = address.partition("?")
     host, slash, path = before.partition("/")
     _, at, host = host.rpartition("@")
@@ -44,7 +44,7 @@ def _hide_value(part: str) -> str:
     return HIDDEN if part else ""
 
 
-# C0 but tab and newline, DEL and C1; lone surrogates (of odd file names) cannot be encoded.
+# C0 except tab and newline, DEL and C1; lone surrogates (of undecodable file names) cannot be encoded.
 _CONTROL = {
     code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)
 }

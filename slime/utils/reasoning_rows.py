@@ -1,7 +1,7 @@
 """Rows of a reasoning-gym task: `python reasoning_rows.py TASK SEED SIZE START STOP` prints JSON lines.
 
-Some tasks go through sets, so their rows depend on the hash seed of the process. This one is started with a
-fixed seed, as are the workers that grade, and a row is the same wherever and whenever it is made.
+Some tasks iterate over sets, so their rows depend on the hash seed of the process. This one is started with
+a fixed seed, as are the workers that grade, so that a row is always the same.
 """
 
 import sys

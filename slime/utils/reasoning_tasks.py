@@ -1,7 +1,7 @@
 """Tasks of the package reasoning-gym by name: `--prompt-data reasoning-gym:leg_counting@[0:500]`.
 
-A row is a function of the task and its number alone, so a sample carries only these two. Answers are
-scored in the sandbox (rollout/rm_hub/reasoning_gym_rm.py), where the row is made again.
+A row depends on the task and its index alone, so a sample carries only these two. Answers are scored in
+the sandbox (rollout/rm_hub/reasoning_gym_rm.py), where the row is generated again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from slime.core.errors import ConfigError
 
 DEFAULT_ROWS = 1000
-METADATA_KEY = "reasoning_gym"  # of a sample's metadata: {"task": name, "row": number}
+METADATA_KEY = "reasoning_gym"  # in a sample's metadata: {"task": name, "row": index}
 SEED = 42
 MOST_ROWS = 1 << 30
 HASH_SEED = {"PYTHONHASHSEED": "0"}  # rows of some tasks depend on it
@@ -34,7 +34,7 @@ def task_rows(task: str, rows: range, flag: str) -> Iterator[tuple[str, str, dic
 
 
 def chosen_rows(part: slice) -> range:
-    """Which rows a slice means, of tasks that never end: the first thousand without one."""
+    """Return the rows of a slice of an infinite task: the first thousand without a stop."""
     stop = DEFAULT_ROWS if part.stop is None else part.stop
     if (part.start or 0) < 0 or stop < 0:
         raise ConfigError("rows of a reasoning-gym task count from 0: write @[0:500]")
@@ -43,16 +43,16 @@ def chosen_rows(part: slice) -> range:
 
 @cache
 def _make_rows(task: str, rows: range, flag: str) -> list[tuple[str, str]]:
-    """Make the rows in a process with the hash seed that graders have."""
+    """Generate the rows in a process with the hash seed of the graders."""
     numbers = [SEED, MOST_ROWS, rows.start, rows.stop]
-    made = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-s", _MAKER, task, *map(str, numbers)],
         capture_output=True, text=True, env=HASH_SEED, check=False,
     )  # fmt: skip
-    if made.returncode != 0:
-        reason = (made.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ConfigError(f"{flag} reasoning-gym:{task}: its rows cannot be made: {reason}")
-    return [tuple(json.loads(line)) for line in made.stdout.splitlines()]
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(f"{flag} reasoning-gym:{task}: its rows cannot be generated: {reason}")
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What slime's own package metadata asks of other packages, as text a user can give to pip."""
+"""The requirements in slime's own package metadata, as text a user can give to pip."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _COMPARE = {
 
 
 def requirement_of(package: str) -> str:
-    """`torch<2.14,>=2.11`, extras included; the bare name where slime asks for nothing special."""
+    """Return e.g. `torch<2.14,>=2.11`, extras included; the bare name if slime has no requirement."""
     return _requirements().get(package, package)
 
 
 def allows(requirement: str, version: str) -> bool:
-    """Whether a version satisfies a requirement; build suffixes such as +cu130 do not count."""
+    """Return whether a version satisfies a requirement; build suffixes such as +cu130 are ignored."""
     installed = _release(version)
     return all(
         _COMPARE[sign](installed, _release(bound))
@@ -42,6 +42,6 @@ def _requirements() -> dict[str, str]:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """(2, 13, 0) of "2.13.0+cpu" or "2.13"; padded, so that 2.13 equals 2.13.0."""
+    """Return (2, 13, 0, 0) for "2.13.0+cpu" and for "2.13"."""
     numbers = [int(n) for n in re.match(r"[\d.]*", version)[0].split(".") if n]  # type: ignore[index]
     return tuple([*numbers, 0, 0, 0, 0][:4])

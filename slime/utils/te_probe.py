@@ -1,7 +1,7 @@
-"""Whether TransformerEngine can be used here, found out in a process of its own.
+"""Whether TransformerEngine can be used here, tested in a subprocess.
 
-Its compiled extension must match torch, and loading it takes a GPU's libraries: an attempt that fails, or
-crashes, says so in one line and leaves nothing behind.
+Its compiled extension must match torch and needs the libraries of a GPU: an import that fails or crashes is
+reported in one line and does not affect this process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ print("{_ANSWER}" + json.dumps(found))
 
 @dataclass(frozen=True, kw_only=True)
 class TeProbe:
-    """An empty string where there is nothing to say against it."""
+    """Reasons why features cannot be used; empty if they can."""
 
     error: str = ""  # why it cannot be imported
     fp8: str = ""  # why this GPU has no FP8 (recipes delayed and tensorwise)
@@ -37,7 +37,7 @@ class TeProbe:
 
 
 def probe_te(python: str = sys.executable) -> TeProbe:
-    """Import TransformerEngine with `python` and ask what this GPU supports."""
+    """Import TransformerEngine with `python` and report what this GPU supports."""
     try:
         done = subprocess.run(
             [python, "-c", _CODE],
@@ -47,7 +47,7 @@ def probe_te(python: str = sys.executable) -> TeProbe:
             env=child_env(),
         )
     except subprocess.TimeoutExpired:
-        return TeProbe(error=f"importing it did not end within {_TIMEOUT_S} s")
+        return TeProbe(error=f"importing it did not finish within {_TIMEOUT_S} s")
     for line in done.stdout.splitlines():
         if line.startswith(_ANSWER):
             found = json.loads(line.removeprefix(_ANSWER))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.ports import find_port
+from slime.utils.addresses import find_port
 from tests.e2e import runs
 
 RAY = str(Path(sys.executable).parent / "ray")

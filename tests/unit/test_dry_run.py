@@ -20,7 +20,7 @@ class Case:
 CASES = [
     Case({"input_key": "prompt"}, "no key 'prompt'; the keys are input, label"),
     Case({"label_key": "nolabel"}, "no key 'nolabel'; the keys are input, label"),
-    Case({"custom_rm_path": "nomod.f"}, "--custom-rm-path nomod.f: there is no module 'nomod'"),
+    Case({"custom_rm_path": "nomod.f"}, "--custom-rm-path nomod.f: module 'nomod' does not exist"),
     Case({"custom_rm_path": "json.nofn"}, "--custom-rm-path json.nofn"),
     Case({"rollout_batch_size": None}, "slime: --rollout-batch-size is missing"),
     Case({"num_rollout": None}, "slime: how long to train is missing"),

@@ -107,8 +107,8 @@ def test_keyword_calls():
 
 
 def test_paths_that_lead_nowhere():
-    assert "there is no module 'lf_nowhere'" in message("lf_nowhere.fn")
-    assert "there is no module 'lf_hooks.sub'" in message("lf_hooks.sub.fn")
+    assert "module 'lf_nowhere' does not exist" in message("lf_nowhere.fn")
+    assert "module 'lf_hooks.sub' does not exist" in message("lf_hooks.sub.fn")
     assert "did you mean lf_hooks.good" in message("lf_hooks.god")
     assert "expected an import path" in message("good")
     assert "is a int; expected a function" in message("lf_hooks.number")

@@ -9,7 +9,7 @@ from slime.config.flags.registry import all_flags
 from slime.config.flags.sglang_options import OWNED, known_version, sglang_argv
 from slime.config.installed import SGLangInstall
 from slime.core.errors import ConfigError
-from slime.utils.ports import Ports, find_ports, says_port_taken
+from slime.utils.addresses import Ports, find_ports, says_port_taken
 from slime.weights.fp8 import Fp8Format, declaration
 from tests.args import make_args
 
@@ -61,7 +61,7 @@ def command(args, version, *, rank=0, on_gpu=True):
         args,
         index=1,
         node=Node(host=f"10.0.0.{rank}", rank=rank, count=len(nodes)),
-        ports=Ports(server=21000, meeting=22000),
+        ports=Ports(server=21000, rendezvous=22000),
         meeting_host="10.0.0.0",
         install=SGLangInstall(python="/env/bin/python", version=version),
         on_gpu=on_gpu,
@@ -259,7 +259,7 @@ def test_other_versions_are_spelled_as_the_nearest_older_one(installed, known):
 
 def test_ports_are_free_and_apart():
     ports = find_ports("127.0.0.1")
-    assert abs(ports.server - ports.meeting) > 200
+    assert abs(ports.server - ports.rendezvous) > 200
 
 
 @pytest.mark.parametrize(

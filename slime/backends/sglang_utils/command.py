@@ -13,7 +13,7 @@ from slime.config.arguments import Args
 from slime.config.flags.registry import all_flags
 from slime.config.flags.sglang_options import sglang_argv
 from slime.config.installed import SGLangInstall
-from slime.utils.ports import Ports
+from slime.utils.addresses import Ports
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 # The torch-native paths of SGLang are what runs without a GPU.
@@ -114,6 +114,6 @@ def _own(args: Args, *, node: Node, ports: Ports, meeting_host: str) -> dict[str
         values |= {
             "nnodes": node.count,
             "node_rank": node.rank,
-            "dist_init_addr": f"{meeting_host}:{ports.meeting}",
+            "dist_init_addr": f"{meeting_host}:{ports.rendezvous}",
         }
     return values
