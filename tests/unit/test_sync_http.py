@@ -32,13 +32,13 @@ class Echo(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]):
-    with silent(handler) as server, listening(server):
+    with not_listening(handler) as server, listening(server):
         yield _url(server)
 
 
 @contextmanager
-def silent(handler: type[BaseHTTPRequestHandler] = Echo):
-    """A server that has its port, at which nobody listens yet."""
+def not_listening(handler: type[BaseHTTPRequestHandler] = Echo):
+    """A server that is bound to its port and does not listen yet."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler, bind_and_activate=False)
     server.server_bind()
     yield server
@@ -113,7 +113,7 @@ def test_an_answer_that_drips_does_not_extend_the_deadline():
 
 def test_a_server_that_comes_up_late_is_waited_for():
     answers = []
-    with silent() as server:
+    with not_listening() as server:
         url = f"{_url(server)}/a"
         caller = threading.Thread(target=lambda: answers.append(get_json(url, retries=7)))
         caller.start()
@@ -124,7 +124,7 @@ def test_a_server_that_comes_up_late_is_waited_for():
 
 
 def test_a_server_that_never_comes_up_is_named():
-    with silent() as server:
+    with not_listening() as server:
         url = f"{_url(server)}/a"
         with pytest.raises(HttpError, match=f"GET {url}: cannot connect") as raised:
             get_json(url, retries=1)

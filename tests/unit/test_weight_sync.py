@@ -99,7 +99,7 @@ def test_the_calls_of_one_update_come_in_order(engines):
     assert calls[9:] == ["/continue_generation"]
 
 
-def test_an_sglang_server_is_asked_for_one_thing_after_the_other(engines):
+def test_an_sglang_server_is_called_one_request_at_a_time(engines):
     sglang = replace(engines[0].info, kind="sglang")
     tensor_sync(verify=False).update(buckets(weights(9)), [sglang], 1)
     assert engines[0].calls == [
@@ -125,15 +125,15 @@ def test_one_of_several_calls_that_fails_is_named(engines, route):
     assert_holds(engines[0], weights(8))
 
 
-def test_a_cache_that_cannot_be_dropped_yet_is_asked_for_again(engines):
+def test_a_flush_that_is_refused_is_repeated(engines):
     answers = [(400, "Flush cache failed.\n"), (200, "Cache flushed.\n")]
     engines[0].flush_cache = lambda body: answers.pop(0)
     tensor_sync().update(buckets(weights(9)), [engines[0].info], 1)
     assert engines[0].calls.count("/flush_cache") == 2
 
 
-def test_no_session_stays_open_if_the_first_bucket_cannot_be_made(engines):
-    """They were asked to get ready while it was made."""
+def test_no_session_stays_open_if_the_first_bucket_cannot_be_built(engines):
+    """The sessions were opened while it was built."""
 
     def broken():
         raise MemoryError("gathering failed")
@@ -342,7 +342,7 @@ def test_an_iterator_that_raises_leaves_nothing_behind(engines, no_segments_left
     assert engines[0].paused and not engines[0].session_open
 
 
-def test_an_engine_that_is_gone_is_named(engines):
+def test_an_engine_that_is_down_is_named(engines):
     engines[1].close()
     with pytest.raises(WeightSyncError, match=f"{engines[1].url}.*cannot connect"):
         tensor_sync().update(buckets(weights(9)), [e.info for e in engines], 7)
@@ -350,7 +350,7 @@ def test_an_engine_that_is_gone_is_named(engines):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "disk"])
-def test_a_busy_engine_is_waited_for_and_a_silent_one_is_not(engines, tmp_path, kind):
+def test_a_busy_engine_is_waited_for_and_a_frozen_one_is_not(engines, tmp_path, kind):
     (tmp_path / "config.json").write_text("{}")
     transport = (
         TensorTransport(torch.device("cpu"))
