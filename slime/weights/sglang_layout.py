@@ -250,5 +250,5 @@ def _digest(tensors: list[torch.Tensor]) -> str:
         return f"{gpu_hash(flat[0] if len(flat) == 1 else torch.cat(flat)):016x}"
     total = hashlib.sha256()
     for tensor in tensors:
-        total.update(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        total.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()[:16]

@@ -108,7 +108,9 @@ def _identify_gpus_by_uuid(on_gpu: bool) -> None:
     if not on_gpu:
         return
     try:
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+        from sglang.srt.utils.patch_torch import (  # pyright: ignore[reportMissingImports]
+            monkey_patch_torch_reductions,
+        )
     except ImportError as error:
         if torch.cuda.device_count() == 1:
             return
