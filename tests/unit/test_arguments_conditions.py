@@ -1,4 +1,4 @@
-"""Every flag that does nothing because of others is said, and none that does something."""
+"""Rules on the declarations of flags: warnings without effect, bounds, names that exist."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ SFT = {
 @dataclass
 class Case:
     flags: dict
-    said: str  # the flag without effect
+    option: str  # the flag without effect
 
 
 CASES = [
@@ -54,10 +54,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.said)
-def test_said(case):
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.option)
+def test_a_flag_without_effect_is_warned_about(case):
     (warning,) = make_args(**case.flags).warnings
-    assert warning.startswith(f"{case.said} has no effect with"), warning
+    assert warning.startswith(f"{case.option} has no effect with"), warning
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_said(case):
     ],
     ids=lambda flags: " ".join(flags),
 )
-def test_not_said_of_what_works(flags):
+def test_no_warning_about_flags_with_an_effect(flags):
     assert make_args(**flags).warnings == ()
 
 
