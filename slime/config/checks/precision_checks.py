@@ -15,7 +15,7 @@ _OF_DELAYED_SCALING = (
     "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad", "tp_only_amax_red",
 )  # fmt: skip
 _FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
-# Sizes of config.json that are cut over ranks -> the flag that says over how many
+# Sizes in config.json -> the flag with the number of ranks that split them
 _CUT_BY = {
     "hidden_size": None,
     "intermediate_size": "tensor_model_parallel_size",

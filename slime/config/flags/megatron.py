@@ -101,7 +101,7 @@ _WITHOUT_FIELD: list[tuple[str, Kind, str, dict[str, Any]]] = [
     (
         "position_embedding_type",
         "str",
-        "Kind of position embedding.",
+        "Type of position embedding.",
         {
             "default": "learned_absolute",
             "choices": ("learned_absolute", "rope", "mrope", "yarn", "relative", "none"),
@@ -112,7 +112,7 @@ _WITHOUT_FIELD: list[tuple[str, Kind, str, dict[str, Any]]] = [
     (
         "untie_embeddings_and_output_weights",
         "bool",
-        "The output layer has weights of its own.",
+        "Do not share the weights of embedding and output layer.",
         {},
     ),
     ("vocab_size", "int", "Size of the vocabulary before padding.", {}),
@@ -122,15 +122,15 @@ _WITHOUT_FIELD: list[tuple[str, Kind, str, dict[str, Any]]] = [
         "Pad the vocabulary to a multiple of this.",
         {"default": 128},
     ),
-    ("max_position_embeddings", "int", "Longest sequence the model has positions for.", {}),
-    ("seq_length", "int", "Longest sequence that is trained on.", {}),
+    ("max_position_embeddings", "int", "Maximum sequence length of the model.", {}),
+    ("seq_length", "int", "Maximum sequence length in training.", {}),
     (
         "post_self_attn_layernorm",
         "bool",
-        "A norm behind the attention, before the residual is added.",
+        "Add a norm after the attention, before the residual is added.",
         {},
     ),
-    ("post_mlp_layernorm", "bool", "A norm behind the MLP, before the residual is added.", {}),
+    ("post_mlp_layernorm", "bool", "Add a norm after the MLP, before the residual is added.", {}),
     (
         "num_layers_per_virtual_pipeline_stage",
         "int",
@@ -154,7 +154,7 @@ _WITHOUT_FIELD: list[tuple[str, Kind, str, dict[str, Any]]] = [
     (
         "lr_wsd_decay_style",
         "str",
-        "Its shape.",
+        "Shape of that phase.",
         {
             "default": "exponential",
             "choices": ("exponential", "linear", "cosine", "minus_sqrt"),
@@ -165,7 +165,7 @@ _WITHOUT_FIELD: list[tuple[str, Kind, str, dict[str, Any]]] = [
     (
         "weight_decay_incr_style",
         "str",
-        "How it grows between the two.",
+        "How the weight decay changes between the two.",
         {"default": "constant", "choices": ("constant", "linear", "cosine")},
     ),
 ]
