@@ -26,7 +26,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime.rollout.staleness import WeightClock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -71,12 +74,13 @@ def overhead(options: argparse.Namespace) -> None:
 
 def _loop(url: str, options: argparse.Namespace) -> float:
     """Processor seconds of one rollout of all samples."""
+    from slime.rollout.context import RolloutContext
     from slime.rollout.data_source import RolloutDataSourceWithBuffer
-    from slime.rollout.engine_pool import EnginePool, install_pool
+    from slime.rollout.engine_pool import EnginePool
     from slime.rollout.sglang_rollout import generate_rollout
     from tests.prompts import rollout_args
 
-    install_pool(EnginePool([url], concurrency=options.in_flight))
+    context = RolloutContext(pool=EnginePool([url], concurrency=options.in_flight))
     prompts = options.samples // options.group_size
     rows = [{"input": "x" * options.prompt_len, "label": "1"} for _ in range(prompts)]
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +90,8 @@ def _loop(url: str, options: argparse.Namespace) -> float:
         )  # fmt: skip
         source = RolloutDataSourceWithBuffer(args)
         start = time.process_time()
-        output = generate_rollout(args, 0, source)
+        with context.active():
+            output = generate_rollout(args, 0, source)
         seconds = time.process_time() - start
     assert sum(map(len, output.samples)) == prompts * options.group_size
     return seconds
@@ -127,6 +132,7 @@ class Clockwork:
     version: int = 1
     spans: list[tuple[float, float]] = field(default_factory=list)
     trained: list[tuple[float, float]] = field(default_factory=list)
+    clock: WeightClock | None = None
 
     def __post_init__(self) -> None:
         self._free = asyncio.Semaphore(self.slots)
@@ -151,13 +157,12 @@ class Clockwork:
         """Answers come to their end by themselves."""
 
     def train(self, seconds: float, rollout_id: int) -> None:
-        from slime.rollout.staleness import WeightClock, set_clock
-
         start = time.monotonic()
         time.sleep(seconds)
         self.trained.append((start, time.monotonic()))
         self.version += 1
-        set_clock(WeightClock(version=self.version, next_rollout_id=rollout_id + 1))
+        if self.clock is not None:
+            self.clock.set(self.version, rollout_id + 1)
 
 
 def loops(options: argparse.Namespace) -> None:
@@ -174,9 +179,9 @@ def _run_loop(
     name: str, folder: Path, options: argparse.Namespace
 ) -> tuple[Clockwork, float, float]:
     from slime.rollout import fully_async_rollout, sglang_rollout
+    from slime.rollout.context import RolloutContext
     from slime.rollout.data_source import RolloutDataSourceWithBuffer
-    from slime.rollout.engine_pool import install_pool
-    from slime.rollout.staleness import WeightClock, set_clock
+    from slime.rollout.staleness import WeightClock
     from tests.prompts import rollout_args, sums
 
     fully = name == "fully_async"
@@ -184,13 +189,17 @@ def _run_loop(
         folder, sums(512), rollout_batch_size=16, n_samples_per_prompt=4, num_rollout=options.rollouts,
         rm_type="random", over_sampling_batch_size=16, max_weight_staleness=2 if fully else None,
     )  # fmt: skip
-    engine, source = Clockwork(), RolloutDataSourceWithBuffer(args)
-    install_pool(engine)  # type: ignore[arg-type]
-    set_clock(WeightClock(version=1, next_rollout_id=0))
+    engine, source = Clockwork(clock=WeightClock(version=1)), RolloutDataSourceWithBuffer(args)
+    context = RolloutContext(pool=engine, clock=engine.clock)  # type: ignore[arg-type]
     module = fully_async_rollout if fully else sglang_rollout
     start = time.monotonic()
     order = _overlapped if name == "train_async" else _one_after_the_other
-    stale = order(lambda r: module.generate_rollout(args, r, source), engine, options)
+
+    def generate(rollout_id: int) -> Any:
+        with context.active():
+            return module.generate_rollout(args, rollout_id, source)
+
+    stale = order(generate, engine, options)
     return engine, time.monotonic() - start, stale
 
 

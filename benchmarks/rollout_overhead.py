@@ -63,12 +63,13 @@ def main() -> None:
 
 def measure_rollout(url: str, options: argparse.Namespace) -> float:
     """Processor seconds of one rollout whose samples are all in flight together."""
+    from slime.rollout.context import RolloutContext
     from slime.rollout.data_source import RolloutDataSourceWithBuffer
-    from slime.rollout.engine_pool import EnginePool, install_pool
+    from slime.rollout.engine_pool import EnginePool
     from slime.rollout.sglang_rollout import generate_rollout
     from tests.prompts import rollout_args
 
-    install_pool(EnginePool([url], concurrency=options.samples))
+    context = RolloutContext(pool=EnginePool([url], concurrency=options.samples))
     with tempfile.TemporaryDirectory() as folder:
         num_prompts = options.samples // options.group_size
         rows = [{"input": "x" * options.prompt_len, "label": "1"} for _ in range(num_prompts)]
@@ -83,7 +84,8 @@ def measure_rollout(url: str, options: argparse.Namespace) -> float:
         )
         source = RolloutDataSourceWithBuffer(args)
         start = time.process_time()
-        output = generate_rollout(args, 0, source)
+        with context.active():
+            output = generate_rollout(args, 0, source)
         seconds = time.process_time() - start
     assert sum(len(group) for group in output.samples) == options.samples
     return seconds

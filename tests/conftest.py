@@ -1,12 +1,29 @@
-"""The real SGLang server that suites share, started where SLIME_SGLANG_PYTHON says and a test asks for it."""
+"""Fixtures that several suites share: a rollout context, and the real SGLang server.
+
+The server is started where SLIME_SGLANG_PYTHON says and a test asks for it.
+"""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 SGLANG_LABEL = "v0"
+
+
+@pytest.fixture
+def use_pool():
+    """Make a new RolloutContext current until the test ends: `context = use_pool(pool, clock=...)`."""
+    from slime.rollout.context import RolloutContext
+
+    with ExitStack() as stack:
+
+        def use(pool, **fields):
+            return stack.enter_context(RolloutContext(pool=pool, **fields).active())
+
+        yield use
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,6 @@ from slime.config.env import read_env
 from slime.config.flags.spec import option_of
 from slime.core.reports import RolloutResult
 from slime.core.types import Sample
-from slime.rollout import progress
 from slime.rollout.base_types import (
     DataSource,
     EvalLogFunction,
@@ -30,10 +29,11 @@ from slime.rollout.base_types import (
     as_eval_output,
     as_train_output,
 )
+from slime.rollout.context import RolloutContext
 from slime.rollout.debug_data import load_debug_samples, save_debug_samples
-from slime.rollout.engine_pool import EnginePool, install_pool
+from slime.rollout.engine_pool import EnginePool
 from slime.rollout.metrics import eval_metrics, rollout_metrics
-from slime.rollout.staleness import WeightClock, set_clock
+from slime.rollout.staleness import WeightClock
 from slime.rollout.train_data import samples_to_batch, split_batch
 from slime.runlog.flops import ModelShape, train_flops
 from slime.runlog.process_log import open_process_log
@@ -68,7 +68,8 @@ class RolloutManager:
             concurrency=args.sglang_server_concurrency,
             deadline_s=args.rollout_no_engine_timeout,
         )
-        install_pool(self.pool)
+        clock = WeightClock(interval=args.update_weights_interval)
+        self.context = RolloutContext(pool=self.pool, clock=clock)
         if args.rm_url:
             remember_key([args.rm_url], read_env().rm_token)
         config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
@@ -88,7 +89,7 @@ class RolloutManager:
         if next_rollout_id is None:
             self._first_version = version
         else:
-            self._set_clock(version, next_rollout_id)
+            self.context.clock.set(version, next_rollout_id)
 
     def set_parallel(self, dp_size: int, cp_size: int) -> None:
         self.dp_size, self.cp_size = dp_size, cp_size
@@ -96,9 +97,17 @@ class RolloutManager:
     # ---- work
 
     def generate(self, rollout_id: int) -> RolloutResult:
+        with self.context.active():
+            return self._generate(rollout_id)
+
+    def eval(self, rollout_id: int) -> dict[str, float]:
+        with self.context.active():
+            return self._eval(rollout_id)
+
+    def _generate(self, rollout_id: int) -> RolloutResult:
         self._states_before = {rollout_id: self._state(rollout_id - 1)}
         if self._first_version is not None:
-            self._set_clock(self._first_version, rollout_id)
+            self.context.clock.set(self._first_version, rollout_id)
             self._first_version = None
         start = time.perf_counter()
         groups, extra = self._groups(rollout_id)
@@ -124,7 +133,7 @@ class RolloutManager:
         parts = split_batch(self.args, batch, dp_size=self.dp_size, cp_size=self.cp_size)
         return RolloutResult(batch_refs=[ray.put(part) for part in parts], metrics=metrics)
 
-    def eval(self, rollout_id: int) -> dict[str, float]:
+    def _eval(self, rollout_id: int) -> dict[str, float]:
         result = self.eval_rollout(self.args, rollout_id, self.data_source, evaluation=True)
         output = as_eval_output(result, self.eval_path)
         for name, dataset in output.data.items():
@@ -139,7 +148,7 @@ class RolloutManager:
 
     def silence(self) -> str | None:
         """A line for the user if no sample has come for long."""
-        return progress.silence()
+        return self.context.progress.stall_warning()
 
     # ---- checkpoint
 
@@ -183,7 +192,3 @@ class RolloutManager:
     async def _read_state(self, last_trained: int) -> dict[str, Any]:
         """On the event loop, where generation takes groups: not in the middle of it."""
         return self.data_source.state_dict(last_trained)
-
-    def _set_clock(self, version: int, next_rollout_id: int) -> None:
-        interval = self.args.update_weights_interval
-        set_clock(WeightClock(version=version, next_rollout_id=next_rollout_id, interval=interval))

@@ -1,4 +1,4 @@
-"""What becomes of the groups of one rollout: kept, or rejected for a reason that is counted."""
+"""Fill one training batch: keep or reject finished groups, count the reasons, apply the user's filters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import UserError
 from slime.core.types import Group, Sample, Status
-from slime.rollout import progress as progress_report
 from slime.rollout.base_types import (
     AllSamplesProcess,
     DataSource,
@@ -17,11 +16,11 @@ from slime.rollout.base_types import (
     RolloutFnTrainOutput,
     RolloutSampleFilter,
 )
+from slime.rollout.context import RolloutContext
 from slime.rollout.data_source import TracksRollouts
 from slime.rollout.metrics import dropped_metrics, rollout_metrics
 from slime.rollout.progress import Progress
 from slime.rollout.staleness import limit_staleness
-from slime.rollout.user_code import Calls
 from slime.utils.load_function import load_function
 
 if TYPE_CHECKING:
@@ -29,15 +28,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A filter that rejects this many batches (and groups) in a row will not keep the next one either.
+# A filter that rejects this many batches, and at least this many groups, in a row rejects everything.
 _REJECTED_BATCHES, _REJECTED_GROUPS = 20, 256
 
 
-class Verdicts:
-    """Decides on finished groups, one at a time, until the batch is `full`; then makes the `output`."""
+class BatchFilter:
+    """Takes finished groups one at a time until the batch is `full`, then returns the `output`."""
 
-    def __init__(self, args: Args, rollout_id: int, calls: Calls) -> None:
+    def __init__(self, args: Args, rollout_id: int, context: RolloutContext) -> None:
+        assert context.generation is not None
         self.args = args
+        self.context = context
         self.rollout_id = rollout_id
         self.kept: list[Group] = []
         self.rejected: list[Group] = []
@@ -45,12 +46,12 @@ class Verdicts:
         self._rejected_in_a_row = 0
         self._num_scored = 0
         self._first_failure: Sample | None = None
-        self.progress = progress_report.start(
+        self.progress = context.progress.start(
             Progress(
                 rollout_id=rollout_id,
                 target_groups=args.rollout_batch_size,
                 finished=False,
-                calls=calls,
+                hook_calls=context.generation.hook_calls,
             )
         )
 
@@ -58,26 +59,27 @@ class Verdicts:
     def full(self) -> bool:
         return len(self.kept) >= self.args.rollout_batch_size
 
-    def decide(self, group: Group) -> None:
-        self._watch_failures(group)
-        verdict = self._filter(group)
-        if verdict.keep:
+    def add(self, group: Group) -> None:
+        """Keep or reject the group."""
+        self._raise_if_all_failed(group)
+        result = self._apply_dynamic_filter(group)
+        if result.keep:
             self.kept.append(group)
             self.progress.kept_groups += 1
             self._rejected_in_a_row = 0
         else:
             self.rejected.append(group)
-            self._dropped[verdict.reason or "filter"] += 1
+            self._dropped[result.reason or "filter"] += 1
             self.progress.dropped_groups += 1
             self._rejected_in_a_row += 1
-        progress_report.log_now_and_then(self.progress)
-        self._stop_when_all_is_rejected()
+        self.context.progress.log()
+        self._raise_if_all_rejected()
 
     def output(self, source: DataSource) -> RolloutFnTrainOutput:
-        """The batch in group order; the data source learns which groups are done."""
+        """Return the batch in group order and mark its groups as finished in the data source."""
         args = self.args
         groups = sorted(self.kept, key=group_index)
-        stale = limit_staleness(args, self.rollout_id, groups)
+        stale = limit_staleness(args, self.rollout_id, groups, self.context.clock)
         if args.rollout_sample_filter_path:
             flag = "--rollout-sample-filter-path"
             load_function(args.rollout_sample_filter_path, flag=flag, protocol=RolloutSampleFilter)(
@@ -91,11 +93,11 @@ class Verdicts:
             )(args, everything, source)
         if isinstance(source, TracksRollouts):
             source.finish(self.rollout_id, [group_index(group) for group in everything])
-        self._report_failures(groups)
+        self._warn_of_failures(groups)
         metrics = {**rollout_metrics(args, groups), **stale, **dropped_metrics(self._dropped)}
         return RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
-    def _filter(self, group: Group) -> DynamicFilterOutput:
+    def _apply_dynamic_filter(self, group: Group) -> DynamicFilterOutput:
         path = self.args.dynamic_sampling_filter_path
         if path is None:
             return DynamicFilterOutput(keep=True)
@@ -104,18 +106,18 @@ class Verdicts:
         fn = load_function(
             path, flag="--dynamic-sampling-filter-path", protocol=DynamicSamplingFilter
         )
-        return _as_verdict(fn(self.args, group), path)
+        return _as_filter_output(fn(self.args, group), path)
 
-    def _watch_failures(self, group: Group) -> None:
-        """Stop once a whole batch was generated and every sample of it failed."""
+    def _raise_if_all_failed(self, group: Group) -> None:
+        """Raise once a whole batch was generated and every sample of it failed."""
         failed = [sample for sample in group if sample.status == Status.FAILED]
         self._first_failure = self._first_failure or (failed[0] if failed else None)
         self._num_scored += len(group) - len(failed)
-        decided = len(self.kept) + len(self.rejected) + 1
+        num_groups = len(self.kept) + len(self.rejected) + 1
         if (
             self._first_failure is None
             or self._num_scored
-            or decided < self.args.rollout_batch_size
+            or num_groups < self.args.rollout_batch_size
         ):
             return
         metadata = self._first_failure.metadata
@@ -124,7 +126,7 @@ class Verdicts:
             f"the first one in {metadata['error_stage']}:\n{metadata['error_traceback']}"
         )
 
-    def _stop_when_all_is_rejected(self) -> None:
+    def _raise_if_all_rejected(self) -> None:
         batches = _REJECTED_BATCHES * self.args.rollout_batch_size
         if self._rejected_in_a_row < max(batches, _REJECTED_GROUPS):
             return
@@ -137,7 +139,7 @@ class Verdicts:
             "--n-samples-per-prompt, or another filter"
         )
 
-    def _report_failures(self, groups: list[Group]) -> None:
+    def _warn_of_failures(self, groups: list[Group]) -> None:
         failed = [s for group in groups for s in group if s.status == Status.FAILED]
         if failed:
             logger.warning(
@@ -147,8 +149,8 @@ class Verdicts:
             )  # fmt: skip
 
 
-def _as_verdict(result: Any, path: str) -> DynamicFilterOutput:
-    """A forgotten `return` or a pair would otherwise reject or keep every group without a word."""
+def _as_filter_output(result: Any, path: str) -> DynamicFilterOutput:
+    """Refuse None and containers: a missing `return` would silently reject, a tuple keep, every group."""
     if isinstance(result, DynamicFilterOutput):
         return result
     if result is None or isinstance(result, (str, bytes, tuple, list, dict, set)):

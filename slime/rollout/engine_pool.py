@@ -243,20 +243,3 @@ def _with_advice(answer: str) -> str:
         f"{answer} --rollout-max-prompt-len leaves long prompts out of the data, "
         "--rollout-max-context-len ends responses where the context does"
     )
-
-
-_pool: EnginePool | None = None
-
-
-def install_pool(pool: EnginePool | None) -> None:
-    """Make `pool` the one this process generates with."""
-    global _pool
-    _pool = pool
-
-
-def current_pool() -> EnginePool:
-    if _pool is None:
-        raise RuntimeError(
-            "no engines are connected: install_pool(EnginePool(urls, ...)) comes first"
-        )
-    return _pool

@@ -9,15 +9,14 @@ from slime.core.errors import UserError
 from slime.core.types import Group, Sample, Status
 from slime.data.prompt_data import DataFormat, PromptDataset, load_prompts
 from slime.data.tokenizer import load_tokenizer
-from slime.rollout import progress as progress_report
 from slime.rollout.base_types import EvalResult, RolloutFnEvalOutput
+from slime.rollout.context import GenerationState, RolloutContext
 from slime.rollout.data_source import label_needed_by, row_rm_types
-from slime.rollout.generate_call import Run, current_run
 from slime.rollout.group_task import run_group
+from slime.rollout.hook_calls import in_thread
 from slime.rollout.metrics import eval_metrics
 from slime.rollout.progress import Progress
 from slime.rollout.sampling import eval_sampling_params
-from slime.rollout.user_code import in_thread
 from slime.utils.http import gather
 
 if TYPE_CHECKING:
@@ -25,14 +24,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_datasets: dict[tuple[object, ...], PromptDataset] = {}  # read once per run
-
 
 async def evaluate(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
-    """Every dataset, all of them side by side."""
+    """Evaluate on all datasets concurrently."""
     if not args.eval_datasets:
-        raise UserError("there is nothing to evaluate on: give --eval-prompt-data NAME PATH")
-    progress = progress_report.start(
+        raise UserError("there is no evaluation dataset: add --eval-prompt-data NAME PATH")
+    progress = RolloutContext.current().progress.start(
         Progress(rollout_id=rollout_id, evaluation=True, finished=False)
     )
     results = await gather(_evaluate_one(args, dataset, progress) for dataset in args.eval_datasets)
@@ -52,7 +49,7 @@ async def evaluate(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
 async def _evaluate_one(args: Args, dataset: EvalDataset, progress: Progress) -> list[Sample]:
     args = dataset_args(args, dataset)
     seed_parts = (args.rollout_seed, "eval", dataset.name) if args.deterministic else ()
-    current_run.set(Run(seed_parts=seed_parts, calls=progress.calls))
+    state = GenerationState(seed_parts=seed_parts, hook_calls=progress.hook_calls)
     params = eval_sampling_params(
         args,
         temperature=dataset.temperature,
@@ -60,31 +57,31 @@ async def _evaluate_one(args: Args, dataset: EvalDataset, progress: Progress) ->
         top_k=dataset.top_k,
         max_response_len=dataset.max_response_len,
     )
-
-    groups = await in_thread(_make_groups, args, dataset)
-    progress.target_groups += len(groups)
-    done = await gather(
-        run_group(args, group, params, evaluation=True, on_sample=progress.count)
-        for group in groups
-    )
+    with RolloutContext.current().for_generation(state).active():
+        groups = await in_thread(_make_groups, args, dataset)
+        progress.target_groups += len(groups)
+        done = await gather(
+            run_group(args, group, params, evaluation=True, on_sample=progress.count)
+            for group in groups
+        )
     samples = [sample for group in done for sample in group]
-    _look_at_failures(samples, dataset.name)
-    if dataset.reward_key is not None:  # others know the run's key only
+    _check_failures(samples, dataset.name)
+    if dataset.reward_key is not None:  # metrics and logs read the key of the run
         for sample in samples:
             sample.reward = sample.get_reward_value(dataset.reward_key)
     return samples
 
 
 def dataset_args(args: Args, dataset: EvalDataset) -> Args:
-    """The run's arguments with the dataset's own settings, whose reward comes before the run's."""
-    own = {flag: getattr(dataset, name) for name, flag in _OWN.items()}
+    """Return the run's arguments with the dataset's own settings, whose reward replaces the run's."""
+    own = {flag: getattr(dataset, name) for name, flag in _FLAG_OF_SETTING.items()}
     values = {flag: value for flag, value in own.items() if value is not None}
     if dataset.rm_type is not None:
         values.setdefault("custom_rm_path", None)
     return args.replace(**values) if values else args
 
 
-_OWN = {
+_FLAG_OF_SETTING = {
     "rm_type": "rm_type",
     "custom_rm_path": "custom_rm_path",
     "reward_key": "eval_reward_key",
@@ -111,14 +108,16 @@ def _make_groups(args: Args, dataset: EvalDataset) -> list[Group]:
 def _load(args: Args, dataset: EvalDataset) -> PromptDataset:
     keys = (dataset.input_key, dataset.label_key, args.metadata_key, args.tool_key)
     key = (dataset.path, *keys, args.rm_type, args.hf_checkpoint)
-    if key not in _datasets:
+
+    def load() -> PromptDataset:
         tokenizer = load_tokenizer(args.hf_checkpoint)
-        _datasets[key] = load_prompts(dataset.path, eval_format(args, dataset), tokenizer)
-    return _datasets[key]
+        return load_prompts(dataset.path, eval_format(args, dataset), tokenizer)
+
+    return RolloutContext.current().shared(key, load)
 
 
 def eval_format(args: Args, dataset: EvalDataset) -> DataFormat:
-    """How an evaluation dataset is read, from the flags and its own settings."""
+    """Return how an evaluation dataset is read, from the flags and its own settings."""
     args = dataset_args(args, dataset)
     return DataFormat(
         input_key=dataset.input_key,
@@ -135,7 +134,7 @@ def eval_format(args: Args, dataset: EvalDataset) -> DataFormat:
     )
 
 
-def _look_at_failures(samples: list[Sample], name: str) -> None:
+def _check_failures(samples: list[Sample], name: str) -> None:
     failed = [sample for sample in samples if sample.status == Status.FAILED]
     if not failed:
         return
@@ -146,6 +145,6 @@ def _look_at_failures(samples: list[Sample], name: str) -> None:
             f"{metadata['error_stage']}):\n{metadata['error_traceback']}"
         )
     logger.warning(
-        "%d of %d samples of the evaluation on %s failed and do not count; the first one in %s: %s",
+        "%d of %d samples of the evaluation on %s failed and are not counted; the first one in %s: %s",
         len(failed), len(samples), name, metadata["error_stage"], metadata["error"],
     )  # fmt: skip

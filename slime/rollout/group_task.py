@@ -1,20 +1,22 @@
-"""One group: generate every sibling, score it, and keep a hook's failure to its own sample."""
+"""Generate and score one group; a hook that fails marks only its own sample. Abort groups that are running."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 from slime.core.errors import UserError
 from slime.core.types import Group, Sample, Status
 from slime.data.tokenizer import eos_token_id
 from slime.rollout.base_types import GenerateFunction
-from slime.rollout.generate_call import current_calls, generate, is_aborting
+from slime.rollout.context import RolloutContext, current_generation, is_aborting
+from slime.rollout.generate_call import generate
+from slime.rollout.hook_calls import run_hook
 from slime.rollout.rm_hub import Reward, async_rm, check_number, group_rm
 from slime.rollout.samples import clone_sample, fill_empty_response, mark_failed
 from slime.rollout.sampling import SamplingParams
-from slime.rollout.user_code import contain
 from slime.utils.http import gather
 from slime.utils.load_function import accepts, load_function
 
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GENERATE_TIME_LIMIT_S = 7200.0  # of a custom function, as of one request to an engine
+GENERATE_TIMEOUT_S = 7200.0  # of a custom function, the same as of one request to an engine
+_ABORT_EVERY_S = 1.0
+_ABORT_TIMEOUT_S = 60.0
 _GENERATED = (Status.COMPLETED, Status.TRUNCATED)
 
 
@@ -35,17 +39,17 @@ async def run_group(
     evaluation: bool = False,
     on_sample: Callable[[Sample], None] = lambda sample: None,
 ) -> Group:
-    """The scored group: flat, longer than `group` where custom generation returned several samples.
+    """Return the scored group, with more samples than `group` where a trajectory was split into several.
 
-    Samples that are still ABORTED are not scored. A user's mistake in the settings (UserError) ends
-    the run; any other exception of a hook marks its sample FAILED.
+    ABORTED samples are not scored. A wrong setting (UserError) ends the run; any other exception of a
+    hook marks its sample FAILED.
     """
     score_alone = not args.group_rm
-    executions = await gather(
+    trajectories = await gather(
         _run_sample(args, sample, sampling_params, evaluation, score_alone, on_sample)
         for sample in group
     )
-    samples = [sample for execution in executions for sample in execution]
+    samples = [sample for trajectory in trajectories for sample in trajectory]
     if not score_alone:
         await _score_group(args, samples, evaluation)
     for sample in samples:
@@ -62,28 +66,28 @@ async def _run_sample(
     score: bool,
     on_sample: Callable[[Sample], None],
 ) -> list[Sample]:
-    if sample.status in _GENERATED and sample.reward is not None:  # came back from the buffer whole
+    if sample.status in _GENERATED and sample.reward is not None:  # finished in an earlier rollout
         return [sample]
     samples = [sample]
     if sample.status not in _GENERATED:
-        as_it_was = clone_sample(sample)  # what a failure half way leaves may not fit together
-        generate_it = _generate(args, sample, dict(sampling_params), evaluation)
-        samples = await _guard("generate", [as_it_was], generate_it) or [as_it_was]
-    _number_siblings(samples, sample)
+        before = clone_sample(sample)  # a hook that fails half way may leave inconsistent fields
+        call = _generate(args, sample, dict(sampling_params), evaluation)
+        samples = await _mark_failures("generate", [before], call) or [before]
+    _assign_indices(samples, sample)
     for one in samples:
         if score and one.status in _GENERATED and one.reward is None:
-            await _guard("reward", [one], _score(args, one, evaluation))
+            await _mark_failures("reward", [one], _score(args, one, evaluation))
         on_sample(one)
     return samples
 
 
-def _number_siblings(samples: list[Sample], execution: Sample) -> None:
-    """Several samples of one execution share its rollout_id and have an index each."""
+def _assign_indices(samples: list[Sample], original: Sample) -> None:
+    """Give the samples of one trajectory its rollout_id and each a distinct index."""
     for number, one in enumerate(samples):
-        one.group_index = execution.group_index
-        one.rollout_id = execution.index if execution.rollout_id is None else execution.rollout_id
-        if execution.index is not None:
-            one.index = execution.index + (number << 40)  # beyond any index a data source counts to
+        one.group_index = original.group_index
+        one.rollout_id = original.index if original.rollout_id is None else original.rollout_id
+        if original.index is not None:
+            one.index = original.index + (number << 40)  # larger than any index of a data source
 
 
 async def _generate(
@@ -104,7 +108,13 @@ async def _generate(
     async def call() -> Sample | list[Sample]:
         return await fn(args, sample, sampling_params, **extra)
 
-    result = await contain(call(), what=where, limit_s=GENERATE_TIME_LIMIT_S, calls=current_calls())
+    generation = current_generation()
+    result = await run_hook(
+        call(),
+        name=where,
+        timeout_s=GENERATE_TIMEOUT_S,
+        calls=None if generation is None else generation.hook_calls,
+    )
     samples = result if isinstance(result, list) else [result]
     _check_generated(samples, where)
     return samples
@@ -143,9 +153,9 @@ async def _score(args: Args, sample: Sample, evaluation: bool) -> None:
 async def _score_group(args: Args, samples: list[Sample], evaluation: bool) -> None:
     generated = [sample for sample in samples if sample.status in _GENERATED]
     if len(generated) < len(samples) and any(s.status == Status.ABORTED for s in samples):
-        return  # the group will be scored once it is whole
+        return  # the group will be scored once all of its samples are finished
     if generated and any(sample.reward is None for sample in generated):
-        await _guard("reward", generated, _score_together(args, generated, evaluation))
+        await _mark_failures("reward", generated, _score_together(args, generated, evaluation))
 
 
 async def _score_together(args: Args, samples: list[Sample], evaluation: bool) -> None:
@@ -154,7 +164,7 @@ async def _score_together(args: Args, samples: list[Sample], evaluation: bool) -
 
 
 def _check_key(args: Args, reward: Reward, evaluation: bool) -> Reward:
-    """A dictionary without the number the run asks for is a wrong setting, not a bad sample."""
+    """Raise UserError if a dictionary lacks the key of the run: that is a wrong setting, not a bad sample."""
     flag = "--eval-reward-key" if evaluation else "--reward-key"
     key = args.eval_reward_key if evaluation else args.reward_key
     if not isinstance(reward, dict):
@@ -167,10 +177,10 @@ def _check_key(args: Args, reward: Reward, evaluation: bool) -> Reward:
     return {**reward, key: check_number(reward[key], f"{key!r} of the reward")}
 
 
-async def _guard(
+async def _mark_failures(
     stage: str, samples: list[Sample], call: Awaitable[list[Sample] | None]
 ) -> list[Sample] | None:
-    """The boundary to user code: what it raises marks these samples, and the run goes on."""
+    """Await user code; if it raises, mark these samples FAILED and continue the run."""
     try:
         return await call
     except UserError:
@@ -180,3 +190,50 @@ async def _guard(
             mark_failed(sample, stage, error)
         logger.debug("sample %s failed in %s", samples[0].index, stage, exc_info=True)
         return None
+
+
+async def abort_groups(
+    running: Mapping[asyncio.Task[Group], Group], context: RolloutContext
+) -> list[Group]:
+    """Abort the tasks and return their groups in order, with partial responses if the run keeps them.
+
+    `running` maps each task to its group as it was taken from the data source.
+    """
+    generation = context.generation
+    assert generation is not None
+    if not running:
+        return []
+    generation.aborting = True
+    if generation.keep_partial:
+        await _abort_until_done(running, context)
+    else:
+        await context.pool.abort_all()
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    groups = [
+        _partial_group(task, group) if generation.keep_partial else group
+        for task, group in running.items()
+    ]
+    return sorted(groups, key=lambda group: group[0].group_index or 0)
+
+
+async def _abort_until_done(
+    running: Mapping[asyncio.Task[Group], Group], context: RolloutContext
+) -> None:
+    """Abort repeatedly: an engine does not abort a request that had not reached it yet."""
+    for _ in range(round(_ABORT_TIMEOUT_S / _ABORT_EVERY_S)):
+        await context.pool.abort_all()
+        _, left = await asyncio.wait(running, timeout=_ABORT_EVERY_S)
+        if not left:
+            return
+    logger.warning("%d groups did not end when aborted; they will be restarted", len(left))
+
+
+def _partial_group(task: asyncio.Task[Group], taken: Group) -> Group:
+    """Return the group with its partial responses if they can be continued, else as it was taken."""
+    if not task.cancelled() and task.exception() is None:
+        group = task.result()
+        if len(group) == len(taken) and not any(s.status == Status.FAILED for s in group):
+            return group
+    return taken

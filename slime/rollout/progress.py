@@ -1,4 +1,4 @@
-"""How far the rollout under way is, for whoever displays it; read from any thread."""
+"""Progress of the rollout that is running, for logs, the live display and stall warnings."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass, field, replace
 
 from slime.core.types import Sample, Status
-from slime.rollout.user_code import Calls
+from slime.rollout.hook_calls import HookCalls
 
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 15.0
-_QUIET_S = 120.0  # without a single sample: worth a word, and another each time it has doubled
+_FIRST_WARNING_S = 120.0  # without a finished sample; each further warning after twice that time
 
 
 @dataclass(kw_only=True)
@@ -30,61 +30,66 @@ class Progress:
     started: float = field(default_factory=time.monotonic)
     last_sample: float = field(default_factory=time.monotonic)
     finished: bool = True
-    calls: Calls = field(default_factory=Calls)  # of user code, under way
+    hook_calls: HookCalls = field(default_factory=HookCalls)
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.started
 
     def count(self, sample: Sample) -> None:
-        """A sample was generated, whatever becomes of its group."""
+        """Count a generated sample, whether or not its group is kept."""
         self.generated_samples += 1
         self.failed_samples += sample.status == Status.FAILED
         self.response_tokens += sample.response_length
         self.last_sample = time.monotonic()
 
 
-_current = Progress()
-_told = (0.0, 0.0)  # the last sample before a silence, and how long it was when last told of
-_last_logged = 0.0
+class ProgressMonitor:
+    """Holds the progress of the current rollout; may be read from any thread."""
 
+    def __init__(self) -> None:
+        self._progress = Progress()
+        self._last_logged = 0.0
+        self._warned = (
+            0.0,
+            0.0,
+        )  # the last sample before a stall, and its length when last reported
 
-def current() -> Progress:
-    """A copy of the counters as they stand."""
-    return replace(_current)
+    def start(self, progress: Progress) -> Progress:
+        """Report `progress` from now on; the caller updates it."""
+        self._progress, self._last_logged = progress, time.monotonic()
+        return progress
 
+    def current(self) -> Progress:
+        """Return a copy of the counters."""
+        return replace(self._progress)
 
-def start(progress: Progress) -> Progress:
-    """Make `progress` the one `current` reports; the caller counts it up."""
-    global _current, _last_logged
-    _current, _last_logged = progress, time.monotonic()
-    return progress
+    def log(self) -> None:
+        """Log the counters, at most once every 15 seconds."""
+        progress, now = self._progress, time.monotonic()
+        if now - self._last_logged >= _LOG_EVERY_S:
+            self._last_logged = now
+            logger.info(
+                "rollout %d: %d of %d groups, %d dropped, %d samples, %d tokens (%.0f tok/s)",
+                progress.rollout_id, progress.kept_groups, progress.target_groups,
+                progress.dropped_groups, progress.generated_samples, progress.response_tokens,
+                progress.response_tokens / max(progress.seconds, 1e-9),
+            )  # fmt: skip
 
-
-def silence() -> str | None:
-    """One line for the user if nothing has come for long, with the user code that is under way."""
-    global _told
-    progress, now = _current, time.monotonic()
-    quiet = now - progress.last_sample
-    since, told = _told if _told[0] == progress.last_sample else (progress.last_sample, 0.0)
-    if progress.finished or quiet < max(_QUIET_S, 2 * told):
-        return None
-    _told = since, quiet
-    name = "evaluation" if progress.evaluation else "rollout"
-    text = f"{name} {progress.rollout_id}: no sample has been finished for {quiet:.0f} s"
-    if call := progress.calls.longest():
-        text += f"; {call.what} has been running for {now - call.since:.0f} s, at {call.place}"
-    return text
-
-
-def log_now_and_then(progress: Progress) -> None:
-    global _last_logged
-    now = time.monotonic()
-    if now - _last_logged >= _LOG_EVERY_S:
-        _last_logged = now
-        logger.info(
-            "rollout %d: %d of %d groups, %d dropped, %d samples, %d tokens (%.0f tok/s)",
-            progress.rollout_id, progress.kept_groups, progress.target_groups,
-            progress.dropped_groups, progress.generated_samples, progress.response_tokens,
-            progress.response_tokens / max(progress.seconds, 1e-9),
-        )  # fmt: skip
+    def stall_warning(self) -> str | None:
+        """Return one line for the user if no sample has finished for long, with the longest running hook."""
+        progress, now = self._progress, time.monotonic()
+        stalled_s = now - progress.last_sample
+        last_sample, reported_s = self._warned
+        if last_sample != progress.last_sample:
+            last_sample, reported_s = progress.last_sample, 0.0
+        if progress.finished or stalled_s < max(_FIRST_WARNING_S, 2 * reported_s):
+            return None
+        self._warned = last_sample, stalled_s
+        kind = "evaluation" if progress.evaluation else "rollout"
+        text = f"{kind} {progress.rollout_id}: no sample has been finished for {stalled_s:.0f} s"
+        for call in progress.hook_calls.running()[:1]:
+            text += (
+                f"; {call.name} has been running for {now - call.started:.0f} s, at {call.location}"
+            )
+        return text

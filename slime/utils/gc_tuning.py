@@ -1,10 +1,11 @@
-"""Garbage collection during large imports."""
+"""Settings of Python's garbage collector where it costs more than it frees."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 
 @contextmanager
@@ -23,3 +24,16 @@ def collector_off() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@cache
+def raise_gc_thresholds() -> None:
+    """Collect rarely from now on, and never again traverse what exists already.
+
+    Engine replies are parsed into very many small lists without cycles. With the default thresholds the
+    collector traverses them, and every loaded module and tokenizer, again and again: 1.6 ms per sample of
+    a rollout of 10,000 instead of 0.6.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from slime.core.types import Status
+from slime.rollout.context import RolloutContext
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.engine_pool import EnginePool, install_pool
+from slime.rollout.engine_pool import EnginePool
 from slime.rollout.hooks import HOOKS, check_hooks
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.train_data import samples_to_batch
@@ -86,13 +87,10 @@ def rollout(tmp_path, script, source=None, **flags):
     paths = {name: f"{MODULE}.{value}" for name, value in flags.items() if name.endswith("_path")}
     rest = {name: value for name, value in flags.items() if not name.endswith("_path")}
     args = rollout_args(tmp_path, rollout_max_response_len=64, **rest, **paths)
-    with FakeEngine(script) as engine:
-        install_pool(EnginePool([engine.url]))
-        output = generate_rollout(
+    with FakeEngine(script) as engine, RolloutContext(pool=EnginePool([engine.url])).active():
+        return generate_rollout(
             args, 0, source(args) if source else RolloutDataSourceWithBuffer(args)
         )
-        install_pool(None)
-    return output
 
 
 def in_turns(text):
@@ -159,10 +157,8 @@ def test_data_source_of_the_example(tmp_path, module):
 
 def test_rollout_function_of_the_example(tmp_path, module):
     args = rollout_args(tmp_path)
-    with FakeEngine() as engine:
-        install_pool(EnginePool([engine.url]))
+    with FakeEngine() as engine, RolloutContext(pool=EnginePool([engine.url])).active():
         output = module.one_after_the_other(args, 0, RolloutDataSourceWithBuffer(args))
-        install_pool(None)
     assert {(s.response, s.status) for s in flat(output)} == {("ok", Status.COMPLETED)}
     assert all(s.reward in (0.0, 1.0) for s in flat(output))
 

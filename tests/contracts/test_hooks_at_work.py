@@ -12,8 +12,9 @@ from slime.rollout.base_types import (
     as_eval_output,
     as_train_output,
 )
+from slime.rollout.context import RolloutContext
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.engine_pool import EnginePool, install_pool
+from slime.rollout.engine_pool import EnginePool
 from slime.rollout.hooks import check_hooks
 from slime.rollout.metrics import eval_metrics
 from slime.rollout.sglang_rollout import generate_rollout
@@ -27,10 +28,8 @@ BOTH = pytest.mark.parametrize("module", [good, minimal], ids=["good", "minimal"
 
 @pytest.fixture(scope="module")
 def engine():
-    with FakeEngine() as started:
-        install_pool(EnginePool([started.url]))
+    with FakeEngine() as started, RolloutContext(pool=EnginePool([started.url])).active():
         yield started
-        install_pool(None)
 
 
 def rollout(tmp_path, source=None, **overrides):

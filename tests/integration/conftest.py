@@ -6,21 +6,20 @@ from contextlib import ExitStack
 
 import pytest
 
-from slime.rollout.engine_pool import EnginePool, install_pool
+from slime.rollout.engine_pool import EnginePool
 from tests import rollout_hooks
 from tests.fake_engine import FakeEngine, Reply
 
 
 @pytest.fixture
-def fake_engines():
-    """Starts engines and installs a pool over them: `fake_engines(script, count=2, concurrency=4)`."""
+def fake_engines(use_pool):
+    """Starts engines and makes a pool of them current: `fake_engines(script, count=2, concurrency=4)`."""
     rollout_hooks.seen.clear()
     with ExitStack() as stack:
 
         def start(script=lambda request: Reply(), count=1, **pool_options):
             started = [stack.enter_context(FakeEngine(script)) for _ in range(count)]
-            install_pool(EnginePool([engine.url for engine in started], **pool_options))
+            use_pool(EnginePool([engine.url for engine in started], **pool_options))
             return started
 
         yield start
-        install_pool(None)

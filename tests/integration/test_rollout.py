@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from slime.core.types import Status
-from slime.rollout import progress
+from slime.rollout.context import RolloutContext
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sampling import hash32
 from slime.rollout.sglang_rollout import generate_rollout
@@ -292,6 +292,7 @@ def test_progress_is_visible_while_a_rollout_runs(tmp_path, fake_engines):
         return number in seen
 
     fake_engines(lambda r: Reply(text="abc", until=lambda: is_seen(int(r.prompt[0]))))
+    progress = RolloutContext.current().progress
     args = rollout_args(tmp_path, rollout_batch_size=5)
     generate_rollout(args, 2, RolloutDataSourceWithBuffer(args))
     assert seen == {number: 2 * number for number in range(5)}

@@ -9,10 +9,11 @@ import pytest
 
 from slime.core.errors import UserError
 from slime.core.types import Status
+from slime.rollout.context import RolloutContext
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.engine_pool import EnginePool, EngineUnreachableError, install_pool
+from slime.rollout.engine_pool import EnginePool, EngineUnreachableError
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.rollout.staleness import WeightClock, is_too_old, set_clock
+from slime.rollout.staleness import is_too_stale
 from tests import rollout_hooks
 from tests.fake_engine import FakeEngine, Reply
 from tests.prompts import flat, rollout_args
@@ -191,13 +192,13 @@ def test_no_engine_at_all_is_one_clear_error_and_loses_no_group(tmp_path, fake_e
     assert [g[0].group_index for g in again.samples] == [0, 1]
 
 
-def test_requests_on_an_engine_that_is_removed_are_made_again(tmp_path):
+def test_requests_on_an_engine_that_is_removed_are_made_again(tmp_path, use_pool):
     """A hung engine answers nothing; the health check takes it out of the pool."""
     hung = FakeEngine(lambda request: Reply(latency_s=300.0))
     good = FakeEngine(lambda request: Reply(text="done"))
     with hung, good:
         pool = EnginePool([hung.url, good.url])
-        install_pool(pool)
+        use_pool(pool)
         args = rollout_args(tmp_path, rollout_batch_size=4)
 
         def remove_it_once_it_has_requests():
@@ -209,18 +210,16 @@ def test_requests_on_an_engine_that_is_removed_are_made_again(tmp_path):
         output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
         assert {s.response for s in flat(output)} == {"done"}
         assert hung.requests and sum(pool.in_flight.values()) == 0
-    install_pool(None)
 
 
-def test_engines_may_arrive_after_generation_began(tmp_path):
+def test_engines_may_arrive_after_generation_began(tmp_path, use_pool):
     with FakeEngine() as engine:
         pool = EnginePool([])
-        install_pool(pool)
+        use_pool(pool)
         args = rollout_args(tmp_path)
         threading.Timer(0.2, pool.set_urls, [[engine.url]]).start()
         output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
         assert len(flat(output)) == 4
-    install_pool(None)
 
 
 def test_a_failed_sample_is_of_no_age(tmp_path, fake_engines):
@@ -228,12 +227,10 @@ def test_a_failed_sample_is_of_no_age(tmp_path, fake_engines):
     spans = [{"version": "7", "start": 0, "end": 3}]
     fake_engines(lambda r: Reply(status=400) if r.prompt.startswith("1") else Reply(versions=spans))
     args = rollout_args(tmp_path, max_weight_staleness=2)
-    set_clock(WeightClock(version=7, next_rollout_id=0))
-    try:
-        output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
-        old = [group for group in output.samples if is_too_old(args, 0, group)]
-    finally:
-        set_clock(None)
+    clock = RolloutContext.current().clock
+    clock.set(7, 0)
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    old = [group for group in output.samples if is_too_stale(args, 0, group, clock)]
     assert output.metrics["rollout/failed"] == 2 and old == []
     assert not [name for name in output.metrics if "stale" in name]
 

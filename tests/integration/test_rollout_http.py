@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from aiohttp import web
 
-from slime.rollout.user_code import in_thread
+from slime.rollout.hook_calls import in_thread
 from slime.utils.http import HttpStatusError, gather, post, post_once, run
 
 

@@ -12,20 +12,12 @@ from slime.core.errors import UserError
 from slime.core.types import Status
 from slime.rollout import sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.engine_pool import install_pool
-from slime.rollout.staleness import WeightClock, set_clock
+from slime.rollout.staleness import WeightClock
 from tests.prompts import rollout_args, sums
 from tests.scripted_pool import EQUALS, ScriptedPool, response_of
 
 HOOKS = "tests.ledger_hooks"
 NUM_ROLLOUTS = 5
-
-
-@pytest.fixture(autouse=True)
-def no_pool_left():
-    yield
-    install_pool(None)
-    set_clock(None)
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +99,12 @@ def check_part(sample, args):
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_random_schedules_lose_nothing_and_train_nothing_twice(folder, seed):
+def test_random_schedules_lose_nothing_and_train_nothing_twice(folder, seed, use_pool):
     dice = random.Random(seed)
     args = random_args(folder, dice)
     speeds = [0.0, 0.0, dice.random() / 2000, dice.random() / 800]
     pool = ScriptedPool(lambda prompt: dice.choice(speeds))
-    install_pool(pool)
+    use_pool(pool)
     source, ledger, rollout_id = RolloutDataSourceWithBuffer(args), Ledger(), 0
     resumes = dice.randint(0, 2)
     while rollout_id < NUM_ROLLOUTS:
@@ -160,7 +152,7 @@ def check_mask(args, groups):
         assert sample.loss_mask == [int(not masked or v == newest) for v in sample.weight_versions]
 
 
-def test_the_schedules_do_abort_and_continue(folder):
+def test_the_schedules_do_abort_and_continue(folder, use_pool):
     """The random test would prove nothing if no response were ever cut and continued."""
     args = rollout_args(
         folder, sums(20), rollout_batch_size=2, over_sampling_batch_size=6, partial_rollout=True,
@@ -168,7 +160,7 @@ def test_the_schedules_do_abort_and_continue(folder):
     )  # fmt: skip
     dice = random.Random(0)
     pool = ScriptedPool(lambda prompt: dice.choice([0.0, 0.002]))
-    install_pool(pool)
+    use_pool(pool)
     source = RolloutDataSourceWithBuffer(args)
     spanning = 0
     for rollout_id in range(10):
@@ -178,14 +170,14 @@ def test_the_schedules_do_abort_and_continue(folder):
     assert pool.num_aborted > 5 and spanning > 2
 
 
-def test_a_filter_that_rejects_everything_stops_the_run_with_the_reasons(folder):
+def test_a_filter_that_rejects_everything_stops_the_run_with_the_reasons(folder, use_pool):
     args = rollout_args(
         folder, sums(5), rollout_batch_size=2, n_samples_per_prompt=1,
         custom_rm_path=f"{HOOKS}.reward_zero",
         dynamic_sampling_filter_path=f"{HOOKS}.nothing",
     )  # fmt: skip
     pool = ScriptedPool()
-    install_pool(pool)
+    use_pool(pool)
     source = RolloutDataSourceWithBuffer(args)
     with pytest.raises(UserError) as caught:
         sglang_rollout.generate_rollout(args, 3, source)
@@ -195,13 +187,13 @@ def test_a_filter_that_rejects_everything_stops_the_run_with_the_reasons(folder)
     assert sorted(g[0].group_index for g in source.buffer) == list(range(source.next_group_index))
 
 
-def test_a_batch_that_fails_gives_back_what_it_had_kept(folder):
+def test_a_batch_that_fails_gives_back_what_it_had_kept(folder, use_pool):
     args = rollout_args(
         folder, sums(6), rollout_batch_size=4, n_samples_per_prompt=1,
         custom_rm_path=f"{HOOKS}.reward",
         dynamic_sampling_filter_path=f"{HOOKS}.raises_at_third",
     )  # fmt: skip
-    install_pool(ScriptedPool())
+    use_pool(ScriptedPool())
     source = RolloutDataSourceWithBuffer(args)
     with pytest.raises(ZeroDivisionError):
         sglang_rollout.generate_rollout(args, 0, source)

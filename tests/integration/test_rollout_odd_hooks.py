@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
 
@@ -10,11 +11,18 @@ import pytest
 
 from slime.core.errors import UserError
 from slime.core.types import Status
-from slime.rollout import progress
+from slime.rollout.context import RolloutContext
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.hook_calls import (
+    HookCall,
+    HookCalls,
+    HookQueue,
+    HookTimer,
+    in_thread,
+    run_hook,
+)
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.train_data import samples_to_batch
-from slime.rollout.user_code import Call, Calls, Turn, contain, in_thread
 from tests.fake_engine import Reply
 from tests.prompts import flat, rollout_args
 
@@ -36,7 +44,8 @@ def within(seconds, call):
         except BaseException as error:
             got.append((None, error))
 
-    thread = threading.Thread(target=body, daemon=True)
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(body,), daemon=True)
     thread.start()
     thread.join(seconds)
     assert got, f"nothing came back within {seconds} s"
@@ -75,7 +84,7 @@ def test_a_hook_that_ignores_cancellation_does_not_hold_up_the_end_of_a_rollout(
     flags = {"rollout_batch_size": 1, "over_sampling_batch_size": 3, "n_samples_per_prompt": 1}
     output = within(120, lambda: run_once(tmp_path, custom_generate_function_path=hook, **flags))
     assert [s.index for s in flat(output)] == [0]
-    assert "was cancelled and goes on" in caplog.text
+    assert "was cancelled but is still running" in caplog.text
 
 
 def test_a_hook_that_does_not_come_back_is_named_with_its_place(tmp_path, fake_engines):
@@ -83,17 +92,21 @@ def test_a_hook_that_does_not_come_back_is_named_with_its_place(tmp_path, fake_e
     hook = f"{HOOKS}.generate_that_ignores_cancellation"
     args = rollout_args(tmp_path, custom_generate_function_path=hook, rollout_batch_size=2)
     source = RolloutDataSourceWithBuffer(args)
-    others = progress.current().calls
-    threading.Thread(target=lambda: generate_rollout(args, 0, source), daemon=True).start()
-    stuck: list[Call] = []
+    progress = RolloutContext.current().progress
+    others = progress.current().hook_calls
+    context = contextvars.copy_context()
+    threading.Thread(
+        target=context.run, args=(generate_rollout, args, 0, source), daemon=True
+    ).start()
+    stuck: list[HookCall] = []
     deadline = time.monotonic() + 120
     while not stuck:  # the calls of the first prompt come back
         assert time.monotonic() < deadline
         time.sleep(0.05)
-        calls = progress.current().calls
-        under_way = [] if calls is others else calls.under_way()
-        stuck = [c for c in under_way if "in generate_that_ignores_cancellation" in c.place]
-    assert {call.what for call in stuck} == {f"--custom-generate-function-path {hook}"}
+        calls = progress.current().hook_calls
+        under_way = [] if calls is others else calls.running()
+        stuck = [c for c in under_way if "in generate_that_ignores_cancellation" in c.location]
+    assert {call.name for call in stuck} == {f"--custom-generate-function-path {hook}"}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +153,7 @@ def test_user_code_that_never_returns_is_given_up_on_and_holds_nobody_up():
     async def scenario():
         calls = [in_thread(never.wait, 600, num_threads=3) for _ in range(4)]
         given_up = await asyncio.gather(
-            *(contain(call, what="--custom-rm-path x", limit_s=0.3) for call in calls),
+            *(run_hook(call, name="--custom-rm-path x", timeout_s=0.3) for call in calls),
             return_exceptions=True,
         )
         return given_up, await asyncio.wait_for(in_thread(sum, [1, 2], num_threads=3), 60)
@@ -153,48 +166,55 @@ def test_user_code_that_never_returns_is_given_up_on_and_holds_nobody_up():
 
 def test_a_call_is_seen_by_its_own_rollout_only_and_until_it_ends():
     async def scenario():
-        mine, others = Calls(), Calls()
-        call = contain(asyncio.sleep(0.05, "done"), what="hook", limit_s=10, calls=mine)
+        mine, others = HookCalls(), HookCalls()
+        call = run_hook(asyncio.sleep(0.05, "done"), name="hook", timeout_s=10, calls=mine)
         task = asyncio.create_task(call)
         await asyncio.sleep(0)
-        seen = [call.what for call in mine.under_way()], others.under_way()
-        return seen, await task, mine.under_way()
+        seen = [call.name for call in mine.running()], others.running()
+        return seen, await task, mine.running()
 
     assert asyncio.run(scenario()) == ((["hook"], []), "done", [])
 
 
 def test_waiting_behind_other_slow_calls_is_no_reason_to_be_given_up_on():
-    """It counts half the time since another one ended, and all of its own; `contain` goes by that."""
-    waiting, other = Turn("test"), Turn("test")
+    """It counts half the time since another one ended, and all of its own; `run_hook` uses that."""
+    queue = HookQueue()
+    waiting, other = HookTimer(queue), HookTimer(queue)
     time.sleep(0.2)
-    assert waiting.seconds >= 0.1
+    assert waiting.elapsed_s >= 0.1
     start = time.monotonic()
-    with other.taken():
+    with other.running():
         pass
-    seconds = waiting.seconds
+    seconds = waiting.elapsed_s
     assert seconds <= (time.monotonic() - start) / 2
-    with waiting.taken():
+    with waiting.running():
         time.sleep(0.2)
-        assert waiting.seconds >= 0.2
+        assert waiting.elapsed_s >= 0.2
 
-    class Waits(Turn):
-        seconds = 0.0  # type: ignore[assignment]
+    class Waits(HookTimer):
+        elapsed_s = 0.0  # type: ignore[assignment]
 
-    call = contain(asyncio.sleep(0.3, "done"), what="hook", limit_s=0.1, turn=Waits("test"))
+    call = run_hook(
+        asyncio.sleep(0.3, "done"), name="hook", timeout_s=0.1, timer=Waits(HookQueue())
+    )
     assert asyncio.run(call) == "done"
 
 
 def test_a_call_that_takes_too_long_itself_makes_room_for_those_behind_it():
     never = threading.Event()
 
-    async def one(work, limit_s):
-        turn = Turn("one behind another")
+    queue = HookQueue()
+
+    async def one(work, timeout_s):
+        timer = HookTimer(queue)
 
         def body():
-            with turn.taken():
+            with timer.running():
                 work()
 
-        await contain(in_thread(body, num_threads=1), what="hook", limit_s=limit_s, turn=turn)
+        await run_hook(
+            in_thread(body, num_threads=1), name="hook", timeout_s=timeout_s, timer=timer
+        )
 
     async def scenario():
         calls = one(int, 300.0), one(lambda: never.wait(300), 1.0), one(int, 300.0)

@@ -12,9 +12,10 @@ openai = pytest.importorskip("openai")
 
 from slime.core.errors import UserError  # noqa: E402
 from slime.core.types import Status  # noqa: E402
-from slime.rollout.agents.openai_endpoint import _endpoint, _endpoints  # noqa: E402
+from slime.rollout.agents.openai_endpoint import RecordingEndpoint, _endpoint  # noqa: E402
+from slime.rollout.context import RolloutContext  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
-from slime.rollout.engine_pool import EnginePool, EngineUnreachableError, install_pool  # noqa: E402
+from slime.rollout.engine_pool import EnginePool, EngineUnreachableError  # noqa: E402
 from slime.rollout.sglang_rollout import generate_rollout  # noqa: E402
 from tests import openai_agents  # noqa: E402
 from tests.engines import engine_server  # noqa: E402
@@ -150,7 +151,7 @@ def test_what_an_engine_refuses_is_told_to_the_agent(run):
         run("two_questions", lambda r: Reply(status=400))
 
 
-def test_an_abort_while_the_endpoint_starts_ends_one_waiter_only(tmp_path):
+def test_an_abort_while_the_endpoint_starts_ends_one_waiter_only(tmp_path, use_pool):
     """The first to need it is cancelled half way: all others would wait for it forever."""
     args = rollout_args(tmp_path, rollout_max_context_len=77)
 
@@ -161,11 +162,12 @@ def test_an_abort_while_the_endpoint_starts_ends_one_waiter_only(tmp_path):
         endpoint = await asyncio.wait_for(second, 60)
         return endpoint.url, first.cancelled()
 
+    use_pool(EnginePool([]))
     url, cancelled = asyncio.run(scenario())
     assert url.startswith("http://127.0.0.1:") and cancelled
 
 
-def test_the_endpoint_in_front_of_the_embedded_engine(tmp_path):
+def test_the_endpoint_in_front_of_the_embedded_engine(tmp_path, use_pool):
     """Log-probs of the record equal those the engine gives the same tokens."""
     folder = make_tiny_checkpoint(tmp_path / "model")
     tokenizer = make_byte_tokenizer()
@@ -176,9 +178,8 @@ def test_the_endpoint_in_front_of_the_embedded_engine(tmp_path):
         custom_generate_function_path=f"{AGENTS}.two_questions", rollout_max_response_len=64,
     )  # fmt: skip
     with engine_server(folder) as server:
-        install_pool(EnginePool([server.url]))
+        use_pool(EnginePool([server.url]))
         samples = flat(generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)))
-        install_pool(None)
         assert len(samples) == 2
         for sample in samples:
             body = {
@@ -216,7 +217,7 @@ def test_what_a_tool_returns_stays_text(run):
 def test_the_endpoint_refuses_web_pages(run):
     """The session's name is secret, but a page may guess what a browser lets it send."""
     run("two_questions", lambda request: Reply(text="ok"))
-    url = list(_endpoints.values())[-1].result().url
+    url = next(iter(RolloutContext.current().shared(RecordingEndpoint, dict).values())).result().url
     port = int(url.rsplit(":", 1)[1])
     for headers, status in (
         ({"Origin": "http://evil.example"}, 403),

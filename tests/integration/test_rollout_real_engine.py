@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.core.types import Status
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.engine_pool import EnginePool, install_pool
+from slime.rollout.engine_pool import EnginePool
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.http import run
 from tests.engines import TOKEN, engine_server
@@ -32,11 +32,10 @@ def engines(checkpoint):
 
 
 @pytest.fixture
-def pool(engines):
+def pool(engines, use_pool):
     installed = EnginePool(engines, token=TOKEN)
-    install_pool(installed)
-    yield installed
-    install_pool(None)
+    use_pool(installed)
+    return installed
 
 
 def make(tmp_path, checkpoint, **overrides):
@@ -89,10 +88,10 @@ def test_stop_strings_stay_in_the_text_and_the_end_token_does_not(tmp_path, chec
 
 
 def test_deterministic_mode_does_not_depend_on_engines_or_concurrency(
-    tmp_path, checkpoint, engines
+    tmp_path, checkpoint, engines, use_pool
 ):
     def samples(urls, concurrency):
-        install_pool(EnginePool(urls, token=TOKEN, concurrency=concurrency))
+        use_pool(EnginePool(urls, token=TOKEN, concurrency=concurrency))
         args = make(tmp_path, checkpoint, rollout_batch_size=4, n_samples_per_prompt=4)
         args = args.replace(deterministic=True)
         output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
@@ -101,7 +100,6 @@ def test_deterministic_mode_does_not_depend_on_engines_or_concurrency(
     alone = samples(engines[:1], 1)
     assert samples(engines, 3) == alone
     assert samples(engines[1:], 64) == alone
-    install_pool(None)
 
 
 def test_surplus_is_aborted_and_the_engines_are_idle_again(tmp_path, checkpoint, pool):

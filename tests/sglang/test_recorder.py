@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("openai")
 
+from slime.rollout.context import RolloutContext
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.engine_pool import EnginePool, install_pool
+from slime.rollout.engine_pool import EnginePool
 from slime.rollout.sglang_rollout import generate_rollout
 from tests.conformance.reference import log_probs
 from tests.integration.test_rollout_openai_endpoint import AGENTS, TEMPLATE
@@ -31,9 +32,8 @@ def test_an_agent_is_recorded_with_the_tokens_and_log_probs_of_sglang(
         custom_generate_function_path=f"{AGENTS}.two_questions",
         rollout_max_response_len=64,
     )
-    install_pool(EnginePool([server.url]))
-    samples = flat(generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)))
-    install_pool(None)
+    with RolloutContext(pool=EnginePool([server.url])).active():
+        samples = flat(generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)))
     assert len(samples) == 2
     for sample in samples:
         text = make_byte_tokenizer().decode(sample.tokens[: -sample.response_length])

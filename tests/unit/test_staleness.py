@@ -6,16 +6,10 @@ import numpy as np
 import pytest
 
 from slime.core.types import Sample
-from slime.rollout.staleness import WeightClock, is_too_old, limit_staleness, set_clock
+from slime.rollout.staleness import WeightClock, is_too_stale, limit_staleness
 from tests.args import make_args
 
 VERSIONS = [[3, 3, 4, 5], [5, 5], [2, 4, 4], [5]]
-
-
-@pytest.fixture(autouse=True)
-def no_clock_left():
-    yield
-    set_clock(None)
 
 
 def groups_of(versions=VERSIONS, **fields) -> list[list[Sample]]:
@@ -54,12 +48,11 @@ def test_the_clock_counts_one_update_after_another(start, interval):
 def test_tokens_older_than_allowed_leave_the_loss(limit, trained_by):
     """Without a clock the newest version of all stands for the one that will train on them."""
     newest = 5 if trained_by is None else trained_by
-    if trained_by is not None:
-        set_clock(WeightClock(version=trained_by, next_rollout_id=2))
+    clock = WeightClock(version=trained_by, next_rollout_id=2)
     groups = groups_of()
     groups[0][0].loss_mask = [0, 1, 1, 0]  # a token of a tool's among them
     before = [[0, 1, 1, 0], [1, 1], [1, 1, 1], [1]]
-    metrics = limit_staleness(flags(max_weight_staleness=limit), 2, groups)
+    metrics = limit_staleness(flags(max_weight_staleness=limit), 2, groups, clock)
     masked = 0
     for sample, mask, row in zip([s for g in groups for s in g], before, VERSIONS, strict=True):
         kept = [int(m and newest - v <= limit) for m, v in zip(mask, row, strict=True)]
@@ -75,27 +68,26 @@ def test_tokens_older_than_allowed_leave_the_loss(limit, trained_by):
 
 @pytest.mark.parametrize("trained_by", [None, 6])
 def test_off_policy_tokens_are_those_of_other_weights_than_the_last_that_generated(trained_by):
-    if trained_by is not None:
-        set_clock(WeightClock(version=trained_by, next_rollout_id=0))
+    clock = WeightClock(version=trained_by, next_rollout_id=0)
     groups = groups_of()
-    limit_staleness(flags(mask_offpolicy_in_partial_rollout=True), 0, groups)
+    limit_staleness(flags(mask_offpolicy_in_partial_rollout=True), 0, groups, clock)
     assert masks(groups) == [[0, 0, 0, 1], None, [0, 0, 0], None]
 
 
 def test_nothing_is_masked_or_said_where_nothing_is_old_or_known():
     groups = groups_of([[5, 5], [5]])
-    assert limit_staleness(flags(max_weight_staleness=0), 0, groups) == {}
+    assert limit_staleness(flags(max_weight_staleness=0), 0, groups, WeightClock()) == {}
     unknown = groups_of()
     for group in unknown:
         for sample in group:
             sample.weight_versions = sample.weight_versions[1:]  # a hook that did not keep count
-    assert limit_staleness(flags(max_weight_staleness=0), 0, unknown) == {}
+    assert limit_staleness(flags(max_weight_staleness=0), 0, unknown, WeightClock()) == {}
     assert masks(groups) == [None] * 2 and masks(unknown) == [None] * 4
 
 
 def test_old_tokens_are_only_reported_without_a_limit():
     groups = groups_of()
-    metrics = limit_staleness(flags(), 0, groups)
+    metrics = limit_staleness(flags(), 0, groups, WeightClock())
     assert metrics["rollout/staleness_max"] == 3 and "rollout/masked_stale_tokens" not in metrics
     assert masks(groups) == [None] * 4
 
@@ -105,8 +97,9 @@ def test_a_group_is_too_old_when_one_response_has_no_token_left(limit):
     """Trained on by version 6: the newest token of the third response, of 4, is two behind."""
     args = flags(max_weight_staleness=limit)
     young, old = groups_of()
-    assert not is_too_old(args, 2, old)  # nobody said by what it will be trained on
-    set_clock(WeightClock(version=6, next_rollout_id=2))
-    assert is_too_old(args, 2, old) == (limit < 2)
-    assert is_too_old(args, 2, young) == (limit < 1)
-    assert not is_too_old(flags(), 2, old)
+    clock = WeightClock()
+    assert not is_too_stale(args, 2, old, clock)  # the version that will train on it is not known
+    clock.set(6, 2)
+    assert is_too_stale(args, 2, old, clock) == (limit < 2)
+    assert is_too_stale(args, 2, young, clock) == (limit < 1)
+    assert not is_too_stale(flags(), 2, old, clock)

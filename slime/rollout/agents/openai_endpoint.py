@@ -34,10 +34,11 @@ from slime.data.openai.requests import ApiError, ChatRequest, Message, parse_cha
 from slime.data.openai.tool_calls import parse_tool_calls
 from slime.data.tokenizer import load_tokenizer
 from slime.rollout.agents.recording import Session, Turn
+from slime.rollout.context import RolloutContext
 from slime.rollout.engine_pool import EngineRefusedError
-from slime.rollout.generate_call import current_run, generate
+from slime.rollout.generate_call import generate
+from slime.rollout.hook_calls import in_thread, on_hook_loop
 from slime.rollout.sampling import SamplingParams
-from slime.rollout.user_code import elsewhere, in_thread
 from slime.utils.http_guard import (
     BodyReader,
     GuardedServer,
@@ -59,6 +60,7 @@ _HOST = "127.0.0.1"
 _LIMITS = HttpLimits()
 _INLINE_TEXT = 1 << 16  # characters that are tokenized on the event loop
 
+_Endpoints = dict[str, asyncio.Task["RecordingEndpoint"]]  # by the settings that they use
 Agent = Callable[[str, Sample], Any] | Callable[[str, Sample], Coroutine[Any, Any, Any]]
 
 
@@ -70,12 +72,13 @@ async def record_agent(
     What the agent returns is kept in `metadata["agent_result"]` of each.
     """
     endpoint = await _endpoint(args)
-    session = Session(sample=sample, sampling_params=dict(sampling_params), run=current_run.get())
+    context = RolloutContext.current()
+    session = Session(sample=sample, sampling_params=dict(sampling_params), context=context)
     endpoint.sessions[session.id] = session
     base_url = f"{endpoint.url}/sessions/{session.id}/v1"
     try:
         call = (
-            elsewhere(agent(base_url, sample))
+            on_hook_loop(agent(base_url, sample))
             if is_async(agent)
             else in_thread(agent, base_url, sample, num_threads=_AGENTS)
         )
@@ -195,7 +198,6 @@ class RecordingEndpoint:
         self, session: Session, asked: ChatRequest, ids: list[int], used: int
     ) -> Sample:
         """One turn of the engine; all but the segment's first prompt counts as response, `used` so far."""
-        current_run.set(session.run)
         params, limit = {**session.sampling_params}, session.sampling_params["max_new_tokens"]
         room = None if limit is None else limit - used
         wanted = [n for n in (room, asked.max_tokens) if n is not None]
@@ -207,7 +209,8 @@ class RecordingEndpoint:
             session_id=session.id,
         )  # fmt: skip
         if room is None or room > 0:
-            one = await generate(self.args, one, params)
+            with session.context.active():
+                one = await generate(self.args, one, params)
         if one.status == Status.ABORTED:
             session.aborted = True
             raise ApiError("the rollout ends: this conversation will start over", 503, "aborted")
@@ -288,19 +291,16 @@ async def _stream(
     return response
 
 
-_endpoints: dict[str, asyncio.Task[RecordingEndpoint]] = {}  # by checkpoint: its tokenizer
-
-
 async def _endpoint(args: Args) -> RecordingEndpoint:
-    """Started once, when first needed; by nobody in particular, whom an abort could end half way."""
+    """Start the endpoint on first use, in a task of its own: an abort of one sample must not cancel it."""
     key = f"{args.hf_checkpoint} {args.rollout_max_context_len} {args.apply_chat_template_kwargs}"
-    if key not in _endpoints:
-        _endpoints[key] = asyncio.ensure_future(_started(RecordingEndpoint(args)))
-    starting = _endpoints[key]
+    endpoints = RolloutContext.current().shared(RecordingEndpoint, _Endpoints)
+    if key not in endpoints:
+        endpoints[key] = asyncio.ensure_future(_started(RecordingEndpoint(args)))
     try:
-        return await asyncio.shield(starting)
+        return await asyncio.shield(endpoints[key])
     except OSError:
-        _endpoints.pop(key, None)  # the next sample tries again
+        endpoints.pop(key, None)  # the next sample tries again
         raise
 
 

@@ -19,7 +19,7 @@ from slime.core.errors import UserError
 from slime.core.types import Sample, Status
 from slime.data.openai.requests import Message
 from slime.data.openai.tool_calls import same_calls
-from slime.rollout.generate_call import Run
+from slime.rollout.context import RolloutContext
 from slime.rollout.samples import clone_sample
 from slime.rollout.sampling import SamplingParams
 
@@ -58,7 +58,7 @@ class Session:
 
     sample: Sample
     sampling_params: SamplingParams
-    run: Run | None  # of the rollout, whose abort the session obeys
+    context: RolloutContext  # of the rollout that the session belongs to
     id: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     segments: list[Segment] = field(default_factory=list)
     num_forks: int = 0

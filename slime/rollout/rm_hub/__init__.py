@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
 
 from slime.config.reward_types import BOXED, reward_type
 from slime.core.types import Sample
 from slime.rollout.base_types import GroupRewardFunction, RewardFunction
-from slime.rollout.generate_call import current_calls
+from slime.rollout.context import current_generation
+from slime.rollout.hook_calls import HookTimer, hook_queue, in_thread, on_hook_loop, run_hook
 from slime.rollout.rm_hub.boxed import last_boxed
 from slime.rollout.rm_hub.settings import Reward, RewardArgs, chosen_type
-from slime.rollout.user_code import Turn, contain, elsewhere, in_thread
 from slime.utils.http import gather
 from slime.utils.load_function import is_async, load_function
 
-CUSTOM_TIME_LIMIT_S = 600.0
+CUSTOM_TIMEOUT_S = 600.0
 
 
 async def async_rm(args: RewardArgs, sample: Sample) -> Reward:
@@ -80,25 +80,26 @@ def _custom_path(args: RewardArgs, sample: Sample) -> tuple[str | None, str]:
 
 
 async def _call(fn: Any, args: RewardArgs, samples: Sample | list[Sample], what: str) -> Any:
-    """Async functions run on an event loop of their own, plain ones in a thread: slow ones, and those
-    that block, hold up other rewards at most, never the generation."""
-    turn = Turn("async rewards" if is_async(fn) else "plain rewards")
+    """Run async functions on the second event loop and plain ones in a thread.
+
+    One that is slow or blocks delays other rewards at most, never the generation.
+    """
+    timer = HookTimer(hook_queue("async rewards" if is_async(fn) else "plain rewards"))
+
+    def timed() -> Any:
+        with timer.running():
+            return fn(args, samples)
+
+    async def timed_await(result: Awaitable[Any]) -> Any:
+        with timer.running():
+            return await result
 
     async def call() -> Any:
         if is_async(fn):
-            return await elsewhere(_awaited(fn(args, samples), turn))
-        result = await in_thread(_timed, turn, fn, args, samples)
-        return await elsewhere(_awaited(result, turn)) if inspect.isawaitable(result) else result
+            return await on_hook_loop(timed_await(fn(args, samples)))
+        result = await in_thread(timed)
+        return await on_hook_loop(timed_await(result)) if inspect.isawaitable(result) else result
 
-    limit = CUSTOM_TIME_LIMIT_S
-    return await contain(call(), what=what, limit_s=limit, turn=turn, calls=current_calls())
-
-
-def _timed(turn: Turn, fn: Callable[..., Any], *args: Any) -> Any:
-    with turn.taken():
-        return fn(*args)
-
-
-async def _awaited(result: Awaitable[Any], turn: Turn) -> Any:
-    with turn.taken():
-        return await result
+    generation = current_generation()
+    calls = None if generation is None else generation.hook_calls
+    return await run_hook(call(), name=what, timeout_s=CUSTOM_TIMEOUT_S, timer=timer, calls=calls)

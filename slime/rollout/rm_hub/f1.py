@@ -7,8 +7,8 @@ import string
 from collections import Counter
 
 from slime.core.types import Sample
+from slime.rollout.hook_calls import in_thread
 from slime.rollout.rm_hub.settings import RewardArgs
-from slime.rollout.user_code import in_thread
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

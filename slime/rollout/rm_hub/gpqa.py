@@ -7,9 +7,9 @@ import string
 from typing import Any
 
 from slime.core.types import Sample
+from slime.rollout.hook_calls import in_thread
 from slime.rollout.rm_hub.boxed import last_boxed
 from slime.rollout.rm_hub.settings import RewardArgs
-from slime.rollout.user_code import in_thread
 
 _SEARCHED = 5000  # characters at the end in which the answer is looked for
 _DEFAULT = "ABCDEFGHIJ"  # letters of rows that do not say which there are

@@ -1,4 +1,4 @@
-"""One turn of generation: what an engine is asked for, and what its answer becomes of."""
+"""`generate`: the request that an engine gets, and what its reply changes in the sample."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from slime.core.errors import UserError
 from slime.core.types import Sample, Status
-from slime.rollout.engine_pool import install_pool
-from slime.rollout.generate_call import Run, current_run, decode_experts, generate
+from slime.rollout.context import GenerationState, RolloutContext
+from slime.rollout.generate_call import decode_experts, generate
 from slime.rollout.sampling import hash32
 from tests.prompts import rollout_args
 from tests.tiny import EOS, EOS_ID
@@ -38,16 +38,15 @@ def reply(tokens: list[int], kind: str = "stop", text: str = "", **meta: Any) ->
     return {"text": text, "output_ids": tokens, "meta_info": meta}
 
 
-def turn(args, sample: Sample, engine: Engine, run: Run | None = None, limit: int | None = 8):
-    async def body() -> Sample:
-        current_run.set(run)
-        return await generate(args, sample, {"max_new_tokens": limit})
-
-    install_pool(engine)  # type: ignore[arg-type]
-    try:
-        return asyncio.run(body())
-    finally:
-        install_pool(None)
+def call(
+    args,
+    sample: Sample,
+    engine: Engine,
+    state: GenerationState | None = None,
+    limit: int | None = 8,
+):
+    with RolloutContext(pool=engine, generation=state).active():  # type: ignore[arg-type]
+        return asyncio.run(generate(args, sample, {"max_new_tokens": limit}))
 
 
 def asked(length: int = 0, **fields: Any) -> Sample:
@@ -81,7 +80,7 @@ def test_a_response_has_the_room_that_limit_and_context_leave(
 ):
     args = rollout_args(tmp_path).replace(rollout_max_context_len=context)
     engine = Engine(reply([60, EOS_ID]))
-    sample = turn(args, asked(length), engine, limit=limit)
+    sample = call(args, asked(length), engine, limit=limit)
     if room:
         assert engine.asked[0]["sampling_params"] == {"max_new_tokens": room}
         assert engine.asked[0]["input_ids"] == [1, 2, 3] + [50] * length
@@ -93,7 +92,7 @@ def test_a_response_has_the_room_that_limit_and_context_leave(
 
 def test_an_answer_is_appended_token_by_token(tmp_path):
     engine = Engine(reply([60, 61, EOS_ID], text=f"ab{EOS}", weight_version="9"))
-    sample = turn(rollout_args(tmp_path), asked(2), engine)
+    sample = call(rollout_args(tmp_path), asked(2), engine)
     assert sample.tokens == [1, 2, 3, 50, 50, 60, 61, EOS_ID]
     assert sample.response == "xxab"  # the token that ended it is no part of the text
     assert sample.rollout_log_probs == [-0.05, -0.05, -0.06, -0.061, -EOS_ID / 1000]
@@ -108,31 +107,31 @@ def test_versions_of_weights_are_the_engines_or_zero(tmp_path):
         ({"weight_version": "default"}, [0, 0, 0]),
         ({}, [0, 0, 0]),
     ):
-        sample = turn(rollout_args(tmp_path), asked(), Engine(reply([60, 61, EOS_ID], **meta)))
+        sample = call(rollout_args(tmp_path), asked(), Engine(reply([60, 61, EOS_ID], **meta)))
         assert sample.weight_versions == versions
 
 
 def test_how_it_ended(tmp_path):
     args = rollout_args(tmp_path)
     for kind, status in (("length", Status.TRUNCATED), ("abort", Status.ABORTED)):
-        assert turn(args, asked(), Engine(reply([60], kind))).status == status
+        assert call(args, asked(), Engine(reply([60], kind))).status == status
 
 
-def test_siblings_ask_the_same_engine_and_a_session_of_its_own_its_own(tmp_path):
+def test_samples_of_a_group_ask_the_same_engine_and_a_session_of_its_own_its_own(tmp_path):
     args, sessions = rollout_args(tmp_path), []
     for fields in ({"index": 4}, {"index": 5}, {"index": 6, "session_id": "mine"}):
         engine = Engine(reply([EOS_ID]))
-        turn(args, asked(**fields), engine)
+        call(args, asked(**fields), engine)
         sessions += engine.sessions
     assert sessions[0] == sessions[1] and sessions[2] == "mine"
 
 
-def test_a_continued_response_does_not_draw_its_beginning_again(tmp_path):
+def test_a_continued_response_does_not_repeat_the_seed_of_its_beginning(tmp_path):
     """A seed for each sample, and another for each place where a response goes on."""
     args, seeds = rollout_args(tmp_path), []
     for sample in (asked(), asked(2), asked(3), asked(index=5)):
         engine = Engine(reply([EOS_ID]))
-        turn(args, sample, engine, Run(seed_parts=("run", 1)))
+        call(args, sample, engine, GenerationState(seed_parts=("run", 1)))
         seeds.append(engine.asked[0]["sampling_params"]["sampling_seed"])
     assert len(set(seeds)) == 4
     assert seeds[0] == hash32("run", 1, 4) and seeds[3] == hash32("run", 1, 5)
@@ -142,7 +141,7 @@ def test_a_continued_response_does_not_draw_its_beginning_again(tmp_path):
 def test_a_request_that_was_aborted_by_others_is_made_again(tmp_path, keep):
     """From the beginning, or with --partial-rollout behind what had come."""
     engine = Engine(reply([60], "abort", "a"), reply([61, EOS_ID], text="b"))
-    sample = turn(rollout_args(tmp_path), asked(), engine, Run(keep_partial=keep))
+    sample = call(rollout_args(tmp_path), asked(), engine, GenerationState(keep_partial=keep))
     begun = [60] if keep else []
     assert engine.asked[1]["input_ids"] == [1, 2, 3, *begun]
     assert engine.asked[1]["sampling_params"]["max_new_tokens"] == 8 - len(begun)
@@ -152,7 +151,7 @@ def test_a_request_that_was_aborted_by_others_is_made_again(tmp_path, keep):
 
 
 def test_the_end_of_a_rollout_takes_what_has_come(tmp_path):
-    args, run = rollout_args(tmp_path), Run()
+    args, run = rollout_args(tmp_path), GenerationState()
 
     class Ending(Engine):
         async def generate(self, payload, session_id=None):
@@ -160,19 +159,19 @@ def test_the_end_of_a_rollout_takes_what_has_come(tmp_path):
             return await super().generate(payload, session_id)
 
     engine = Ending(reply([60], "abort"))
-    assert turn(args, asked(), engine, run).tokens == [1, 2, 3, 60]
-    sample = turn(args, asked(), engine, run)  # and asks nothing more
+    assert call(args, asked(), engine, run).tokens == [1, 2, 3, 60]
+    sample = call(args, asked(), engine, run)  # and asks nothing more
     assert sample.status == Status.ABORTED and len(engine.asked) == 1
 
 
 def test_aborts_that_bring_nothing_end_and_those_that_bring_tokens_go_on(tmp_path):
-    args, run = rollout_args(tmp_path), Run(keep_partial=True)
+    args, run = rollout_args(tmp_path), GenerationState(keep_partial=True)
     steps = [reply([60], "abort") for _ in range(30)]
-    sample = turn(args, asked(), Engine(*steps, reply([EOS_ID])), run, limit=40)
+    sample = call(args, asked(), Engine(*steps, reply([EOS_ID])), run, limit=40)
     assert sample.response_length == 31 and sample.status == Status.COMPLETED
     nothing = Engine(*(reply([], "abort") for _ in range(50)))
     with pytest.raises(UserError, match=r"sample 4 .* times in a row"):
-        turn(args, asked(), nothing, run)
+        call(args, asked(), nothing, run)
 
 
 def test_experts_are_by_token_then_layer(tmp_path):
@@ -191,7 +190,7 @@ def test_experts_are_asked_for_and_kept_for_replay_only(tmp_path):
     text = base64.b64encode(chosen.tobytes()).decode()
     for replay in (False, True):
         engine = Engine(reply([EOS_ID], routed_experts=text))
-        sample = turn(args.replace(use_rollout_routing_replay=replay), asked(), engine)
+        sample = call(args.replace(use_rollout_routing_replay=replay), asked(), engine)
         assert engine.asked[0].get("return_routed_experts", False) == replay
         if not replay:
             assert sample.rollout_routed_experts is None

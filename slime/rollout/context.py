@@ -1,0 +1,85 @@
+"""The state of a run that rollout functions, rewards and hooks share beyond their arguments.
+
+Their public signatures take only `args`, so the state travels in one context variable. The RolloutManager
+creates a RolloutContext and activates it around each call of a rollout function; every asyncio task and
+every thread that slime starts inherits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from slime.rollout.engine_pool import EnginePool
+from slime.rollout.hook_calls import HookCalls
+from slime.rollout.progress import ProgressMonitor
+from slime.rollout.staleness import WeightClock
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class GenerationState:
+    """What all requests of one rollout, or of one evaluation dataset, share."""
+
+    seed_parts: tuple[object, ...] = ()  # empty: the engines choose random seeds
+    keep_partial: bool = False  # continue an aborted response after its tokens, else restart it
+    aborting: bool = False  # the batch is full: end running requests and send no new ones
+    hook_calls: HookCalls = field(default_factory=HookCalls)
+
+
+@dataclass(kw_only=True, frozen=True)
+class RolloutContext:
+    """`RolloutContext.current()` inside a rollout function, a reward or another hook of the rollout side."""
+
+    pool: EnginePool
+    clock: WeightClock = field(default_factory=WeightClock)
+    progress: ProgressMonitor = field(default_factory=ProgressMonitor)
+    generation: GenerationState | None = None  # None until a rollout function sets it
+    _shared: dict[Hashable, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def current() -> RolloutContext:
+        context = _current.get()
+        if context is None:
+            raise RuntimeError(
+                "there is no rollout context here: run this inside `with RolloutContext(pool=EnginePool(urls))"
+                ".active():`; a thread of your own must be started with contextvars.copy_context().run"
+            )
+        return context
+
+    @contextmanager
+    def active(self) -> Iterator[RolloutContext]:
+        """Make this the current context of the calling task or thread, and of those it starts."""
+        token = _current.set(self)
+        try:
+            yield self
+        finally:
+            _current.reset(token)
+
+    def for_generation(self, generation: GenerationState) -> RolloutContext:
+        """Return the same context for the requests of one rollout or evaluation dataset."""
+        return replace(self, generation=generation)
+
+    def shared(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the object that belongs to `key` for the rest of the run, made on first use."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+
+_current: ContextVar[RolloutContext | None] = ContextVar("rollout_context", default=None)
+
+
+def current_generation() -> GenerationState | None:
+    """Return the state of the current rollout; None outside of one, such as in a script that scores."""
+    context = _current.get()
+    return None if context is None else context.generation
+
+
+def is_aborting() -> bool:
+    generation = current_generation()
+    return generation is not None and generation.aborting

@@ -1,0 +1,252 @@
+"""Run user hooks so that a misbehaving one fails its own sample and nothing else.
+
+A hook may block, never return, call `sys.exit`, raise a BaseException, or ignore cancellation. `run_hook`
+awaits it in a task of its own, with a timeout. Blocking functions run in threads (`in_thread`) and async
+rewards on a second event loop (`on_hook_loop`), so they can delay each other but never the generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slime.utils.http import background_loop
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_HOOK_LOOP = "slime-rewards"  # name of the second event loop and of its thread
+_NUM_THREADS = 32
+_CANCEL_TIMEOUT_S = 5.0
+_ASYNCIO_FOLDER = str(Path(asyncio.__file__).parent)
+
+
+class HookEndedError(Exception):
+    """The hook raised something that is not an Exception, such as SystemExit."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class HookCall:
+    """A hook that is running."""
+
+    name: str  # e.g. "--custom-rm-path my.judge"
+    started: float  # time.monotonic()
+    location: str  # the line it is at: "judge.py:12 in score"
+
+
+class HookCalls:
+    """The hooks that one rollout is running; may be read from any thread."""
+
+    def __init__(self) -> None:
+        self._running: dict[asyncio.Task[Any], tuple[str, float, Coroutine[Any, Any, Any]]] = {}
+
+    @contextlib.contextmanager
+    def track(
+        self, task: asyncio.Task[Any], name: str, call: Coroutine[Any, Any, Any]
+    ) -> Iterator[None]:
+        self._running[task] = (name, time.monotonic(), call)
+        try:
+            yield
+        finally:
+            del self._running[task]
+
+    def running(self) -> list[HookCall]:
+        """Return the running calls, the longest running first."""
+        calls = sorted(self._running.values(), key=lambda entry: entry[1])
+        return [
+            HookCall(name=name, started=started, location=_location(call))
+            for name, started, call in calls
+        ]
+
+
+@dataclass(kw_only=True)
+class HookQueue:
+    """Calls that wait for the same threads or the same event loop."""
+
+    last_end: float = 0.0  # time.monotonic() when one of them last ended
+
+
+class HookTimer:
+    """The time charged against a hook's timeout.
+
+    Time spent waiting in the queue counts half, measured from the last completion in the queue. Many slow
+    calls one after another therefore do not time out the last one. A call that never ends does time out,
+    and does so before the calls that wait behind it.
+    """
+
+    def __init__(self, queue: HookQueue | None = None) -> None:
+        """Without a queue the hook runs from now on."""
+        self._queue = queue or HookQueue()
+        self._since, self._running = time.monotonic(), queue is None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Measure the hook itself, which starts now."""
+        self._since, self._running = time.monotonic(), True
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """The hook ended, or is no longer waited for."""
+        if self._running:
+            self._queue.last_end = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        now = time.monotonic()
+        if self._running:
+            return now - self._since
+        return (now - max(self._since, self._queue.last_end)) / 2
+
+
+async def run_hook(
+    call: Coroutine[Any, Any, T],
+    *,
+    name: str,
+    timeout_s: float,
+    timer: HookTimer | None = None,
+    calls: HookCalls | None = None,
+) -> T:
+    """Await a hook in a task of its own: return its result or raise an Exception, never anything else.
+
+    SystemExit would end the event loop, and a cancellation that the hook caused itself would look like
+    one of the caller. While it runs the hook is listed in `calls`.
+    """
+    timer = timer or HookTimer()
+    task = asyncio.get_running_loop().create_task(_catch_exits(call))
+    with (calls or HookCalls()).track(task, name, call):
+        try:
+            while not task.done():
+                if timer.elapsed_s >= timeout_s:
+                    timer.stop()
+                    raise TimeoutError(f"{name} took longer than {timeout_s:.0f} s")
+                await asyncio.wait([task], timeout=max(timeout_s - timer.elapsed_s, 0.01))
+        finally:
+            await _cancel(task, name)
+            if task.done():
+                call.close()  # in case it was cancelled before it had started
+    if task.cancelled():
+        raise HookEndedError("CancelledError: it cancelled itself")
+    error = task.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise HookEndedError(f"{type(error).__name__}: {error}") from error
+    return task.result()
+
+
+async def on_hook_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await a hook on the second event loop, which it may block without delaying generation."""
+    loop = background_loop(_HOOK_LOOP)
+    if loop is asyncio.get_running_loop():
+        return await coroutine
+    future = asyncio.run_coroutine_threadsafe(_catch_exits(coroutine), loop)
+    return await asyncio.wrap_future(future)
+
+
+async def on_main_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await a request to an engine on the main event loop, also when called from the second one."""
+    if threading.current_thread().name != _HOOK_LOOP:
+        return await coroutine
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop()))
+
+
+async def in_thread(fn: Callable[..., T], *args: Any, num_threads: int = _NUM_THREADS) -> T:
+    """Run a blocking function in a thread of its own, which inherits the context variables.
+
+    Callers with the same `num_threads` share that many threads. A call that was cancelled frees its place,
+    although its thread ends only when the function returns.
+    """
+    async with _thread_slots(num_threads):
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def body() -> None:
+            outcome: tuple[Any, BaseException | None]
+            try:
+                outcome = fn(*args), None
+            except BaseException as error:
+                outcome = None, error
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process is exiting
+                loop.call_soon_threadsafe(_resolve, future, *outcome)
+
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(body,), name="slime-hook", daemon=True).start()
+        return await _catch_exits(future)
+
+
+def hook_queue(name: str) -> HookQueue:
+    """Return the queue `name` of the running event loop."""
+    return _loop_state().queues.setdefault(name, HookQueue())
+
+
+def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    elif isinstance(error, StopIteration):  # a future does not accept it
+        future.set_exception(RuntimeError(f"StopIteration: {error}"))
+    else:
+        future.set_exception(error)
+
+
+async def _catch_exits(call: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
+    """Await the call; SystemExit and KeyboardInterrupt would otherwise end the event loop."""
+    try:
+        return await call
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise HookEndedError(f"{type(error).__name__}: {error}") from error
+
+
+async def _cancel(task: asyncio.Task[Any], name: str) -> None:
+    task.cancel()
+    if not task.done():
+        await asyncio.wait([task], timeout=_CANCEL_TIMEOUT_S)
+    if not task.done():
+        logger.warning("%s was cancelled but is still running; it is no longer waited for", name)
+
+
+def _location(coroutine: Any) -> str:
+    """Return the innermost line of the coroutine that is outside asyncio."""
+    frame = None
+    while coroutine is not None:
+        inner = getattr(coroutine, "cr_frame", None)
+        if inner is not None and _ASYNCIO_FOLDER not in inner.f_code.co_filename:
+            frame = inner
+        coroutine = getattr(coroutine, "cr_await", None)
+    if frame is None:
+        return "an unknown line"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+@dataclass(kw_only=True)
+class _LoopState:
+    slots: dict[int, asyncio.Semaphore] = field(default_factory=dict)  # by number of threads
+    queues: dict[str, HookQueue] = field(default_factory=dict)
+
+
+# Semaphores belong to one event loop.
+_by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _loop_state() -> _LoopState:
+    return _by_loop.setdefault(asyncio.get_running_loop(), _LoopState())
+
+
+def _thread_slots(count: int) -> asyncio.Semaphore:
+    slots = _loop_state().slots
+    if count not in slots:
+        slots[count] = asyncio.Semaphore(count)
+    return slots[count]
