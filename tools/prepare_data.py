@@ -23,7 +23,7 @@ import orjson
 
 from slime.core.errors import ConfigError, UserError
 from slime.data.prompt_data import read_rows
-from slime.rollout.rm_hub.boxed import last_boxed
+from slime.rollout.rm_hub.math_reward import last_boxed
 
 Row = dict[str, Any]
 BOXED = "Reason step by step, and put your final answer within \\boxed{}."

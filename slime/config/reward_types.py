@@ -29,10 +29,10 @@ class RewardType:
 
 REWARD_TYPES = {
     "math": RewardType(
-        grader=f"{_HUB}.math_boxed.reward", needs_label=True, sandboxed=True, reads_box=True
+        grader=f"{_HUB}.math_reward.math", needs_label=True, sandboxed=True, reads_box=True
     ),
     "deepscaler": RewardType(
-        grader=f"{_HUB}.deepscaler.reward", needs_label=True, sandboxed=True, reads_box=True
+        grader=f"{_HUB}.math_reward.deepscaler", needs_label=True, sandboxed=True, reads_box=True
     ),
     "dapo": RewardType(
         grader=f"{_HUB}.dapo.reward", needs_label=True, keys=("score", "acc", "pred")
@@ -42,8 +42,8 @@ REWARD_TYPES = {
     "ifbench": RewardType(grader=f"{_HUB}.ifbench.reward", sandboxed=True),
     "code": RewardType(grader=f"{_HUB}.code.reward", sandboxed=True),
     "reasoning_gym": RewardType(grader=f"{_HUB}.reasoning_gym_rm.reward", sandboxed=True),
-    "remote_rm": RewardType(grader=f"{_HUB}.remote_rm.reward"),
-    "random": RewardType(grader=f"{_HUB}.random_rm.reward"),
+    "remote_rm": RewardType(grader=f"{_HUB}.simple_rewards.remote_rm"),
+    "random": RewardType(grader=f"{_HUB}.simple_rewards.random"),
 }
 
 

@@ -1,8 +1,7 @@
-"""What rollout functions return, and one Protocol per hook of the rollout side.
+"""The results of rollout functions, and one Protocol per hook of the rollout side.
 
-Hooks are the calls slime makes into user code; those of the trainer are in `slime/config/hook_types.py`.
-Parameters with a default may be missing from a hook. `tests/contracts` has a good, a minimal and a
-wrong implementation of each.
+Hooks of the trainer are in `slime/config/hook_types.py`. A hook may omit parameters that have a default
+here. `tests/contracts` has a good, a minimal and a wrong implementation of each.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class RolloutFnTrainOutput:
-    """Scored groups to train on, in group order, and what to log about them."""
+    """Scored groups to train on, in group order, and metrics to log."""
 
     samples: list[Group]
     metrics: dict[str, float] = field(default_factory=dict)
@@ -28,7 +27,7 @@ class RolloutFnTrainOutput:
 
 @dataclass(kw_only=True)
 class EvalResult:
-    """One evaluation dataset. Two prompts x two samples: rewards = [1, 0, 1, 1], truncated = [F, F, F, T]."""
+    """Results on one evaluation dataset. Two prompts x two samples: rewards = [1, 0, 1, 1], truncated = [F, F, F, T]."""
 
     rewards: list[float]
     truncated: list[bool]
@@ -128,9 +127,9 @@ class EvalLogFunction(Protocol):
 
 
 def as_train_output(result: Any, path: str) -> RolloutFnTrainOutput:
-    """What a rollout function returned; a bare list of groups is wrapped.
+    """Check and wrap the result of a rollout function, which may be a bare list of groups.
 
-    Inside a group, the several samples of one execution may form a list of their own: it is dissolved.
+    The samples of one trajectory may be nested as a list inside their group; they are flattened.
     """
     groups = result.samples if isinstance(result, RolloutFnTrainOutput) else result
     if isinstance(groups, list) and all(isinstance(group, list) for group in groups):
@@ -145,7 +144,7 @@ def as_train_output(result: Any, path: str) -> RolloutFnTrainOutput:
 
 
 def as_eval_output(result: Any, path: str) -> RolloutFnEvalOutput:
-    """What an evaluation function returned; a bare dictionary by dataset is wrapped."""
+    """Check and wrap the result of an evaluation function, which may be a bare dictionary by dataset."""
     if isinstance(result, RolloutFnEvalOutput):
         return result
     if isinstance(result, Mapping):

@@ -1,8 +1,8 @@
-"""Where groups of samples come from: the prompt data, and a buffer of groups that came back.
+"""Data sources: groups of samples from the prompt data, and from a buffer of returned groups.
 
-Every group handed out is in one of three places until it is trained on: in flight (handed out),
-finished (part of a rollout's result, kept until a later checkpoint covers it), or in the buffer.
-`state_dict(rollout_id)` holds whatever the training of rollouts up to `rollout_id` has not consumed.
+Until it is trained on, every group that was handed out is in one of three states: in flight, finished (part
+of a rollout's result, kept until a later checkpoint covers it), or in the buffer. `state_dict(rollout_id)`
+contains everything that training on the rollouts up to `rollout_id` has not consumed.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_KEPT_ROLLOUTS = 8  # finished rollouts remembered for a checkpoint that lags behind generation
+_KEPT_ROLLOUTS = 8  # finished rollouts kept for a checkpoint that lags behind generation
 
 
 @runtime_checkable
 class TracksRollouts(Protocol):
-    """What a data source adds to the required methods to follow its groups through a rollout."""
+    """Optional methods of a data source that tracks its groups through a rollout."""
 
     def begin(self, rollout_id: int) -> None: ...
     def finish(self, rollout_id: int, group_indices: Iterable[int]) -> None: ...
 
 
 class RolloutDataSource:
-    """Prompts in epochs; `group_index` and `index` count up over the whole run."""
+    """Yields prompts epoch by epoch; `group_index` and `index` count up over the whole run."""
 
     def __init__(self, args: Args) -> None:
         self.args = args
         self.datasets = _load_datasets(args)
         self.epoch = 0
-        self.position = 0  # groups of this epoch handed out
+        self.position = 0  # groups of this epoch handed out so far
         self.next_group_index = 0
         self.next_sample_index = 0
         self.buffer: list[Group] = []  # handed out before new groups
         self._order = self._epoch_order()
         if not len(self._order):
             raise ConfigError(
-                f"--prompt-data {' '.join(args.prompt_data or [])}: weights leave no row"
+                f"--prompt-data {' '.join(args.prompt_data or [])}: the weights leave no row"
             )
         self._rollout_id: int | None = None
         self._in_flight: dict[int, Group] = {}
         self._finished: dict[int, list[Group]] = {}
 
     def __len__(self) -> int:
-        """Prompts per epoch."""
+        """Return the number of prompts per epoch."""
         return len(self._order)
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        """The next `num_samples` groups of `n_samples_per_prompt` siblings each."""
+        """Return the next `num_samples` groups of `n_samples_per_prompt` samples each."""
         groups = self._take_buffered(num_samples)
         groups += [self._new_group() for _ in range(num_samples - len(groups))]
         if self._rollout_id is not None:
@@ -79,23 +79,23 @@ class RolloutDataSource:
     def add_samples(self, samples: list[Group]) -> None:
         if samples:
             raise UserError(
-                "groups came back from the rollout, but --data-source-path RolloutDataSource has no "
-                "buffer for them; use slime.rollout.data_source.RolloutDataSourceWithBuffer"
+                "the rollout returned groups, but --data-source-path RolloutDataSource has no buffer "
+                "for them; use slime.rollout.data_source.RolloutDataSourceWithBuffer"
             )
 
     def begin(self, rollout_id: int) -> None:
-        """A rollout that will say what became of its groups; without this they count as used at once."""
+        """Track groups from now on until `finish`; without this they count as used when handed out."""
         self._rollout_id = rollout_id
 
     def finish(self, rollout_id: int, group_indices: Iterable[int]) -> None:
-        """These groups belong to the result of `rollout_id` (or were rejected by it)."""
+        """Mark groups as kept or rejected by `rollout_id`."""
         done = [self._in_flight.pop(index, None) for index in group_indices]
         self._finished[rollout_id] = [group for group in done if group is not None]
         for old in [r for r in self._finished if r <= rollout_id - _KEPT_ROLLOUTS]:
             del self._finished[old]
 
     def state_dict(self, rollout_id: int | None = None) -> dict[str, Any]:
-        """JSON-able; `rollout_id` is the last rollout already trained on (None: all finished ones)."""
+        """Return the state as JSON data; `rollout_id` is the last rollout trained on (None: all finished)."""
         untrained = [
             group
             for finished_id, groups in self._finished.items()
@@ -132,7 +132,7 @@ class RolloutDataSource:
         self.buffer = stored
 
     def save(self, rollout_id: int) -> None:
-        """Write the state under `--save`; whoever writes a checkpoint of its own uses `state_dict`."""
+        """Write the state under `--save`; the RolloutManager writes `state_dict` into its checkpoints instead."""
         if self.args.save is None:
             return
         path = _state_path(self.args.save, rollout_id)
@@ -142,12 +142,12 @@ class RolloutDataSource:
         temporary.replace(path)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Continue behind `rollout_id` from the state under `--load`; without one, start anew."""
+        """Continue after `rollout_id` from the state under `--load`; without one, start from the beginning."""
         if self.args.load is None or rollout_id is None or rollout_id < 0:
             return
         path = _state_path(self.args.load, rollout_id)
         if not path.exists():
-            logger.warning("%s does not exist: the data starts from its beginning", path)
+            logger.warning("%s does not exist: the data starts from the beginning", path)
             return
         self.load_state_dict(orjson.loads(path.read_bytes()))
 
@@ -173,7 +173,7 @@ class RolloutDataSource:
         return group
 
     def _epoch_order(self) -> np.ndarray:
-        """[rows, 2] (dataset, row) of this epoch, a function of seed and epoch alone."""
+        """Return [rows, 2] (dataset, row) of this epoch, determined by seed and epoch alone."""
         rng = np.random.default_rng([self.args.rollout_seed, self.epoch])
         parts = []
         for number, dataset in enumerate(self.datasets):
@@ -184,7 +184,7 @@ class RolloutDataSource:
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """The same with a buffer that takes groups back: surplus and unfinished ones, or a hook's own."""
+    """A data source with a buffer for returned groups: surplus and partial ones, or a hook's own."""
 
     def __init__(self, args: Args) -> None:
         super().__init__(args)
@@ -196,7 +196,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         )
 
     def add_samples(self, samples: list[Group]) -> None:
-        """Groups a hook made itself, without indices, are numbered here."""
+        """Add groups to the buffer; those that a hook created without indices are numbered here."""
         for group in samples:
             if group[0].group_index is None:
                 self._number(group)
@@ -209,14 +209,14 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         groups = self._buffer_filter(self.args, self._rollout_id, self.buffer, num_samples)
         if len(groups) > num_samples:
             raise UserError(
-                f"--buffer-filter-path {self.args.buffer_filter_path} returned {len(groups)} groups "
-                f"when at most {num_samples} were asked for"
+                f"--buffer-filter-path {self.args.buffer_filter_path} returned {len(groups)} groups, "
+                f"but at most {num_samples} were requested"
             )
         return list(groups)
 
 
 def data_format_of(args: Args) -> DataFormat:
-    """How `--prompt-data` is read, from the flags."""
+    """Return how `--prompt-data` is read, from the flags."""
     return DataFormat(
         input_key=args.input_key,
         label_key=args.label_key,
@@ -231,14 +231,14 @@ def data_format_of(args: Args) -> DataFormat:
 
 
 def label_needed_by(args: Args) -> str | None:
-    """The setting that cannot do without a label in each row, for messages."""
+    """Return the setting that requires a label in each row, for messages."""
     if args.custom_rm_path is None and args.loss_type != "sft_loss" and needs_label(args.rm_type):
         return f"--rm-type {args.rm_type}"
     return None
 
 
 def row_rm_types(args: Args) -> tuple[str, ...] | None:
-    """The reward types a data row may ask for; None where no built-in reward reads them."""
+    """Return the reward types that a data row may choose; None where no built-in reward reads them."""
     builtin = args.custom_rm_path in (None, OPD_REWARD)
     if not builtin or args.loss_type == "sft_loss":
         return None
@@ -254,7 +254,7 @@ def _load_datasets(args: Args) -> list[PromptDataset]:
 
 
 def _weighted_rows(count: int, weight: float, rng: np.random.Generator) -> np.ndarray:
-    """Rows of one epoch: weight 2.5 is every row twice and a random half of them once more."""
+    """Return the rows of one epoch: weight 2.5 is every row twice and a random half of them once more."""
     whole, part = int(weight), weight - int(weight)
     extra = rng.permutation(count)[: round(part * count)] if part else np.empty(0, np.int64)
     return np.concatenate([np.tile(np.arange(count), whole), np.sort(extra)])

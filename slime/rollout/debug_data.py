@@ -1,4 +1,4 @@
-"""Rollouts on disk: written by one run, trained on by another, exactly as they were."""
+"""Save the samples of a rollout to a file, and load them in another run (`--load-debug-rollout-data`)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from slime.core.errors import ConfigError, UserError
-from slime.core.types import Sample
+from slime.core.types import Group, Sample
 from slime.rollout.stored_groups import plain_record
 
 
 def save_debug_samples(template: str | None, rollout_id: int, samples: list[Sample]) -> None:
-    """`template` may hold {rollout_id}."""
+    """Write the samples; `template` may contain {rollout_id}."""
     if template is None:
         return
     path = Path(template.format(rollout_id=rollout_id))
@@ -32,19 +32,20 @@ def save_debug_samples(template: str | None, rollout_id: int, samples: list[Samp
         ) from None
 
 
-def load_debug_samples(template: str, rollout_id: int) -> list[list[Sample]]:
+def load_debug_samples(template: str, rollout_id: int) -> list[Group]:
+    """Return the saved samples by group."""
     path = Path(template.format(rollout_id=rollout_id))
     if not path.exists():
         raise ConfigError(f"--load-debug-rollout-data: {path} does not exist")
     record = torch.load(path, weights_only=True)
-    groups: dict[int | None, list[Sample]] = {}
+    groups: dict[int | None, Group] = {}
     for sample in map(_from_record, record["samples"]):
         groups.setdefault(sample.group_index, []).append(sample)
     return list(groups.values())
 
 
 def _to_record(sample: Sample) -> dict[str, Any]:
-    """Nothing in it that a safe load would refuse."""
+    """Return only types that `torch.load(weights_only=True)` accepts."""
     record = plain_record(sample)
     if sample.rollout_routed_experts is not None:
         record["rollout_routed_experts"] = torch.from_numpy(sample.rollout_routed_experts.copy())

@@ -1,8 +1,8 @@
-"""The engines a process generates with: load-balanced, bounded, with retries on other engines.
+"""The engines that a process generates with: load balancing, bounded concurrency, retries on other engines.
 
 pool.generate(payload) ─▶ wait for a free slot ─▶ least loaded engine ─▶ POST /generate
-                                                    │ unreachable: rest it, try another
-                                                    └ nobody answers until the deadline: error
+                                                    │ unreachable: back off, try another
+                                                    └ no engine answers until the deadline: error
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from slime.utils.http import HttpStatusError, is_temporary, post_once
 
 logger = logging.getLogger(__name__)
 
-_REMEMBERED_SESSIONS = 65536
+_MAX_SESSIONS = 65536
 _SESSION_HEADER = "X-SMG-Routing-Key"  # sglang-router's, for its policy "manual"
 _SESSION_SLACK = 8  # requests a session's engine may be ahead of the least loaded one
-_REST_S = (0.2, 10.0)  # an engine that did not answer rests this long, doubling up to the second
+_BACKOFF_S = (0.2, 10.0)  # first and longest pause of an engine that did not answer
 
 
 class EngineUnreachableError(UserError):
@@ -32,11 +32,11 @@ class EngineUnreachableError(UserError):
 
 
 class EngineRefusedError(Exception):
-    """An engine answered that it will not do this request; another attempt would not help."""
+    """An engine rejected the request; another attempt would not help."""
 
 
 class EnginePool:
-    """Use from one event loop; `set_urls` may be called from any thread."""
+    """Must be used from one event loop; `set_urls` may be called from any thread."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class EnginePool:
         token: str | None = None,
         concurrency: int = 512,
         *,
-        deadline_s: float = 300.0,
+        deadline_s: float = 1800.0,
         request_timeout_s: float = 7200.0,
     ) -> None:
-        """`deadline_s`: how long a request is tried again while no engine answers."""
+        """`deadline_s` (--rollout-no-engine-timeout): how long a request is retried while no engine answers."""
         self.concurrency = concurrency
         self.deadline_s = deadline_s
         self.request_timeout_s = request_timeout_s
@@ -56,13 +56,12 @@ class EnginePool:
         self._engines = list(urls)
         self._urls = list(urls)  # where requests go: the engines, or a router in front of them
         self._in_flight: dict[str, int] = dict.fromkeys(urls, 0)
-        self._resting: dict[str, tuple[float, float]] = {}  # url -> (until, length of this rest)
+        self._backoff: dict[str, tuple[float, float]] = {}  # url -> (until, length of this pause)
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._calls: dict[asyncio.Task[Any], str] = {}
-        self._lost: set[asyncio.Task[Any]] = (
-            set()
-        )  # calls cancelled because their engine was removed
+        # Calls that were cancelled because their engine was removed.
+        self._lost: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -71,13 +70,13 @@ class EnginePool:
 
     @property
     def in_flight(self) -> dict[str, int]:
-        """Requests under way by engine, or those given to the router."""
+        """Return the number of running requests by engine, or of those sent to the router."""
         return {url: self._in_flight.get(url, 0) for url in self._urls}
 
     def set_urls(self, engines: list[str], router: str | None = None) -> None:
-        """Replace the engines; requests under way on a removed one are made again on another.
+        """Replace the engines; running requests of a removed one are sent again to another.
 
-        A router makes them again itself, once it loses the connection.
+        A router does so itself when it loses the connection.
         """
         urls = [router] if router is not None and engines else engines
         remember_key({*urls, *engines}, self._token)
@@ -86,15 +85,15 @@ class EnginePool:
         for url in urls:
             self._in_flight.setdefault(url, 0)
         self._urls = list(urls)
-        resting = self._resting.copy()  # the event loop may add to it meanwhile
-        self._resting = {url: rest for url, rest in resting.items() if url in self._urls}
+        backoff = self._backoff.copy()  # the event loop may add to it meanwhile
+        self._backoff = {url: pause for url, pause in backoff.items() if url in self._urls}
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._engines_changed, removed)
 
     async def generate(
         self, payload: dict[str, Any], session_id: str | None = None
     ) -> dict[str, Any]:
-        """POST /generate on one engine. Requests of one `session_id` stay together for the prefix cache."""
+        """POST /generate on one engine. Requests of one `session_id` go to the same engine for its prefix cache."""
         self._loop = asyncio.get_running_loop()
         failing_since: float | None = None
         while True:
@@ -110,7 +109,7 @@ class EnginePool:
             self._calls[call] = url
             try:
                 reply = await call
-                self._resting.pop(url, None)
+                self._backoff.pop(url, None)
                 return reply
             except asyncio.CancelledError:
                 if call not in self._lost:
@@ -119,15 +118,15 @@ class EnginePool:
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError, HttpStatusError) as error:
                 if not is_temporary(error):
                     raise EngineRefusedError(_with_advice(str(error))) from error
-                self._rest(url, error)
+                self._back_off(url, error)
                 failing_since = failing_since or time.monotonic()
-                self._give_up_after_deadline(failing_since, url, error)
+                self._raise_after_deadline(failing_since, url, error)
             finally:
                 del self._calls[call]
                 self._release(url)
 
     async def abort_all(self) -> None:
-        """Ask every engine to end all its requests; they answer with what they have so far."""
+        """Abort all requests of every engine; they return the tokens generated so far."""
         engines = list(self._engines)
         results = await asyncio.gather(
             *(
@@ -142,11 +141,11 @@ class EnginePool:
 
     @property
     def _limit(self) -> int:
-        """Requests that one address may have: a router stands for all engines."""
+        """Return how many requests one address may have; a router has the slots of all engines."""
         return self.concurrency * (1 if self._urls == self._engines else len(self._engines))
 
     async def _acquire(self, session_id: str | None) -> str:
-        """A slot on an engine, counted as taken; waits while all are full or resting."""
+        """Take a slot on an engine; wait while all are full or in backoff."""
         empty_since: float | None = None
         while (url := self._choose(session_id)) is None:
             timeout = None
@@ -162,36 +161,36 @@ class EnginePool:
         return url
 
     async def _wait_for_change(self, timeout: float | None) -> None:
-        """Until a slot is free, an engine's rest is over, or the engines have changed."""
+        """Wait until a slot is free, an engine's backoff is over, or the engines have changed."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
             await asyncio.wait([waiter], timeout=timeout)
         except asyncio.CancelledError:
-            if waiter.done():  # woken for a slot it will not take
+            if waiter.done():  # woken for a slot that it will not take
                 self._wake(1)
             raise
         finally:
-            waiter.cancel()  # nothing if it was woken; else `_wake` passes over it
+            waiter.cancel()  # no effect if it was woken; else `_wake` skips it
 
     def _choose(self, session_id: str | None) -> str | None:
         now = time.monotonic()
         free = [
             url
             for url in self._urls
-            if self._in_flight[url] < self._limit and self._resting.get(url, (0.0, 0.0))[0] <= now
+            if self._in_flight[url] < self._limit and self._backoff.get(url, (0.0, 0.0))[0] <= now
         ]
         if not free:
             return None
         best = min(free, key=lambda url: self._in_flight[url])
         if session_id is None:
             return best
-        usual = self._sessions.get(session_id)
-        if usual in free and self._in_flight[usual] <= self._in_flight[best] + _SESSION_SLACK:
-            best = usual
+        previous = self._sessions.get(session_id)
+        if previous in free and self._in_flight[previous] <= self._in_flight[best] + _SESSION_SLACK:
+            best = previous
         self._sessions[session_id] = best
         self._sessions.move_to_end(session_id)
-        if len(self._sessions) > _REMEMBERED_SESSIONS:
+        if len(self._sessions) > _MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return best
 
@@ -216,18 +215,18 @@ class EnginePool:
                 self._lost.add(call)
                 call.cancel()
 
-    def _rest(self, url: str, error: Exception) -> None:
-        """Leave the engine alone for a while; all of its requests failing at once count as one failure."""
-        until, length = self._resting.get(url, (0.0, 0.0))
+    def _back_off(self, url: str, error: Exception) -> None:
+        """Pause the engine, twice as long as last time; requests that fail together count as one failure."""
+        until, length = self._backoff.get(url, (0.0, 0.0))
         now = time.monotonic()
         if until > now:
             return
-        length = min(max(2 * length, _REST_S[0]), _REST_S[1])
-        self._resting[url] = (now + length, length)
+        length = min(max(2 * length, _BACKOFF_S[0]), _BACKOFF_S[1])
+        self._backoff[url] = (now + length, length)
         asyncio.get_running_loop().call_later(length, lambda: self._wake(len(self._waiters)))
-        logger.warning("engine %s: %s; trying again in %.1f s", url, error or repr(error), length)
+        logger.warning("engine %s: %s; retrying in %.1f s", url, error or repr(error), length)
 
-    def _give_up_after_deadline(self, since: float, url: str, error: Exception) -> None:
+    def _raise_after_deadline(self, since: float, url: str, error: Exception) -> None:
         if time.monotonic() - since > self.deadline_s:
             raise EngineUnreachableError(
                 f"no engine answered for {self.deadline_s:.0f} s; the last one tried, {url}, failed "
@@ -240,6 +239,6 @@ def _with_advice(answer: str) -> str:
     if "context length" not in answer:
         return answer
     return (
-        f"{answer} --rollout-max-prompt-len leaves long prompts out of the data, "
-        "--rollout-max-context-len ends responses where the context does"
+        f"{answer} --rollout-max-prompt-len removes long prompts from the data, "
+        "--rollout-max-context-len ends responses at the context length"
     )

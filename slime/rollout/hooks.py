@@ -1,4 +1,4 @@
-"""Every hook a flag can name: resolved once at start, before anything expensive."""
+"""All hooks that flags can name, resolved and checked at start, before anything expensive."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _ASYNC = ("custom_generate_function_path",)
 
 
 def check_stored_functions(args: Args, groups: list[Group]) -> None:
-    """Refuse functions that samples of a checkpoint name, unless a flag names one of their package.
+    """Refuse functions that samples of a checkpoint name, unless a flag names one of the same package.
 
-    Whoever made the checkpoint would otherwise choose what this run imports and calls.
+    Otherwise the author of a checkpoint could choose which code this run imports and calls.
     """
     sources: list[Any] = [args, *args.eval_datasets]
     named = {getattr(source, name, None) for source in sources for name in HOOKS}
@@ -65,7 +65,7 @@ def check_stored_functions(args: Args, groups: list[Group]) -> None:
 
 
 def check_hooks(args: Args) -> None:
-    """ConfigError, naming the flag and the expected signature, for the first hook that is not right."""
+    """Raise ConfigError with the flag and the expected signature for the first hook that is wrong."""
     for name, protocol in HOOKS.items():
         path = getattr(args, name)
         if path is not None:
@@ -84,8 +84,8 @@ def _check_placement(args: Args) -> None:
     fn = load_function(path, flag="--rollout-function-path", protocol=rollout.RolloutFunction)
     if getattr(fn, "never_stops", False) and (args.colocate or args.offload_rollout):
         raise ConfigError(
-            f"--rollout-function-path {path} generates while the trainer works, on processors of its "
-            "own: remove --colocate and --offload and give --rollout-num-gpus"
+            f"--rollout-function-path {path} generates while the trainer works, on its own GPUs: "
+            "remove --colocate and --offload, and set --rollout-num-gpus"
         )
 
 
@@ -99,7 +99,7 @@ def _check(name: str, path: str, flag: str, protocol: type, group_rm: bool) -> N
 
 
 def _check_rewards(args: Args) -> None:
-    """Refuse reward types that cannot grade here; rows may choose --allow-row-rm-types as well."""
+    """Refuse reward types that cannot run here, including those of --allow-row-rm-types."""
     used = [("--rm-type", args.rm_type, args.custom_rm_path, "--reward-key", args.reward_key)]
     for name in args.allow_row_rm_types:
         used.append(("--allow-row-rm-types", name, None, "--reward-key", args.reward_key))

@@ -1,4 +1,4 @@
-"""Numbers about a rollout or an evaluation, from the samples alone.
+"""Metrics of a rollout or an evaluation, computed from the samples alone.
 
 Rewards are the raw ones, before normalisation by group. FAILED samples have no reward of their own:
 they count in `rollout/failed` and nowhere else.
@@ -47,12 +47,12 @@ def rollout_metrics(args: MetricArgs, groups: list[Group]) -> dict[str, float]:
 
 
 def dropped_metrics(dropped: Mapping[str, int]) -> dict[str, float]:
-    """Groups that the dynamic sampling filter rejected, by its reason."""
+    """Return the groups that the dynamic sampling filter rejected, by reason."""
     return {f"rollout/dropped_{reason}": float(count) for reason, count in dropped.items()}
 
 
 def eval_metrics(args: object, data: Mapping[str, EvalResult]) -> dict[str, float]:
-    """`eval/<name>/reward`, `/truncated`, and with the samples `/pass@k`, `/response_len`, `/failed`."""
+    """Return `eval/<name>/reward`, `/truncated`, and with the samples `/pass@k`, `/response_len`, `/failed`."""
     metrics = {}
     for name, result in data.items():
         for key, value in _eval_metrics(result).items():
@@ -82,7 +82,7 @@ def _eval_metrics(result: EvalResult) -> dict[str, float]:
 
 
 def pass_at_k_metrics(rewards: list[list[float]]) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4, ... up to the smallest number of samples of a prompt.
+    """Return pass@k for k = 1, 2, 4, ... up to the smallest number of samples of a prompt.
 
     A response passes with a reward of 1 or more.
     """
@@ -96,9 +96,9 @@ def pass_at_k_metrics(rewards: list[list[float]]) -> dict[str, float]:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that k of the samples, drawn without replacement, hold a correct one (unbiased pass@k).
+    """Return the unbiased pass@k: the probability that k samples without replacement contain a correct one.
 
-    1 - C(n-c, k) / C(n, k), as a product so that nothing overflows: n=4, c=1, k=2 gives 0.5.
+    1 - C(n-c, k) / C(n, k), computed as a product to avoid overflow: n=4, c=1, k=2 gives 0.5.
     """
     if num_samples - num_correct < k:
         return 1.0

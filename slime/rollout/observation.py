@@ -1,4 +1,4 @@
-"""Text that did not come from the model, such as a tool's output, as part of a response."""
+"""Append text that the model did not generate, such as tool output, to a response."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def add_observation(
     before: str = "",
     after: str = "",
 ) -> bool:
-    """Append `text` to the response, out of the loss; False, with the sample TRUNCATED, if it is too long.
+    """Append `text`, masked out of the loss; return False and mark the sample TRUNCATED if it is too long.
 
-    The tokens the sample has stay as they are: only the new text is tokenized. `text` is content: an
-    `<|im_end|>` in it ends no turn. What frames it and is meant so goes into `before` and `after`.
+    Only the new text is tokenized. `text` is content: an `<|im_end|>` in it does not end a turn. Put markup
+    that must become control tokens into `before` and `after`.
     """
-    frame = partial(load_tokenizer(args.hf_checkpoint).encode, add_special_tokens=False)
+    encode = partial(load_tokenizer(args.hf_checkpoint).encode, add_special_tokens=False)
     content = encode_content(args.hf_checkpoint, text)
-    tokens = [*frame(before), *content, *frame(after)]
+    tokens = [*encode(before), *content, *encode(after)]
     limit, context = params["max_new_tokens"], args.rollout_max_context_len
-    room = min(
+    max_tokens = min(
         (sys.maxsize if limit is None else limit) - sample.response_length,
         (sys.maxsize if context is None else context) - len(sample.tokens),
     )
-    if len(tokens) >= room:  # one token at least must be left for the model
+    if len(tokens) >= max_tokens:  # at least one token must be left for the model
         sample.status = Status.TRUNCATED
         return False
     sample.append_response_tokens(tokens=tokens, trainable=False)

@@ -1,7 +1,7 @@
-"""Rewards of on-policy distillation (`--use-opd`): what the task pays, and what a served teacher says.
+"""On-policy distillation (`--use-opd`): the reward of the task, and log-probs of a served teacher.
 
-The teacher's log-probs are no reward: they go with the sample to the trainer, where each token's gap to
-them is taken off its advantage. A teacher in the trainer (`--opd-type megatron`) is not asked here.
+The teacher's log-probs are not a reward: they travel with the sample to the trainer, which subtracts each
+token's gap to them from its advantage. A teacher inside the trainer (`--opd-type megatron`) is not used here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 async def reward_func(args: Args, sample: Sample) -> Reward:
-    """The reward of `--rm-type`, or of the sample's own; 0 where there is none."""
+    """Return the reward of `--rm-type` or of the sample's own type; 0 without one."""
     if args.opd_type == "sglang":
         sample.teacher_log_probs = await served_log_probs(args.rm_url or "", sample)
     if not (args.rm_type or sample.metadata.get("rm_type")):
@@ -27,7 +27,7 @@ async def reward_func(args: Args, sample: Sample) -> Reward:
 
 
 async def served_log_probs(url: str, sample: Sample) -> list[float]:
-    """The log-prob of each response token by the model of an engine with SGLang's protocol."""
+    """Return the teacher's log-prob of each response token, from an engine with SGLang's protocol."""
     start = len(sample.tokens) - sample.response_length
     payload = {
         "input_ids": sample.tokens,
@@ -41,6 +41,6 @@ async def served_log_probs(url: str, sample: Sample) -> list[float]:
     tokens = [entry[1] for entry in entries]
     if tokens != sample.tokens[start:]:
         raise UserError(
-            f"--rm-url {url}: the teacher answered for other tokens than those of the response"
+            f"--rm-url {url}: the teacher returned log-probs of other tokens than those of the response"
         )
     return [float(entry[0]) for entry in entries]

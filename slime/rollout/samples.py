@@ -1,4 +1,4 @@
-"""Small operations on Samples: copy, mark as failed."""
+"""Copy samples, restart them, mark them as failed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TRACEBACK_LINES = 6
 
 
 def clone_sample(sample: Sample) -> Sample:
-    """A copy with lists and dictionaries of its own."""
+    """Return a copy with its own lists and dictionaries."""
     return sample.clone()
 
 
@@ -20,7 +20,7 @@ def clone_group(group: Group) -> Group:
 
 
 def restart(sample: Sample) -> Sample:
-    """The sample without its response, to be generated from the beginning."""
+    """Return the sample without its response, to be generated from the beginning."""
     fresh = clone_sample(sample)
     fresh.tokens = sample.tokens[: len(sample.tokens) - sample.response_length]
     fresh.response, fresh.response_length, fresh.weight_versions = "", 0, []
@@ -31,17 +31,17 @@ def restart(sample: Sample) -> Sample:
 
 
 def mark_failed(sample: Sample, stage: str, error: Exception) -> None:
-    """A hook raised: the sample stays in its place with reward 0 and no weight in the loss.
+    """Mark the sample FAILED: it stays in its group with reward 0 and no weight in the loss.
 
-    `metadata["error"]` has the exception and `metadata["error_stage"]` says whether generating or
-    scoring failed. Statistics over a group leave FAILED samples out.
+    `metadata["error"]` is the exception, `metadata["error_stage"]` is "generate" or "reward". Group
+    statistics ignore FAILED samples.
     """
     sample.status = Status.FAILED
     sample.reward = 0.0
     sample.remove_sample = True
     sample.metadata["error"] = f"{type(error).__name__}: {error}"
     sample.metadata["error_stage"] = stage
-    refused = isinstance(error, EngineRefusedError)  # where it was asked is of no use
+    refused = isinstance(error, EngineRefusedError)  # the traceback would not help
     sample.metadata["error_traceback"] = str(error) if refused else last_lines(error)
 
 
@@ -51,9 +51,9 @@ def last_lines(error: BaseException) -> str:
 
 
 def fill_empty_response(sample: Sample, token: int) -> None:
-    """Give a sample without a response (it failed, or had no room for one) a token that does not count.
+    """Append a masked token to a sample without a response (it failed, or the prompt filled the context).
 
-    Of a prompt that failed, perhaps for its length, the trainer gets one token: nothing is learned from it.
+    Of a failed sample's prompt, which may be too long, only one token goes to the trainer.
     """
     prompt = sample.tokens[:1] if sample.status == Status.FAILED else sample.tokens
     sample.tokens = prompt or [token]

@@ -1,4 +1,4 @@
-"""Sampling parameters as the engines take them, and seeds that depend on nothing but the run."""
+"""Sampling parameters in the engines' format, and reproducible seeds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slime.config.arguments import Args
 
-SamplingParams = dict[str, Any]  # the engine's JSON object, which hooks may edit
+SamplingParams = dict[str, Any]  # the engine's JSON object; hooks may edit it
 
 
 def rollout_sampling_params(args: Args) -> SamplingParams:
@@ -30,7 +30,7 @@ def eval_sampling_params(
 
 
 def hash32(*parts: object) -> int:
-    """A number in [0, 2**31) that is the same in every process and on every machine."""
+    """Return a number in [0, 2**31) that is the same in every process and on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
@@ -47,7 +47,7 @@ def _sampling_params(
         "spaces_between_special_tokens": False,
     }
     if args.rollout_stop:
-        # What stopped a response is part of it ("</search>"); the end-of-text token is not.
+        # The stop string ("</search>") stays part of the response; the end-of-text token does not.
         params |= {"stop": args.rollout_stop, "no_stop_trim": True}
     if args.rollout_stop_token_ids:
         params["stop_token_ids"] = args.rollout_stop_token_ids

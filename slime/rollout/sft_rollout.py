@@ -1,7 +1,7 @@
 """Supervised data as a rollout (`--rollout-function-path slime.rollout.sft_rollout.generate_rollout`).
 
-No engine: the response is in the data. A row is either a list of messages, whose assistant turns are
-trained on, or a prompt with the response in `--label-key`, which ends with the end-of-text token.
+No engine is used: the response is in the data. A row is either a list of messages, whose assistant turns are
+trained on, or a prompt with the response in `--label-key`, to which the end-of-text token is appended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def generate_rollout(
 ) -> RolloutFnTrainOutput:
     if evaluation:
         raise UserError(
-            "supervised data has nothing to evaluate by generation; set --eval-function-path "
+            "the SFT rollout function does not evaluate: set --eval-function-path "
             "slime.rollout.sglang_rollout.generate_rollout, or remove --eval-interval"
         )
     tracks = isinstance(data_source, TracksRollouts)
@@ -41,19 +41,19 @@ def generate_rollout(
     return RolloutFnTrainOutput(samples=groups, metrics={"rollout/trained_tokens": float(trained)})
 
 
-# A run whose rollout function says so starts no engine.
+# A run whose rollout function has this attribute starts no engine.
 generate_rollout.needs_engines = False  # type: ignore[attr-defined]
 
 
 def fill_response(args: Args, sample: Sample) -> None:
-    """Turn the row into prompt and response tokens with a loss mask."""
+    """Set prompt and response tokens and the loss mask from the row."""
     if isinstance(sample.prompt, list):
         _fill_conversation(args, sample)
     else:
         _fill_pair(args, sample)
     limit = args.rollout_max_context_len
     if limit is not None and len(sample.tokens) > limit:
-        _cut(sample, limit)
+        _truncate(sample, limit)
     sample.reward = 0.0
     if sample.status == Status.PENDING:
         sample.status = Status.COMPLETED
@@ -62,8 +62,8 @@ def fill_response(args: Args, sample: Sample) -> None:
 def _fill_pair(args: Args, sample: Sample) -> None:
     if not isinstance(sample.label, str):
         raise UserError(
-            f"sample {sample.index}: supervised rows need the response as text: name its key with "
-            "--label-key, or give --input-key a list of messages without --apply-chat-template"
+            f"sample {sample.index}: an SFT row needs the response as text: set --label-key to its key, "
+            "or --input-key to a list of messages without --apply-chat-template"
         )
     tokenizer = load_tokenizer(args.hf_checkpoint)
     response = tokenizer.encode(sample.label, add_special_tokens=False)
@@ -91,8 +91,8 @@ def _fill_conversation(args: Args, sample: Sample) -> None:
     sample.response = str(tokenizer.decode(tokens[start:]))
 
 
-def _cut(sample: Sample, limit: int) -> None:
-    """Cut the end off; a row whose prompt alone is too long keeps one token that counts for nothing."""
+def _truncate(sample: Sample, limit: int) -> None:
+    """Truncate the row; one whose prompt alone is too long keeps one response token, which is masked."""
     prompt_len = len(sample.tokens) - sample.response_length
     kept = max(limit - prompt_len, 1)
     assert sample.loss_mask is not None

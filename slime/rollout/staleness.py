@@ -27,7 +27,7 @@ class WeightClock:
     def __init__(
         self, *, version: int | None = None, next_rollout_id: int = 0, interval: int = 1
     ) -> None:
-        """`interval` is --update-weights-interval; `version` None: nobody updates the weights."""
+        """`interval` is --update-weights-interval; `version` None: no update has been reported."""
         self.interval = interval
         self._now = None if version is None else (version, next_rollout_id)
 

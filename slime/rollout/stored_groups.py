@@ -1,4 +1,4 @@
-"""Samples as plain data, for checkpoints and other files."""
+"""Encode samples as plain data, for checkpoints and other files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.core.types import Group, Sample
 
 logger = logging.getLogger(__name__)
 
-_OF_HOOKS = ("metadata", "train_metadata", "reward", "multimodal_inputs")
+_HOOK_FIELDS = ("metadata", "train_metadata", "reward", "multimodal_inputs")
 
 
 def encode_groups(groups: list[Group]) -> list[list[dict[str, Any]]]:
@@ -25,9 +25,9 @@ def decode_groups(records: list[list[dict[str, Any]]]) -> list[Group]:
 
 
 def plain_record(sample: Sample) -> dict[str, Any]:
-    """The fields of the sample; whatever hooks left in it as JSON."""
+    """Return the fields of the sample, with values that hooks set converted to JSON."""
     record = sample.to_dict()
-    for name in _OF_HOOKS:
+    for name in _HOOK_FIELDS:
         if record[name]:
             record[name] = _as_json(record[name], f"sample.{name}")
     return record
@@ -46,10 +46,10 @@ def _encode(sample: Sample) -> dict[str, Any]:
 
 
 def _as_json(value: Any, where: str) -> Any:
-    """A checkpoint must not fail because a part of what a hook left is no JSON."""
+    """Convert to JSON data; values that are not serializable are stored as text, so that saving never fails."""
 
     def as_text(part: Any) -> str:
-        logger.warning("%s holds a %s: its text is stored", where, type(part).__name__)
+        logger.warning("%s contains a %s, which is stored as text", where, type(part).__name__)
         return repr(part)
 
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS

@@ -1,8 +1,9 @@
-"""Scored samples become training rows: rewards normalised by group, weights fixed, rows dealt to ranks."""
+"""Turn scored samples into training rows: normalise rewards by group, fix loss weights, split over ranks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +18,8 @@ from slime.utils.load_function import load_function
 
 _PER_TOKEN = ("loss_mask", "rollout_log_probs", "teacher_log_probs")
 
-# What --custom-convert-samples-to-train-data-path must return.
-_CONVERTED = (
+# Keys that --custom-convert-samples-to-train-data-path must return.
+_REQUIRED_KEYS = (
     "tokens",
     "response_lengths",
     "rewards",
@@ -30,36 +31,37 @@ _CONVERTED = (
 
 
 def samples_to_batch(args: Args, samples: list[Sample]) -> RolloutBatch:
-    """One global batch, before it is spread over ranks; rewards are normalised here, where groups are whole."""
+    """Return one global batch; rewards are normalised here, before the rows of a group go to different ranks."""
     if not any(s.response_length for s in samples):
         raise UserError("no sample of this rollout has a response token: nothing to train on")
     rows = [as_row(s) for s in samples]
     if args.custom_convert_samples_to_train_data_path:
         return _convert_by_hook(args, rows)
     raw, rewards = _rewards(args, samples)
-    return RolloutBatch(
-        tokens=[s.tokens for s in rows],
-        response_lens=[s.response_length for s in rows],
-        loss_masks=[_loss_mask(s) for s in rows],
-        rewards=rewards,
-        raw_rewards=raw,
-        truncated=[s.status is Status.TRUNCATED for s in rows],
-        group_indices=[s.group_index for s in rows],
-        sample_indices=[s.index for s in rows],
-        rollout_ids=[_execution(s) for s in rows],
-        rollout_log_probs=_column(rows, "rollout_log_probs"),
-        teacher_log_probs=_column(rows, "teacher_log_probs"),
-        routed_experts=_routed_experts(args, rows),
-        metadata=[s.train_metadata for s in rows],
-    )
+    columns: dict[str, Any] = {
+        "tokens": [s.tokens for s in rows],
+        "response_lens": [s.response_length for s in rows],
+        "loss_masks": [_loss_mask(s) for s in rows],
+        "rewards": rewards,
+        "raw_rewards": raw,
+        "truncated": [s.status is Status.TRUNCATED for s in rows],
+        "group_indices": [s.group_index for s in rows],
+        "sample_indices": [s.index for s in rows],
+        "rollout_ids": [_trajectory_id(s) for s in rows],
+        "rollout_log_probs": _column(rows, "rollout_log_probs"),
+        "teacher_log_probs": _column(rows, "teacher_log_probs"),
+        "routed_experts": _routed_experts(args, rows),
+        "metadata": [s.train_metadata for s in rows],
+    }
+    return RolloutBatch(**columns)
 
 
 def as_row(sample: Sample) -> Sample:
-    """The sample with at least one token to predict and one to predict it from.
+    """Return the sample with at least one prompt token and one response token.
 
-    An empty response gets a token that counts for nothing, so that the sample's reward still counts in
-    its group and its execution in the loss's divisor. Where the response is all there is, its first
-    token, which nothing predicts, becomes the prompt.
+    An empty response gets a masked token, so that the sample's reward still counts in its group and its
+    trajectory in the divisor of the loss. Without a prompt the first response token, which nothing
+    predicts, becomes the prompt.
     """
     if 0 < sample.response_length < len(sample.tokens):
         return sample
@@ -79,7 +81,7 @@ def as_row(sample: Sample) -> Sample:
 
 
 def _routed_experts(args: Args, samples: list[Sample]) -> list[np.ndarray] | None:
-    """[tokens, layers, experts per token] of each sample; what the engine did not say is free (-1)."""
+    """Return [tokens, layers, experts per token] of each sample; -1 where the engine did not report any."""
     if not args.use_rollout_routing_replay:
         return None
     columns = []
@@ -87,20 +89,20 @@ def _routed_experts(args: Args, samples: list[Sample]) -> list[np.ndarray] | Non
         experts = sample.rollout_routed_experts
         if experts is None:
             raise UserError(
-                f"--use-rollout-routing-replay: sample {sample.index} came without the engine's expert "
-                "choices; a generate function of your own must set sample.rollout_routed_experts"
+                f"--use-rollout-routing-replay: sample {sample.index} lacks the expert choices of "
+                "the engine; a generate function of your own must set sample.rollout_routed_experts"
             )
-        free = np.full((len(sample.tokens), *experts.shape[1:]), -1, np.int16)
-        known = min(len(experts), len(free))
-        free[:known] = experts[:known]
-        columns.append(free)
+        column = np.full((len(sample.tokens), *experts.shape[1:]), -1, np.int16)
+        known = min(len(experts), len(column))
+        column[:known] = experts[:known]
+        columns.append(column)
     return columns
 
 
 def split_batch(
     args: Args, batch: RolloutBatch, *, dp_size: int, cp_size: int
 ) -> list[RolloutBatch]:
-    """One batch per data-parallel rank, each with its schedule."""
+    """Return one batch per data-parallel rank, each with its schedule."""
     batch.loss_weights = loss_weights(
         batch.loss_masks,
         batch.rollout_ids,
@@ -124,7 +126,11 @@ def split_batch(
 
 
 def _rewards(args: Args, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Raw rewards, and what the advantage is made of."""
+    """Return the raw rewards and those relative to their group, from which advantages are computed.
+
+    GRPO divides (r - mean) of the group by its standard deviation; each estimator's formula is in
+    `slime/algorithms/group_rewards.py`. FAILED samples are left out of their group and get 0.
+    """
     path = args.custom_reward_post_process_path
     if path:
         flag = "--custom-reward-post-process-path"
@@ -158,32 +164,34 @@ def _convert_by_hook(args: Args, samples: list[Sample]) -> RolloutBatch:
     hook = load_function(
         args.custom_convert_samples_to_train_data_path, flag=flag, protocol=ConvertSamples
     )
-    made = hook(args, samples)
-    missing = [key for key in _CONVERTED if key not in made]
+    data = hook(args, samples)
+    missing = [key for key in _REQUIRED_KEYS if key not in data]
     if missing:
         raise UserError(f"{flag}: the returned dictionary lacks {', '.join(missing)}")
     by_index = {s.index: s for s in samples}
-    rows = [by_index[i] for i in made["sample_indices"]]
-    return RolloutBatch(
-        tokens=made["tokens"],
-        response_lens=made["response_lengths"],
-        loss_masks=made["loss_masks"],
-        rewards=made["rewards"],
-        raw_rewards=made["raw_reward"],
-        truncated=made["truncated"],
-        group_indices=[s.group_index for s in rows],
-        sample_indices=made["sample_indices"],
-        rollout_ids=[_execution(s) for s in rows],
-        rollout_log_probs=made.get("rollout_log_probs"),
-        teacher_log_probs=made.get("teacher_log_probs"),
-        metadata=made.get("metadata"),
-    )
+    rows = [by_index[i] for i in data["sample_indices"]]
+    columns: dict[str, Any] = {
+        "tokens": data["tokens"],
+        "response_lens": data["response_lengths"],
+        "loss_masks": data["loss_masks"],
+        "rewards": data["rewards"],
+        "raw_rewards": data["raw_reward"],
+        "truncated": data["truncated"],
+        "group_indices": [s.group_index for s in rows],
+        "sample_indices": data["sample_indices"],
+        "rollout_ids": [_trajectory_id(s) for s in rows],
+        "rollout_log_probs": data.get("rollout_log_probs"),
+        "teacher_log_probs": data.get("teacher_log_probs"),
+        "metadata": data.get("metadata"),
+    }
+    return RolloutBatch(**columns)
 
 
-def _execution(sample: Sample) -> int:
-    execution = sample.index if sample.rollout_id is None else sample.rollout_id
-    assert execution is not None
-    return execution
+def _trajectory_id(sample: Sample) -> int:
+    """Return the id that the samples of one trajectory share."""
+    trajectory_id = sample.index if sample.rollout_id is None else sample.rollout_id
+    assert trajectory_id is not None
+    return trajectory_id
 
 
 def _loss_mask(sample: Sample) -> list[int]:
@@ -195,7 +203,7 @@ def _loss_mask(sample: Sample) -> list[int]:
 def _column(samples: list[Sample], name: str) -> list[list[float]] | None:
     columns = [getattr(sample, name) for sample in samples]
     if name == "teacher_log_probs" and any(columns):
-        # A sample whose scoring failed never got them, and counts for nothing.
+        # A sample whose scoring failed has none, and is masked anyway.
         columns = [
             [0.0] * s.response_length if column is None and s.status is Status.FAILED else column
             for s, column in zip(samples, columns, strict=True)

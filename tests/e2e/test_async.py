@@ -88,4 +88,4 @@ def test_colocation_is_refused_with_what_to_do(tiny_model, tiny_data, tmp_path):
         tiny_model, tiny_data, tmp_path / "run", colocate=True, rollout_function_path=FULLY
     )
     status, output = runs.run(words)
-    assert status == 2 and "leave --colocate" in output and FULLY in output
+    assert status == 2 and "remove --colocate" in output and FULLY in output

@@ -161,7 +161,7 @@ def test_failed_samples_are_counted_and_not_averaged(tmp_path, fake_engines, cap
     assert output.metrics["eval/sums/failed"] == 12
     assert output.metrics["eval/sums/reward"] == 1.0
     assert sum(s.status == Status.FAILED for s in output.data["sums"].samples) == 12
-    assert "12 of 24 samples of the evaluation on sums failed and do not count" in caplog.text
+    assert "12 of 24 samples of the evaluation on sums failed and are not counted" in caplog.text
 
 
 def test_all_failing_stops(tmp_path, fake_engines):

@@ -9,8 +9,7 @@ import psutil
 import pytest
 
 from slime.core.errors import UserError
-from slime.rollout.rm_hub import deepscaler, math_boxed
-from slime.rollout.rm_hub.math_equal import TIME_LIMIT_S
+from slime.rollout.rm_hub.math_reward import TIME_LIMIT_S, grade_deepscaler, grade_math
 from slime.rollout.rm_hub.workers import Workers
 from slime.utils.http import run
 from tests.odd_texts import ODD
@@ -18,7 +17,7 @@ from tests.odd_texts import ODD
 BUSY_S = 60.0  # a time limit for questions that have an answer, on a machine that stalls
 
 
-@pytest.mark.parametrize("grade", [math_boxed.grade, deepscaler.grade], ids=["math", "deepscaler"])
+@pytest.mark.parametrize("grade", [grade_math, grade_deepscaler], ids=["math", "deepscaler"])
 def test_odd_text_never_raises_and_stays_in_its_time(grade):
     for text in ODD:
         start = time.monotonic()

@@ -9,7 +9,7 @@ import pytest
 from slime.core.errors import UserError
 from slime.core.types import Sample
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.rm_hub import remote_rm
+from slime.rollout.rm_hub.simple_rewards import ask_service
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.http import run
 from tests.fake_service import SILENCE, FakeService
@@ -25,14 +25,14 @@ def rollout(tmp_path, url, **flags):
 
 def test_a_service_that_fails_for_a_while_is_asked_again():
     with FakeService([503, 500, 200], {"score": 2.5}) as service:
-        assert run(remote_rm.grade(SAMPLE, service.url)) == {"score": 2.5}
+        assert run(ask_service(SAMPLE, service.url)) == {"score": 2.5}
     assert service.bodies == [{"prompt": "p", "response": "r", "label": "l"}] * 3
 
 
 def test_a_refusal_is_not_repeated():
     refused = pytest.raises(Exception, match="answered 400: no such field")
     with FakeService([400], {"error": "no such field"}) as service, refused:
-        run(remote_rm.grade(SAMPLE, service.url))
+        run(ask_service(SAMPLE, service.url))
     assert len(service.bodies) == 1
 
 
@@ -40,7 +40,7 @@ def test_errors_end_at_the_deadline():
     with FakeService([500], "down") as service:
         start = time.monotonic()
         with pytest.raises(Exception, match="answered 500"):
-            run(remote_rm.grade(SAMPLE, service.url, deadline_s=1.0))
+            run(ask_service(SAMPLE, service.url, deadline_s=1.0))
         assert time.monotonic() - start < 60
     # It may be asked again until 0.25 s before the deadline; a stall costs attempts.
     assert 1 <= len(service.bodies) <= 3
@@ -49,7 +49,7 @@ def test_errors_end_at_the_deadline():
 def test_a_service_that_never_answers_is_named_with_the_time_it_had():
     silent = pytest.raises(TimeoutError, match=r"http://127.0.0.1:\d+/score gave no answer in 1 s")
     with FakeService([SILENCE], None) as service, silent:
-        run(remote_rm.grade(SAMPLE, service.url, deadline_s=0.6))
+        run(ask_service(SAMPLE, service.url, deadline_s=0.6))
     assert len(service.bodies) <= 1  # none if the service took all of the time to read it
 
 

@@ -16,10 +16,9 @@ import pytest
 from examples.search_agent import search_agent
 from examples.tool_agent import tool_agent
 from slime.data.openai.tool_calls import parse_tool_calls
-from slime.rollout.rm_hub import code, dapo, f1, gpqa, math_boxed, math_equal, reasoning_gym_rm
-from slime.rollout.rm_hub.boxed import last_boxed
-from slime.rollout.rm_hub.exact_number import exact_number
+from slime.rollout.rm_hub import code, dapo, f1, gpqa, math_reward, reasoning_gym_rm
 from slime.rollout.rm_hub.inside.instructions import INSTRUCTIONS
+from slime.rollout.rm_hub.math_reward import exact_number, last_boxed
 
 SIZES = (500, 4_000, 32_000)  # characters
 FACTOR = 4.0  # on top of linear growth
@@ -71,8 +70,8 @@ _LANGUAGE = ("language:", "change_case:english")  # langdetect, of which 10,000 
 
 FUNCTIONS = {
     "last_boxed": last_boxed,
-    "label_text": math_boxed.label_text,
-    "normal_form": math_equal.normal_form,
+    "label_text": math_reward.label_text,
+    "normal_form": math_reward.normal_form,
     "number": exact_number,
     "find_program": code.find_program,
     "find_answer": reasoning_gym_rm.find_answer,

@@ -6,7 +6,7 @@ import pytest
 
 from slime.core.types import Sample
 from slime.rollout.rm_hub import batched_async_rm, dapo, gpqa
-from slime.rollout.rm_hub.exact_number import exact_number
+from slime.rollout.rm_hub.math_reward import exact_number
 from slime.utils.http import run
 from tests.args import make_args
 

@@ -13,8 +13,7 @@ from slime.core.errors import ConfigError
 from slime.core.types import Sample
 from slime.rollout.base_types import RewardFunction
 from slime.rollout.rm_hub import async_rm, batched_async_rm, dapo, f1
-from slime.rollout.rm_hub.boxed import last_boxed
-from slime.rollout.rm_hub.math_equal import normal_form
+from slime.rollout.rm_hub.math_reward import last_boxed, normal_form
 from slime.utils.http import run
 from slime.utils.load_function import load_function
 from tests.odd_texts import ODD

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint that records: an agent written with the `openai` client trains as it is.
+"""An OpenAI-compatible endpoint that records conversations, to train agents written with the `openai` client.
 
     async def generate(args, sample, sampling_params):          # --custom-generate-function-path
         return await record_agent(args, sample, sampling_params, my_agent)
@@ -9,8 +9,8 @@
 
     agent ──/v1/chat/completions──▶ Session: exact tokens so far ──/generate──▶ SGLang or the embedded engine
 
-Temperature, top-p and top-k are the run's: the trainer's log-probs are taken at the run's temperature. A
-client's own values are accepted and not used; its `max_tokens` and `stop` hold.
+Temperature, top-p and top-k are those of the run, because the trainer computes log-probs at the run's
+temperature. Values of the client are accepted and ignored; its `max_tokens` and `stop` are honoured.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 
     from slime.config.arguments import Args
 
-_AGENTS = 512  # that run at a time, if they block
+_MAX_BLOCKING_AGENTS = 512  # that run concurrently
 _HOST = "127.0.0.1"
 _LIMITS = HttpLimits()
-_INLINE_TEXT = 1 << 16  # characters that are tokenized on the event loop
+_INLINE_CHARS = 1 << 16  # tokenized on the event loop; longer text on a thread
 
 _Endpoints = dict[str, asyncio.Task["RecordingEndpoint"]]  # by the settings that they use
 Agent = Callable[[str, Sample], Any] | Callable[[str, Sample], Coroutine[Any, Any, Any]]
@@ -67,9 +67,9 @@ Agent = Callable[[str, Sample], Any] | Callable[[str, Sample], Coroutine[Any, An
 async def record_agent(
     args: Args, sample: Sample, sampling_params: SamplingParams, agent: Agent
 ) -> list[Sample]:
-    """Run the agent; its conversations as samples that share the execution.
+    """Run the agent and return its conversations as samples of one trajectory.
 
-    What the agent returns is kept in `metadata["agent_result"]` of each.
+    The agent's return value is stored in `metadata["agent_result"]` of each.
     """
     endpoint = await _endpoint(args)
     context = RolloutContext.current()
@@ -80,30 +80,32 @@ async def record_agent(
         call = (
             on_hook_loop(agent(base_url, sample))
             if is_async(agent)
-            else in_thread(agent, base_url, sample, num_threads=_AGENTS)
+            else in_thread(agent, base_url, sample, num_threads=_MAX_BLOCKING_AGENTS)
         )
         result = await call
     except Exception:
         if session.error is None and not session.aborted:
             raise
-        result = None  # the agent only passes on that its request failed, or was cut off
+        result = None  # the agent only reports that its request failed or was aborted
     finally:
         del endpoint.sessions[session.id]
     if session.error is not None:
         raise session.error
     if session.aborted:
-        sample.status = Status.ABORTED  # a conversation cannot be resumed half way: it starts over
+        sample.status = (
+            Status.ABORTED
+        )  # a conversation cannot be continued in the middle: it is restarted
         return [sample]
     if not session.segments:
-        raise RuntimeError("the agent ended without asking the model anything")
-    made = session.samples()
-    for one in made:
+        raise RuntimeError("the agent ended without a request to the model")
+    samples = session.samples()
+    for one in samples:
         one.metadata["agent_result"] = result
-    return made
+    return samples
 
 
 class RecordingEndpoint:
-    """One per process and run, on the event loop that generates, bound to this machine alone."""
+    """The HTTP server of a run, on the main event loop, bound to loopback."""
 
     def __init__(self, args: Args) -> None:
         self.args = args
@@ -137,11 +139,11 @@ class RecordingEndpoint:
         try:
             asked = parse_chat(_parse_json(await self._bodies.read(http)))
             if asked.sampling.get("n", 1) != 1:
-                raise ApiError("`n` above 1 is not supported: ask several times")
+                raise ApiError("`n` above 1 is not supported: send several requests")
             answer, num_prompt = await self._answer(session, asked)
         except ApiError as error:
             return _json(error.body(), error.status)
-        except UserError as error:  # ends the run, whatever the agent makes of it
+        except UserError as error:  # ends the run, however the agent handles the reply
             session.error = error
             return _json(ApiError(str(error), 400).body(), 400)
         except EngineRefusedError as error:
@@ -156,30 +158,30 @@ class RecordingEndpoint:
         return _json({"object": "list", "data": data})
 
     async def _answer(self, session: Session, asked: ChatRequest) -> tuple[Answer, int]:
-        """Generate one turn and record it."""
+        """Generate one answer and record it as a turn."""
         tokenizer = load_tokenizer(self.args.hf_checkpoint)
         kwargs = {**self.args.apply_chat_template_kwargs, **asked.template_kwargs}
-        place = session.place(asked.messages, asked.tools)
+        place = session.find_segment(asked.messages, asked.tools)
         check_template_kwargs(tokenizer, asked.template_kwargs)
         refuse_control_tokens(self.args.hf_checkpoint, asked.template_kwargs)
         past = None if place is None else place[0].turns[place[1] - 1]
         ids = await self._encode(past, asked, kwargs)
         used = 0 if place is None else len(ids) - len(place[0].turns[0].prompt_ids)
-        made = await self._generate(session, asked, ids, used)
-        answer = _to_answer(tokenizer, made, asked)
+        sample = await self._generate(session, asked, ids, used)
+        answer = _to_answer(tokenizer, sample, asked)
         message = {"role": "assistant", "content": answer.message()["content"] or ""}
         if answer.calls:
             message["tool_calls"] = [call.to_json() for call in answer.calls]
-        assert made.rollout_log_probs is not None
+        assert sample.rollout_log_probs is not None
         turn = Turn(
             messages=[*asked.messages, message],
             tools=asked.tools,
             prompt_ids=ids,
-            output_ids=made.tokens[len(ids) :],
-            log_probs=made.rollout_log_probs,
-            weight_versions=made.weight_versions,
-            status=made.status,
-            text=made.response,
+            output_ids=sample.tokens[len(ids) :],
+            log_probs=sample.rollout_log_probs,
+            weight_versions=sample.weight_versions,
+            status=sample.status,
+            text=sample.response,
         )
         session.record(place, turn)
         return answer, len(ids)
@@ -187,17 +189,17 @@ class RecordingEndpoint:
     async def _encode(
         self, past: Turn | None, asked: ChatRequest, kwargs: dict[str, Any]
     ) -> list[int]:
-        """Long texts are tokenized on a thread: other samples are generated meanwhile."""
+        """Return the token ids of the request; long texts are tokenized on a thread."""
         path = self.args.hf_checkpoint
         size = len(orjson.dumps([asked.messages, asked.tools]))
-        if size <= _INLINE_TEXT:
+        if size <= _INLINE_CHARS:
             return _encode_turn(path, past, asked, kwargs)
         return await asyncio.to_thread(_encode_turn, path, past, asked, kwargs)
 
     async def _generate(
         self, session: Session, asked: ChatRequest, ids: list[int], used: int
     ) -> Sample:
-        """One turn of the engine; all but the segment's first prompt counts as response, `used` so far."""
+        """Generate one answer; `used` tokens after the segment's first prompt count towards the length limit."""
         params, limit = {**session.sampling_params}, session.sampling_params["max_new_tokens"]
         room = None if limit is None else limit - used
         wanted = [n for n in (room, asked.max_tokens) if n is not None]
@@ -213,7 +215,9 @@ class RecordingEndpoint:
                 one = await generate(self.args, one, params)
         if one.status == Status.ABORTED:
             session.aborted = True
-            raise ApiError("the rollout ends: this conversation will start over", 503, "aborted")
+            raise ApiError(
+                "the rollout is ending: this conversation will be restarted", 503, "aborted"
+            )
         if one.response_length == 0:
             raise ApiError(
                 f"{len(ids)} tokens leave no room for an answer", code="context_length_exceeded"
@@ -224,8 +228,10 @@ class RecordingEndpoint:
 def _encode_turn(
     path: str, past: Turn | None, asked: ChatRequest, kwargs: dict[str, Any]
 ) -> list[int]:
-    """The whole conversation, or the exact tokens of the past, the end of the answer's turn and the new
-    messages. No text of a message becomes a control token."""
+    """Return the token ids of the conversation; a continued one keeps the exact ids of its past.
+
+    Text of a message never becomes a control token.
+    """
     tokenizer = load_tokenizer(path)
 
     def render(messages: list[Message], tools: Tools) -> str:
@@ -233,7 +239,7 @@ def _encode_turn(
             return render_chat(tokenizer, messages, tools, kwargs)
         text = render_after_answer(tokenizer, past.messages, messages, kwargs)
         end = str(tokenizer.decode([past.output_ids[-1]]))
-        written = past.status == Status.COMPLETED and text.startswith(end)  # by the model itself
+        written = past.status == Status.COMPLETED and text.startswith(end)  # the model generated it
         return text[len(end) :] if written else text
 
     if past is None:
@@ -242,8 +248,8 @@ def _encode_turn(
     return [*past.tokens, *encode_messages(path, new, [], render)]
 
 
-def _to_answer(tokenizer: PreTrainedTokenizerBase, made: Sample, asked: ChatRequest) -> Answer:
-    tokens = made.tokens[-made.response_length :]
+def _to_answer(tokenizer: PreTrainedTokenizerBase, sample: Sample, asked: ChatRequest) -> Answer:
+    tokens = sample.tokens[-sample.response_length :]
     text = str(tokenizer.decode(tokens, skip_special_tokens=True))
     stops = asked.sampling.get("stop") or []
     for stop in [stops] if isinstance(stops, str) else stops:
@@ -251,27 +257,27 @@ def _to_answer(tokenizer: PreTrainedTokenizerBase, made: Sample, asked: ChatRequ
     text, calls = parse_tool_calls(text, secrets.token_hex(6)) if asked.tools else (text, [])
     return Answer(
         text=text,
-        finish="length" if made.status == Status.TRUNCATED else "stop",
+        finish="length" if sample.status == Status.TRUNCATED else "stop",
         num_tokens=len(tokens),
         calls=calls,
-        log_probs=_log_probs(tokenizer, made) if asked.log_probs else None,
-        weight_version=str(made.weight_versions[-1]),
+        log_probs=_log_probs(tokenizer, sample) if asked.log_probs else None,
+        weight_version=str(sample.weight_versions[-1]),
     )
 
 
-def _log_probs(tokenizer: PreTrainedTokenizerBase, made: Sample) -> list[TokenLogProb]:
-    assert made.rollout_log_probs is not None
-    tokens = made.tokens[-made.response_length :]
+def _log_probs(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> list[TokenLogProb]:
+    assert sample.rollout_log_probs is not None
+    tokens = sample.tokens[-sample.response_length :]
     return [
         TokenLogProb(token=str(tokenizer.decode([token])), log_prob=value)
-        for token, value in zip(tokens, made.rollout_log_probs, strict=True)
+        for token, value in zip(tokens, sample.rollout_log_probs, strict=True)
     ]
 
 
 async def _stream(
     http: web.Request, asked: ChatRequest, answer: Answer, name: str, model: str, num_prompt: int
 ) -> web.StreamResponse:
-    """The finished answer as the chunks a streaming client expects."""
+    """Send the finished answer in the chunks that a streaming client expects."""
     delta: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.calls:
         delta["tool_calls"] = replies.tool_call_deltas(answer.calls)

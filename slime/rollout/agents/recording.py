@@ -1,9 +1,9 @@
-"""What an agent said through the recording endpoint, as exact tokens: sessions, segments, turns.
+"""Conversations of an agent, recorded as exact tokens: sessions, segments and turns.
 
 A session belongs to one sample. Each answer is a turn: the token ids that were sent to the engine, and the
-tokens and log-probs that came back. A request whose messages are those of the conversation so far, and
-more, continues its segment: the ids of the past are kept and only the new messages are tokenized. One whose
-past differs (the client edited or shortened it, or went back to try again) is drift and forks a segment:
+tokens and log-probs that it returned. A request whose messages extend the conversation so far continues its
+segment: the ids of the past are kept and only the new messages are tokenized. A request with a different
+past (the client edited or shortened it, or went back to retry) forks a new segment:
 
     turn 1 ─ turn 2 ─ turn 3          segment 0
         └─── turn 2' ─ turn 3'        segment 1: shares the tokens of turn 1, which count in segment 0 only
@@ -26,11 +26,11 @@ from slime.rollout.sampling import SamplingParams
 
 @dataclass(kw_only=True)
 class Turn:
-    """One answer. `messages` is the conversation with the answer as its last message."""
+    """One answer of the model. `messages` is the conversation with the answer as its last message."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
-    prompt_ids: list[int]  # all that was sent to the engine
+    prompt_ids: list[int]  # everything that was sent to the engine
     output_ids: list[int]
     log_probs: list[float]
     weight_versions: list[int]
@@ -54,7 +54,7 @@ class Segment:
 
 @dataclass(kw_only=True)
 class Session:
-    """The conversations of one execution. Lengths are bounded by the run's settings, not the client's."""
+    """The conversations of one trajectory. The run's settings limit their lengths, not the client's."""
 
     sample: Sample
     sampling_params: SamplingParams
@@ -63,14 +63,14 @@ class Session:
     segments: list[Segment] = field(default_factory=list)
     num_forks: int = 0
     aborted: bool = False
-    error: UserError | None = None  # that one of its requests met, and that ends the run
+    error: UserError | None = None  # raised by one of its requests; it ends the run
 
-    def place(
+    def find_segment(
         self, messages: list[Message], tools: list[dict[str, Any]]
     ) -> tuple[Segment, int] | None:
-        """The segment, and how many of its turns, that these messages continue; None: a new beginning.
+        """Return the segment, and how many of its turns, that these messages continue; None for a new one.
 
-        The end of a segment is preferred to a place in the middle, and a longer past to a shorter one.
+        A longer past is preferred to a shorter one, then the end of a segment to its middle.
         """
         best: tuple[Segment, int] | None = None
         for segment in self.segments:
@@ -78,7 +78,7 @@ class Session:
                 turn = segment.turns[count - 1]
                 if turn.tools != tools or not _continues(turn.messages, messages):
                     continue
-                if best is None or _rank(segment, count) > _rank(*best):
+                if best is None or _preference(segment, count) > _preference(*best):
                     best = segment, count
                 break
         return best
@@ -96,38 +96,38 @@ class Session:
         self.segments.append(Segment(turns=[*segment.turns[:count], turn], num_shared=count))
 
     def samples(self) -> list[Sample]:
-        """One sample per segment, in the order they began."""
+        """Return one sample per segment, in the order in which they began."""
         return [self._to_sample(segment, number) for number, segment in enumerate(self.segments)]
 
     def _to_sample(self, segment: Segment, number: int) -> Sample:
-        made = clone_sample(self.sample)
+        sample = clone_sample(self.sample)
         first = segment.turns[0]
-        made.tokens = list(first.prompt_ids)
-        made.response, made.response_length, made.weight_versions = "", 0, []
-        made.loss_mask, made.rollout_log_probs = [], []
+        sample.tokens = list(first.prompt_ids)
+        sample.response, sample.response_length, sample.weight_versions = "", 0, []
+        sample.loss_mask, sample.rollout_log_probs = [], []
         for index, turn in enumerate(segment.turns):
-            between = turn.prompt_ids[len(made.tokens) :]
+            between = turn.prompt_ids[len(sample.tokens) :]
             if between:
-                made.append_response_tokens(tokens=between, trainable=False)
-            made.append_response_tokens(
+                sample.append_response_tokens(tokens=between, trainable=False)
+            sample.append_response_tokens(
                 tokens=turn.output_ids,
                 log_probs=turn.log_probs,
                 weight_versions=turn.weight_versions,
                 trainable=index >= segment.num_shared,
             )
-        made.response = segment.last.text
-        made.status = Status.ABORTED if self.aborted else segment.last.status
-        made.metadata["messages"] = segment.last.messages
-        made.metadata["segment"] = number
-        return made
+        sample.response = segment.last.text
+        sample.status = Status.ABORTED if self.aborted else segment.last.status
+        sample.metadata["messages"] = segment.last.messages
+        sample.metadata["segment"] = number
+        return sample
 
 
-def _rank(segment: Segment, count: int) -> tuple[int, bool]:
+def _preference(segment: Segment, count: int) -> tuple[int, bool]:
     return len(segment.turns[count - 1].messages), count == len(segment.turns)
 
 
 def _continues(past: list[Message], messages: list[Message]) -> bool:
-    """Whether `messages` begin with `past` and go on."""
+    """Return whether `messages` start with `past` and have more."""
     return len(messages) > len(past) and all(map(_same, past, messages))
 
 

@@ -1,4 +1,4 @@
-"""Which buffered groups come first (`--buffer-filter-path`)."""
+"""Choose which buffered groups to use first (`--buffer-filter-path`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def pop_first(
     args: Args, rollout_id: int | None, buffer: list[Group], num_samples: int
 ) -> list[Group]:
-    """The oldest groups, removed from the buffer."""
+    """Remove and return the oldest groups."""
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken

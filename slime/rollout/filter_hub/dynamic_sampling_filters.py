@@ -1,4 +1,4 @@
-"""Which groups are worth training on (`--dynamic-sampling-filter-path`)."""
+"""Choose which groups to train on (`--dynamic-sampling-filter-path`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_reward_nonzero_std(
 ) -> DynamicFilterOutput:
     """Keep a group whose rewards differ: with equal rewards every advantage of GRPO is zero.
 
-    Failed samples have no reward of their own and are not looked at.
+    Failed samples have no reward and are ignored.
     """
     rewards = {
         sample.get_reward_value(args.reward_key)

@@ -1,4 +1,7 @@
-"""Rewards: `--rm-type`, a custom function, or the type a row asks for where the user allows it."""
+"""Score samples: by `--rm-type`, a custom function, or the type that a data row asks for and the user allows.
+
+The built-in types are listed in `slime/config/reward_types.py`, which names the grader of each.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from slime.core.types import Sample
 from slime.rollout.base_types import GroupRewardFunction, RewardFunction
 from slime.rollout.context import current_generation
 from slime.rollout.hook_calls import HookTimer, hook_queue, in_thread, on_hook_loop, run_hook
-from slime.rollout.rm_hub.boxed import last_boxed
+from slime.rollout.rm_hub.math_reward import last_boxed
 from slime.rollout.rm_hub.settings import Reward, RewardArgs, chosen_type
 from slime.utils.http import gather
 from slime.utils.load_function import is_async, load_function
@@ -37,12 +40,12 @@ async def async_rm(args: RewardArgs, sample: Sample) -> Reward:
 
 
 async def batched_async_rm(args: RewardArgs, samples: list[Sample]) -> list[Reward]:
-    """The rewards of several samples, scored side by side."""
+    """Return the rewards of several samples, scored concurrently."""
     return await gather(async_rm(args, sample) for sample in samples)
 
 
 async def group_rm(args: RewardArgs, samples: list[Sample]) -> list[Reward]:
-    """The rewards of a group from one call of the custom function (`--group-rm`)."""
+    """Return the rewards of a group from one call of the custom function (`--group-rm`)."""
     path, flag = _custom_path(args, samples[0])
     if path is None:
         return await batched_async_rm(args, samples)
@@ -55,14 +58,14 @@ async def group_rm(args: RewardArgs, samples: list[Sample]) -> list[Reward]:
 
 
 def check_reward(reward: Any, where: str) -> Reward:
-    """A number (or what turns into one, such as a 0-d array), or a dictionary."""
+    """Return the reward as a number (a 0-d array is converted) or a dictionary; raise for anything else."""
     if isinstance(reward, dict):
         return reward
     return check_number(reward, where, "a number or a dictionary")
 
 
 def check_number(value: Any, where: str, expected: str = "a number") -> float:
-    """Nothing else may reach a group's statistics: one infinite reward makes NaN of all of them."""
+    """Return the value as a finite float; one infinite reward would make the whole group NaN."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -73,7 +76,7 @@ def check_number(value: Any, where: str, expected: str = "a number") -> float:
 
 
 def _custom_path(args: RewardArgs, sample: Sample) -> tuple[str | None, str]:
-    """The path of the custom function for this sample, and what named it."""
+    """Return the path of the custom function for this sample, and the setting that names it."""
     if sample.custom_rm_path is not None:
         return sample.custom_rm_path, "sample.custom_rm_path"
     return args.custom_rm_path, "--custom-rm-path"

@@ -1,11 +1,11 @@
 """`--rm-type code`: 1 if the program in the response passes every test, else 0.
 
-The program is the last fenced block behind `</think>`, or the whole text without one. Tests are in
+The program is the last fenced block after `</think>`, or the whole text without one. Tests are in
 `metadata["tests"]`, or as JSON in the label: a list of `{"input": ..., "output": ...}` (standard input and
 expected standard output), or of Python statements such as `"assert add(1, 2) == 3"`.
 
-What a test expects is never in the process or the file system of the program. Outputs are compared here;
-statements run in a sandbox of their own, which calls the program in another one:
+Expected values are never in the process or the file system of the program. Outputs are compared here;
+statements run in one sandbox, which calls the program in another:
 
     tests (inside/code_tests.py)  -- call, arguments -->  program (inside/code_program.py)
                                   <------- value -------
@@ -29,10 +29,10 @@ from slime.rollout.rm_hub.settings import RewardArgs, isolated
 from slime.rollout.sandbox import Limits, SandboxProcess, program_slots, run_python, start
 
 TIME_LIMIT_S = 6.0  # per case of input and output; for all statements together
-_START_S = 4.0  # for starting two interpreters, on top of that
-_LONGEST_PROGRAM = 100_000  # characters
-_LONGEST_LINE = 8 << 20  # bytes of one value
-_LIMITS = Limits(cpu_s=TIME_LIMIT_S, output_bytes=_LONGEST_LINE)
+_START_S = 4.0  # added for starting two interpreters
+_MAX_PROGRAM_CHARS = 100_000
+_MAX_LINE_BYTES = 8 << 20  # of one value
+_LIMITS = Limits(cpu_s=TIME_LIMIT_S, output_bytes=_MAX_LINE_BYTES)
 _LANGUAGES = ("", "python", "python3", "py")
 _INSIDE = Path(__file__).with_name("inside")
 
@@ -55,17 +55,17 @@ async def grade(sample: Sample, *, isolate: bool) -> float:
 
 
 def find_program(response: str) -> str:
-    text = response.rsplit("</think>", 1)[-1][-_LONGEST_PROGRAM:]
+    text = response.rsplit("</think>", 1)[-1][-_MAX_PROGRAM_CHARS:]
     blocks = list(_fenced_blocks(text))
     return (blocks[-1] if blocks else text).strip()
 
 
 def _fenced_blocks(text: str) -> Iterator[str]:
-    """Yield what stands in fences for Python, or for no language; each character is read once."""
+    """Yield the content of code fences for Python or without a language, in linear time."""
     start = text.find("```")
     while start >= 0 and (line_end := text.find("\n", start)) >= 0:
         opening = text[start + 3 : line_end]
-        if "```" in opening:  # code within a line
+        if "```" in opening:  # inline code
             start = text.find("```", start + 3 + opening.rindex("```") + 3)
             continue
         if (end := text.find("```", line_end)) < 0:
@@ -88,26 +88,33 @@ async def _passes_statements(program: str, statements: list[str], isolate: bool)
             return await asyncio.wait_for(
                 _run_statements(program, statements, isolate), TIME_LIMIT_S + _START_S
             )
-        except (asyncio.TimeoutError, ConnectionError, ValueError):  # too late, ended, too long
+        except (
+            asyncio.TimeoutError,
+            ConnectionError,
+            ValueError,
+        ):  # timeout, exited, line too long
             return False
 
 
 async def _run_statements(program: str, statements: list[str], isolate: bool) -> bool:
-    """Carry lines between the two processes until the tests say how they ended.
+    """Relay lines between the two processes until the test process reports the outcome.
 
-    Only what the process of the tests writes can be their outcome. It answers every line of the program
-    with one line and the other way round, so lines that a program adds are values of later calls.
+    Only the test process can report it. Each side answers one line with one line, so extra lines that a
+    program prints are taken as the values of later calls, not as an outcome.
     """
-    async with _script("code_program", isolate) as runs, _script("code_tests", isolate) as judges:
-        await _send(runs, {"program": program})
-        await _send(judges, {"tests": statements})
-        if await _line(runs) != b'{"ready": true}\n':
+    async with (
+        _script("code_program", isolate) as program_process,
+        _script("code_tests", isolate) as test_process,
+    ):
+        await _send(program_process, {"program": program})
+        await _send(test_process, {"tests": statements})
+        if await _line(program_process) != b'{"ready": true}\n':
             return False
-        while "passed" not in (message := json.loads(line := await _line(judges))):
-            runs.stdin.write(line)
-            await runs.stdin.drain()
-            judges.stdin.write(await _line(runs))
-            await judges.stdin.drain()
+        while "passed" not in (message := json.loads(line := await _line(test_process))):
+            program_process.stdin.write(line)
+            await program_process.stdin.drain()
+            test_process.stdin.write(await _line(program_process))
+            await test_process.stdin.drain()
         return message["passed"] is True
 
 

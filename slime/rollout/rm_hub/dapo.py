@@ -6,10 +6,10 @@ import re
 from typing import Any
 
 from slime.core.types import Sample
-from slime.rollout.rm_hub.exact_number import exact_number
+from slime.rollout.rm_hub.math_reward import exact_number
 from slime.rollout.rm_hub.settings import RewardArgs
 
-_TAIL = 300
+_TAIL_CHARS = 300
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 _NO_ANSWER = "[INVALID]"
 _UNITS = (
@@ -27,16 +27,18 @@ async def reward(args: RewardArgs, sample: Sample) -> dict[str, Any]:
 
 
 def grade(response: str, label: object) -> dict[str, Any]:
-    found = _ANSWER.findall(response[-_TAIL:])
+    found = _ANSWER.findall(response[-_TAIL_CHARS:])
     pred = normalize(found[-1]) if found else _NO_ANSWER
     expected = "" if label is None else str(label)
-    correct = bool(found) and len(expected) <= _TAIL and _same_integer(pred, normalize(expected))
+    correct = (
+        bool(found) and len(expected) <= _TAIL_CHARS and _same_integer(pred, normalize(expected))
+    )
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
 
 
 def normalize(text: str) -> str:
-    r"""`$\boxed{1{,}024}$ cm.` becomes `1024`."""
-    text = re.sub(r"<\|[^|]*\|>", "", text)  # an end-of-turn token that stayed in the text
+    r"""Return the bare answer: `$\boxed{1{,}024}$ cm.` becomes `1024`."""
+    text = re.sub(r"<\|[^|]*\|>", "", text)  # an end-of-turn token left in the text
     text = text.split("=")[-1]
     text = re.sub(r"\\(?:boxed|fbox|text|textbf|mathrm|mathbf|overline)\s*\{", "{", text)
     text = re.sub(r"\\(?:left|right|displaystyle|,|!|;|:| |%|\$)", "", text)

@@ -20,7 +20,7 @@ async def reward(args: RewardArgs, sample: Sample) -> float:
 
 
 def grade(response: str, label: object) -> float:
-    """The best F1 over the labels, where the label is a list of them."""
+    """Return the best F1 over the labels if the label is a list."""
     labels = label if isinstance(label, (list, tuple)) else [label]
     found = normalize(response)
     return max(

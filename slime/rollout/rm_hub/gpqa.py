@@ -1,4 +1,4 @@
-"""`--rm-type gpqa`: multiple choice; 1 if the choice the response settles on is the right one."""
+"""`--rm-type gpqa`: multiple choice; 1 if the choice that the response names as its answer is correct."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from slime.core.types import Sample
 from slime.rollout.hook_calls import in_thread
-from slime.rollout.rm_hub.boxed import last_boxed
+from slime.rollout.rm_hub.math_reward import last_boxed
 from slime.rollout.rm_hub.settings import RewardArgs
 
-_SEARCHED = 5000  # characters at the end in which the answer is looked for
-_DEFAULT = "ABCDEFGHIJ"  # letters of rows that do not say which there are
+_TAIL_CHARS = 5000  # at the end, in which the answer is searched
+_DEFAULT = "ABCDEFGHIJ"  # letters of rows that list none
 _GAP = r"[\s:=*_`\"'({\[\\$]{0,12}"
 _BEFORE = (
     rf"{_GAP}(?:(?:is|are|would be|must be|text|boxed|mathbf|option|choice|answer){_GAP}){{0,4}}"
@@ -33,19 +33,19 @@ def grade(response: str, label: object, metadata: dict[str, Any]) -> float:
 
 
 def find_letter(response: str, valid: str, choices: dict[str, str] | None = None) -> str | None:
-    """Return the letter of the choice that the response settles on.
+    """Return the letter of the choice that the response names.
 
     In this order: named as the answer or boxed, by letter or by text; called correct; named as option or
     choice; the last letter that stands alone; the only choice whose text occurs.
     """
-    text = response.rsplit("</think>", 1)[-1][-_SEARCHED:]
+    text = response.rsplit("</think>", 1)[-1][-_TAIL_CHARS:]
     patterns = _patterns(valid)
     return (
         _last(patterns["answer"], text)
         or _boxed_choice(text, valid, choices or {})
         or _last(patterns["correct"], text)
         or _last(patterns["option"], text)
-        or _only_choice(_behind_answer(text), choices or {})
+        or _only_choice(_after_answer(text), choices or {})
         or _last(patterns["alone"], text)
         or _only_choice(text, choices or {})
     )
@@ -56,7 +56,7 @@ def _patterns(valid: str) -> dict[str, re.Pattern[str]]:
     # A small letter is also a word ("the answer is a matter of ..."): it must end the phrase.
     small = f"[{valid.lower()}](?=\\s*(?:[.)\\]}},;:*]|$))"
     letter = f"({letters}|{small})(?![\\w'])"
-    # So are A and I: alone they count unless a sentence goes on with them.
+    # A and I are words too: alone they count unless a sentence continues after them.
     words = "".join(sorted(set(valid) & set("AI")))
     plain = "".join(sorted(set(valid) - set("AI")))
     alone = "|".join(
@@ -90,15 +90,15 @@ def _boxed_choice(text: str, valid: str, choices: dict[str, str]) -> str | None:
     return next((letter for letter, choice in choices.items() if boxed == _plain(choice)), None)
 
 
-def _behind_answer(text: str) -> str:
-    """Return the rest of the line behind the last "answer"."""
+def _after_answer(text: str) -> str:
+    """Return the rest of the line after the last "answer"."""
     lower = text.lower()
     start = lower.rfind("answer") if len(lower) == len(text) else -1
     return text[start:].split("\n", 1)[0] if start >= 0 else ""
 
 
 def _only_choice(text: str, choices: dict[str, str]) -> str | None:
-    """Return the choice whose text occurs as whole words, if there is just one; the longest counts."""
+    """Return the only choice whose text occurs as whole words; a longer match hides those inside it."""
     words = f" {_words(text)} "
     found = {
         letter: phrase

@@ -12,7 +12,7 @@ from slime.rollout.rm_hub.settings import RewardArgs, isolated
 from slime.rollout.rm_hub.workers import workers
 
 TIME_LIMIT_S = 10.0
-_LONGEST = 200_000  # characters
+_MAX_CHARS = 200_000
 
 
 async def reward(args: RewardArgs, sample: Sample) -> float:
@@ -25,6 +25,6 @@ async def reward(args: RewardArgs, sample: Sample) -> float:
     given = sample.metadata.get("kwargs") or [{}] * len(ids)
     if len(given) != len(ids):
         raise UserError(f"sample {sample.index}: {len(ids)} instruction ids, {len(given)} kwargs")
-    response = sample.response.rsplit("</think>", 1)[-1][:_LONGEST]
+    response = sample.response.rsplit("</think>", 1)[-1][:_MAX_CHARS]
     pool = workers("instructions", time_limit_s=TIME_LIMIT_S, isolate=isolated(args))
     return float(bool(await pool.ask([response, ids, given])))

@@ -1,4 +1,4 @@
-"""What scoring reads of the arguments."""
+"""The arguments that scoring reads, and the reward type of a sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Reward = float | dict[str, Any]
 
 
 class RewardArgs(Protocol):
-    """The least that scoring needs, so that hooks can pass an object of their own."""
+    """The attributes that scoring needs; hooks may pass an object of their own."""
 
     rm_type: str | None
     custom_rm_path: str | None
@@ -24,14 +24,14 @@ class RewardArgs(Protocol):
 
 
 def isolated(args: RewardArgs) -> bool:
-    """Whether code and answers of the model stay in the sandbox (no --allow-unsandboxed-code)."""
+    """Return whether code and answers of the model run in the sandbox (no --allow-unsandboxed-code)."""
     return not (isinstance(args, Args) and args.allow_unsandboxed_code)
 
 
 def chosen_type(args: RewardArgs, sample: Sample) -> str:
-    """Return the reward type of the sample: its own where the run allows it, else `--rm-type`.
+    """Return the reward type of the sample: its own if the run allows it, else `--rm-type`.
 
-    Metadata comes from data rows, so a type that the user did not name is an error and never used.
+    Metadata comes from data rows, so a type that the user did not allow is an error.
     """
     asked = sample.metadata.get("rm_type")
     if asked not in (None, ""):
@@ -45,13 +45,13 @@ def chosen_type(args: RewardArgs, sample: Sample) -> str:
 def _allowed(args: RewardArgs, sample: Sample) -> list[str | None]:
     if not isinstance(args, Args):
         return [args.rm_type]
-    of_task = ["reasoning_gym"] if _is_row_of_a_named_task(args, sample) else []
-    return [args.rm_type, *args.allow_row_rm_types, *of_task]
+    task_type = ["reasoning_gym"] if _is_task_of_run(args, sample) else []
+    return [args.rm_type, *args.allow_row_rm_types, *task_type]
 
 
-def _is_row_of_a_named_task(args: Args, sample: Sample) -> bool:
-    """Whether the run itself names `reasoning-gym:<task>` with the task of this sample."""
-    place = sample.metadata.get(METADATA_KEY)
+def _is_task_of_run(args: Args, sample: Sample) -> bool:
+    """Return whether the run names `reasoning-gym:<task>` with the task of this sample."""
+    origin = sample.metadata.get(METADATA_KEY)
     paths = [*(args.prompt_data or []), *(dataset.path for dataset in args.eval_datasets)]
     tasks = [DataSpec.parse(path).task for path in paths]
-    return isinstance(place, dict) and place.get("task") is not None and place["task"] in tasks
+    return isinstance(origin, dict) and origin.get("task") is not None and origin["task"] in tasks

@@ -1,8 +1,8 @@
-"""Worker processes for graders: whatever evaluates, parses or may take long on a model's text.
+"""Worker processes for graders that evaluate or parse text of a model, or may take long on it.
 
-A worker runs in the sandbox, without environment, network and files. One that takes longer than the time
-limit is killed and replaced; the event loop only ever waits. A worker that was killed, or stood still
-together with the machine, has not answered: the question is asked once more.
+A worker runs in the sandbox, without environment, network and files. One that exceeds the time limit is
+killed and replaced; the event loop is never blocked. If a worker died, or made no progress because the
+machine was overloaded, the question is sent once more.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from slime.utils.reasoning_tasks import HASH_SEED
 
 _INSIDE = Path(__file__).with_name("inside")
 _START_LIMIT_S = 60.0
-_BUSY = 0.25  # share of its time that a worker computes unless something holds it up
+_MIN_CPU_SHARE = 0.25  # of the time limit: with less CPU time the machine was too busy, not the question too hard
 _NO_REPLY = object()
-_MOST_REASON = 1 << 16
+_MAX_REASON_BYTES = 1 << 16
 _LIMITS = Limits(memory_bytes=4 << 30)
 
 
 class Workers:
-    """A few processes of one event loop that answer one kind of question, started when needed."""
+    """A few processes of one event loop that answer one kind of question, started on demand."""
 
     def __init__(
         self, kind: str, *, time_limit_s: float, count: int | None = None, isolate: bool = True
@@ -44,25 +44,25 @@ class Workers:
             self._idle.put_nowait(None)
 
     async def ask(self, question: Any) -> Any:
-        """Return the answer; None if the question is too hard for the time limit or for the grader."""
+        """Return the answer; None if it took longer than the time limit or the grader cannot decide."""
         reply = await self._ask(question)
         if reply is _NO_REPLY:
             reply = await self._ask(question)
         return None if reply is _NO_REPLY else reply
 
     async def _ask(self, question: Any) -> Any:
-        worker, begun_s = await self._idle.get(), 0.0
+        worker, cpu_s = await self._idle.get(), 0.0
         try:
             if worker is None or worker.returncode is not None:
                 worker = await _start(self._kind, self._isolate)
-            begun_s = _processor_s(worker)
+            cpu_s = _cpu_seconds(worker)
             reply = await asyncio.wait_for(_exchange(worker, question), self.time_limit_s)
         except asyncio.TimeoutError:
             assert worker is not None
-            computed = _processor_s(worker) - begun_s > self.time_limit_s * _BUSY
+            computed = _cpu_seconds(worker) - cpu_s > self.time_limit_s * _MIN_CPU_SHARE
             worker = _end(worker)
             return None if computed else _NO_REPLY
-        except BaseException:  # cancelled half way: its reply would answer the next question
+        except BaseException:  # cancelled: a late reply would answer the next question
             worker = _end(worker)
             raise
         else:
@@ -104,14 +104,19 @@ async def _start(kind: str, isolate: bool) -> SandboxProcess:
     except BaseException as error:
         _end(worker)
         if isinstance(error, asyncio.TimeoutError):
-            raise UserError(f"the grader {kind} did not start in {_START_LIMIT_S:.0f} s") from None
+            raise UserError(
+                f"the grader {kind} did not start within {_START_LIMIT_S:.0f} s"
+            ) from None
         raise
-    if ready is None:  # without this, every answer would be graded wrong and nobody would know
+    if ready is None:  # without this check every answer would silently be graded wrong
         _end(worker)
         reason = (
-            (await worker.stderr.read(_MOST_REASON)).decode(errors="replace").strip().splitlines()
+            (await worker.stderr.read(_MAX_REASON_BYTES))
+            .decode(errors="replace")
+            .strip()
+            .splitlines()
         )
-        raise UserError(f"the grader {kind} does not work: {reason[-1] if reason else 'it ended'}")
+        raise UserError(f"the grader {kind} does not work: {reason[-1] if reason else 'it exited'}")
     return worker
 
 
@@ -123,7 +128,7 @@ async def _exchange(worker: SandboxProcess, question: Any) -> dict[str, Any] | N
 
 
 async def _read(worker: SandboxProcess) -> dict[str, Any] | None:
-    """Return the worker's next line; None if it died (out of memory, a crash) or wrote no JSON."""
+    """Return the worker's next line; None if it died (out of memory, a crash) or did not write JSON."""
     try:
         reply = orjson.loads(await worker.stdout.readline())
     except ValueError:
@@ -131,7 +136,7 @@ async def _read(worker: SandboxProcess) -> dict[str, Any] | None:
     return reply if isinstance(reply, dict) else None
 
 
-def _processor_s(worker: SandboxProcess) -> float:
+def _cpu_seconds(worker: SandboxProcess) -> float:
     """Return the CPU time that the worker and what it started have used so far."""
     total = 0.0
     with contextlib.suppress(psutil.Error):
@@ -150,7 +155,7 @@ def _end(worker: SandboxProcess | None) -> None:
         closing.add_done_callback(_closing.discard)
 
 
-_closing: set[asyncio.Task[None]] = set()  # the loop itself holds no reference to its tasks
+_closing: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references to tasks
 _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, bool], Workers]] = (
     weakref.WeakKeyDictionary()
 )

@@ -1,8 +1,8 @@
 """Inside the sandbox: the process of a program that a model wrote.
 
-It runs the program and then, name by name and call by call, answers what the tests ask for. The tests
-and what they expect are in another process. Whatever the program does here (patch the interpreter, write to
-the pipe itself), it can only answer with values, and has to find the right ones without knowing them.
+It runs the program, then looks up names and makes calls for the tests, which are in another process
+together with the expected values. Whatever the program does here (patch the interpreter, write to the pipe
+itself), it can only return values, and has to compute the right ones without knowing them.
 """
 
 import builtins
@@ -15,7 +15,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from code_values import Channel, Unencodable, decode, encode, plain_base
 
 del sys.path[0]
-_MOST_OBJECTS = 100_000
+_MAX_OBJECTS = 100_000
 
 
 def main():
@@ -33,7 +33,7 @@ def main():
 
 
 class Objects:
-    """The program's objects that the tests hold a number of."""
+    """The program's objects that the tests refer to by number."""
 
     def __init__(self, channel, names):
         self._channel, self._names, self._objects = channel, names, []
@@ -78,7 +78,7 @@ class Objects:
             raise KeyError("modules are imported by the tests themselves")
         if isinstance(value, type) and issubclass(value, BaseException):
             return {"exception": [kind.__name__ for kind in value.__mro__]}
-        if len(self._objects) >= _MOST_OBJECTS:
+        if len(self._objects) >= _MAX_OBJECTS:
             raise Unencodable("too many objects")
         self._objects.append(value)
         reference = {"object": len(self._objects) - 1}

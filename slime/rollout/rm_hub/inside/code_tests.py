@@ -16,8 +16,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from code_values import Channel, Unencodable, decode, encode
 
 del sys.path[0]
-_MOST_ITEMS = 100_000
-_OF_LIBRARIES = {  # what tests compare with, although only the program may have imported it
+_MAX_ITEMS = 100_000
+_LIBRARY_NAMES = {  # names that tests use although only the program may have imported them
     "isclose": "math", "Counter": "collections", "defaultdict": "collections", "deque": "collections",
     "OrderedDict": "collections", "Fraction": "fractions", "Decimal": "decimal",
 }  # fmt: skip
@@ -41,7 +41,7 @@ def main():
 
 
 class Names(dict):
-    """The globals of the tests: their own names, and behind these the program's."""
+    """The globals of the tests: their own names first, then the program's."""
 
     def __init__(self, program, trees):
         super().__init__(__name__="__main__", __builtins__=builtins)
@@ -59,8 +59,8 @@ class Names(dict):
             raise KeyError(name)
         if name in self._modules and (name in sys.stdlib_module_names or name in _ALIASES):
             return importlib.import_module(_ALIASES.get(name, name))
-        if name in _OF_LIBRARIES:
-            return getattr(importlib.import_module(_OF_LIBRARIES[name]), name)
+        if name in _LIBRARY_NAMES:
+            return getattr(importlib.import_module(_LIBRARY_NAMES[name]), name)
         return self._program.ask("name", [name])
 
 
@@ -118,9 +118,7 @@ class Program:
         if isinstance(value, Remote):
             return {"yours": object.__getattribute__(value, "_number")}
         if hasattr(value, "__next__") or type(value) in (type({}.keys()), type({}.values())):
-            return {
-                "I": [encode(item, self._keep) for item in itertools.islice(value, _MOST_ITEMS)]
-            }
+            return {"I": [encode(item, self._keep) for item in itertools.islice(value, _MAX_ITEMS)]}
         if callable(value) and not isinstance(value, type):
             self._objects.append(value)
             return {"object": len(self._objects) - 1}
@@ -212,7 +210,7 @@ class Remote:
         if not is_remote(items):
             yield from items
             return
-        for _ in range(_MOST_ITEMS):
+        for _ in range(_MAX_ITEMS):
             try:
                 yield _ask(items, "next")
             except StopIteration:

@@ -1,6 +1,6 @@
 """Inside the sandbox: how a program and its tests, in two processes, exchange values as JSON lines.
 
-Plain data is copied. An object of any other type stays where it is, and the other side gets its number.
+Plain data is copied. An object of any other type stays in its process, and the other side gets its number.
 """
 
 import collections
@@ -12,8 +12,8 @@ import math
 import os
 from typing import Any
 
-_DEEPEST = 100
-_LARGEST = 1_000_000  # bits of a number
+_MAX_DEPTH = 100
+_MAX_INT_BITS = 1_000_000
 _JSON_INT = 1 << 53
 _SEQUENCES = {"t": tuple, "s": set, "z": frozenset, "q": collections.deque}
 _BASES: Any = (bool, int, float, str, bytes, list, tuple, dict, set, frozenset)
@@ -24,7 +24,7 @@ class Unencodable(TypeError):
 
 
 class Channel:
-    """The two pipes of this process; what anything else prints goes nowhere."""
+    """The two pipes of this process; everything else that is printed is discarded."""
 
     def __init__(self):
         self._lines, self._out = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
@@ -45,7 +45,7 @@ class Channel:
 
 def encode(value, keep, depth=0):
     """Return plain data as JSON; `keep(value)` gives the reference of anything else."""
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         raise Unencodable("a value that is nested too deeply")
     kind = type(value)
 
@@ -67,10 +67,10 @@ def encode(value, keep, depth=0):
         return {"d": [inner(pair) for pair in value.items()]}
     if kind in (bytes, bytearray):
         return {"b" if kind is bytes else "y": value.hex()}
-    return _encode_rarer(value, kind, inner) or keep(value)
+    return _encode_other(value, kind, inner) or keep(value)
 
 
-def _encode_rarer(value, kind, inner):
+def _encode_other(value, kind, inner):
     if kind is complex:
         return {"c": inner([value.real, value.imag])}
     if kind is range:
@@ -132,13 +132,13 @@ _PLAIN = {
 
 
 def _hexadecimal(value):
-    if value.bit_length() > _LARGEST:
+    if value.bit_length() > _MAX_INT_BITS:
         raise Unencodable("a number that is too large")
     return hex(value)
 
 
 def plain_base(value):
-    """Return what a value of a derived class (a namedtuple, a Counter) is as a plain one, else None."""
+    """Return a value of a derived class (a namedtuple, a Counter) as its built-in type, else None."""
     for base in _BASES:
         if isinstance(value, base) and type(value) is not base:
             return base(dict.items(value)) if base is dict else base(value)

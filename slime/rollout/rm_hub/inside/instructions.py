@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 INSTRUCTIONS: dict[str, Callable[..., bool]] = {}
-_DETECTED = 10_000  # characters, which is what langdetect looks at
+_MAX_DETECT_CHARS = 10_000  # langdetect reads no more
 
 
 class UserMistake(Exception):
@@ -252,7 +252,7 @@ _ABBREVIATION = re.compile(
 
 
 def sentences(text: str) -> list[str]:
-    """Cut behind `.`, `!`, `?` and their repetitions, except in abbreviations and numbers."""
+    """Split after `.`, `!`, `?` and their repetitions, except in abbreviations and numbers."""
     held = _ABBREVIATION.sub(lambda match: match[0].replace(".", "\u2024"), text)
     parts = re.split(r"(?<=[.!?])[\"')\]]*\s+|\n{2,}", held)
     return [part for part in parts if re.search(r"\w", part)]
@@ -274,7 +274,7 @@ def _language(text: str) -> str | None:
     """A code such as "en"; None for text without a language, which counts as any."""
     detect, failure = _detector()
     try:
-        return detect(text[:_DETECTED])
+        return detect(text[:_MAX_DETECT_CHARS])
     except failure:
         return None
 

@@ -10,6 +10,6 @@ def load():
         gold, found = (parse(f"\\boxed{{{text}}}", config, parsing_timeout=0) for text in question)
         return bool(gold) and bool(found) and verify(gold, found, timeout_seconds=0)
 
-    if equal(["x+x", "2x"]) is not True:  # else every answer would be graded wrong unnoticed
+    if equal(["x+x", "2x"]) is not True:  # otherwise every answer would silently be graded wrong
         raise RuntimeError("math-verify does not find x+x equal to 2x")
     return equal

@@ -1,8 +1,8 @@
-"""A process that answers questions: `python serve.py answers.py`, one JSON line in, one JSON line out.
+"""A worker process: `python serve.py answers.py` reads one JSON line per question and writes one per answer.
 
-`answers.py` is a file with a function `load()` that returns the function which answers; what it raises as
-`UserMistake` is a mistake in the data, which the user must see. There is no
-time limit here: code that takes too long cannot always be stopped from within; the parent kills it.
+`answers.py` has a function `load()` that returns the answering function; `UserMistake` raised by it is an
+error in the data that the user must see. There is no time limit here, since code cannot always be stopped
+from within; the parent kills the process.
 """
 
 import sys
@@ -24,7 +24,7 @@ def main() -> None:
     sys.setrecursionlimit(5000)
     module = load(sys.argv[1])
     answer, mistakes = module.load(), getattr(module, "UserMistake", ())
-    # Nothing a library prints may land between the replies, or fill a pipe nobody reads any more.
+    # What a library prints must not end up between the replies, nor fill a pipe that is not read.
     questions, replies = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -35,7 +35,11 @@ def main() -> None:
             reply = {"value": answer(json.loads(line))}
         except mistakes as mistake:
             reply = {"mistake": str(mistake)}
-        except (Exception, RecursionError, MemoryError):  # odd text: no library expects all of it
+        except (
+            Exception,
+            RecursionError,
+            MemoryError,
+        ):  # libraries raise anything on malformed text
             reply = {"value": None}
         send(replies, reply)
 

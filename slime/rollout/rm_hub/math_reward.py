@@ -1,0 +1,151 @@
+r"""`--rm-type math` and `deepscaler`: the last \boxed{} of the response against the label, 1 or 0.
+
+Two answers are equal if their normal forms or their exact numeric values are; otherwise math-verify decides,
+in a worker process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from decimal import Decimal
+
+from slime.core.types import Sample
+from slime.rollout.rm_hub.settings import RewardArgs, isolated
+from slime.rollout.rm_hub.workers import workers
+
+TIME_LIMIT_S = 5.0
+_MAX_ANSWER_CHARS = 1000
+_MAX_NUMBER_CHARS = 1000
+_MAX_CACHED = 4096
+_TAIL_CHARS = 20_000  # at the end of a response, in which its \boxed{} is searched
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)|\\boxed ")
+_BARE = re.compile(r"[^\s$]+")
+_GROUPED_NUMBER = re.compile(r"[-+]?\d{1,3}(?:(?:,\d{3})+|(?:\{,\}\d{3})+|(?: \d{3})+)(?:\.\d+)?")
+_NUMBER = re.compile(
+    r"([-+]?(?:\d+(?:\.\d*)?|\.\d+))"
+    r"(?:[eE]([-+]?\d{1,4})|(?:\\times|\\cdot|\*|\u00d7|\u00b7|x)10(?:\^|\*\*)(?:([-+]?\d{1,4})|\{([-+]?\d{1,4})\}))?"
+)
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:(?:,|\{,\}| )\d{3})+(?:\.\d+)?")
+_DROPPED = re.compile(
+    r"\\(?:left|right|displaystyle|,|!|;|:| |quad|%|\$)"
+    r"|\\(?:text|mathrm|mathbf|textbf|mbox)(?=\{)|[$%~]|(?<!\d)\s+|\s+(?!\d)"
+)
+_UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}$")
+
+
+async def math(args: RewardArgs, sample: Sample) -> float:
+    return await grade_math(sample.response, sample.label, isolate=isolated(args))
+
+
+async def deepscaler(args: RewardArgs, sample: Sample) -> float:
+    return await grade_deepscaler(sample.response, sample.label, isolate=isolated(args))
+
+
+async def grade_math(response: str, label: object, *, isolate: bool = True) -> float:
+    answer, expected = last_boxed(response), label_text(label)
+    if not answer or not expected:
+        return 0.0
+    return float(await math_equal(answer, expected, isolate=isolate))
+
+
+async def grade_deepscaler(response: str, label: object, *, isolate: bool = True) -> float:
+    """Grade only what follows the thinking part; a response without one scores 0."""
+    for marker in ("</think>", "###Response"):
+        if marker in response:
+            return await grade_math(response.rsplit(marker, 1)[1], label, isolate=isolate)
+    return 0.0
+
+
+def label_text(label: object) -> str:
+    r"""Return the label as text, without the \boxed{} around it if there is one."""
+    text = "" if label is None else str(label).strip()
+    boxed = last_boxed(text)
+    return text if boxed is None else boxed
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last \boxed{...}, \fbox{...} or \boxed x; None if missing or unbalanced."""
+    tail = text[-_TAIL_CHARS:]
+    boxes = list(_BOX.finditer(tail))
+    if not boxes:
+        return None
+    start = boxes[-1].end()
+    if tail[start : start + 1] != "{":
+        bare = _BARE.match(tail, start)
+        return bare[0] if bare else None
+    depth = 0
+    for position in range(start, len(tail)):
+        depth += {"{": 1, "}": -1}.get(tail[position], 0)
+        if depth == 0:
+            return tail[start + 1 : position].strip()
+    return None
+
+
+async def math_equal(answer: str, label: str, *, isolate: bool = True) -> bool:
+    """Return whether two answers are equal as mathematics; text that cannot be parsed is not equal."""
+    if len(answer) > _MAX_ANSWER_CHARS or len(label) > _MAX_ANSWER_CHARS:
+        return False
+    left, right = normal_form(answer), normal_form(label)
+    if not left or not right:
+        return False
+    if left == right:
+        return True
+    found, expected = exact_number(left), exact_number(right)
+    if found is not None and expected is not None:
+        return found == expected or _differ_by_percent(answer, found, label, expected)
+    key = (_without_exponent(answer, found), _without_exponent(label, expected))
+    if key not in _cache:
+        pool = workers("math_answers", time_limit_s=TIME_LIMIT_S, isolate=isolate)
+        _cache[key] = bool(await pool.ask([key[1], key[0]]))
+        if len(_cache) > _MAX_CACHED:
+            _cache.popitem(last=False)
+    return _cache.get(key, False)
+
+
+def exact_number(text: str) -> Decimal | None:
+    r"""Return the value of `-1.5`, `1,000`, `1 000`, `1e3` or `1.5\times10^{3}`; None for other text.
+
+    White space around `\times` and the like must have been removed.
+    """
+    text = text.strip()
+    if not text or len(text) > _MAX_NUMBER_CHARS:
+        return None
+    text = text.replace("\u2212", "-")  # the typographic minus sign
+    if _GROUPED_NUMBER.fullmatch(text):
+        text = re.sub(r"[{}, ]", "", text)
+    found = _NUMBER.fullmatch(text)
+    if found is None:
+        return None
+    exponent = found[2] or found[3] or found[4] or "0"
+    return Decimal(f"{found[1]}E{int(exponent)}")
+
+
+def normal_form(text: str) -> str:
+    r"""Drop spacing, font, unit and size commands: `\dfrac{1}{2}\text{ cm}` and `\frac 12` become equal."""
+    text = text.strip().rstrip(".").strip()
+    shorter = _UNITS.sub("", text)
+    text = shorter if shorter.strip() else text
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(r"\^\{?\\circ\}?|\\degree|°", "", text)
+    text = text.replace("\\varnothing", "\\emptyset").replace("\u2212", "-")
+    text = _DROPPED.sub("", text)
+    if _THOUSANDS.fullmatch(text):
+        text = re.sub(r"[{}, ]", "", text)
+    return text.removeprefix("{").removesuffix("}") if re.fullmatch(r"\{[^{}]*\}", text) else text
+
+
+def _differ_by_percent(answer: str, found: Decimal, label: str, expected: Decimal) -> bool:
+    """Return whether one is a percentage and the other the same value as a fraction: 50% and 0.5."""
+    if ("%" in answer) == ("%" in label):
+        return False
+    return found == expected * 100 if "%" in answer else found * 100 == expected
+
+
+def _without_exponent(text: str, value: Decimal | None) -> str:
+    """Return `1e3` as 1000, since math-verify reads the e as a variable; other text unchanged."""
+    is_short = value is not None and abs(value.adjusted()) < 50
+    return f"{value:f}" if is_short and "%" not in text else text
+
+
+_cache: OrderedDict[tuple[str, str], bool] = OrderedDict()  # (answer, label) -> equal
