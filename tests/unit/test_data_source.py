@@ -229,7 +229,7 @@ def test_whatever_hooks_left_in_a_sample_a_checkpoint_can_be_written(tmp_path, c
     first = other.buffer[0][0]
     assert first.metadata == {"score": 0.5, "seen": "{3}", "7": "seven", "row": [0, 1]}
     assert first.reward == {"score": 1.0, "right": True}
-    assert "sample.metadata holds a set" in caplog.text
+    assert "sample.metadata contains a set" in caplog.text
 
 
 def test_equal_rows_and_fewer_rows_than_a_batch_are_groups_of_their_own(tmp_path):
