@@ -201,13 +201,12 @@ def _loss_mask(sample: Sample) -> list[int]:
 
 
 def _column(samples: list[Sample], name: str) -> list[list[float]] | None:
-    columns = [getattr(sample, name) for sample in samples]
+    columns: list[Any] = [getattr(sample, name) for sample in samples]
     if name == "teacher_log_probs" and any(columns):
         # A sample whose scoring failed has none, and is masked anyway.
-        columns = [
-            [0.0] * s.response_length if column is None and s.status is Status.FAILED else column
-            for s, column in zip(samples, columns, strict=True)
-        ]
+        for row, sample in enumerate(samples):
+            if columns[row] is None and sample.status is Status.FAILED:
+                columns[row] = [0.0] * sample.response_length
     present = [column is not None for column in columns]
     if any(present) and not all(present):
         raise UserError(f"{sum(present)} of {len(columns)} samples have {name}; all or none must")
