@@ -18,7 +18,7 @@ from slime.core.errors import ConfigError, UserError
 from slime.runlog.earlier_runs import METRICS_FILE
 from slime.runlog.jsonl import append_lines, drop_partial_line, keep_lines, read_lines, write_whole
 from slime.runlog.sample_log import SAMPLES_FILE
-from slime.utils.requirements import requirement_of
+from slime.utils.machine import requirement_of
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args

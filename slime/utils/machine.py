@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import operator
 import os
 import platform
 import re
@@ -10,6 +11,7 @@ import shutil
 import socket
 import subprocess
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -27,6 +29,14 @@ PACKAGES = (
 )
 
 _IDLE_MIB = 1024
+_COMPARE = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -42,6 +52,20 @@ def package_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def requirement_of(package: str) -> str:
+    """Return e.g. `torch<2.14,>=2.11`, extras included; the bare name if slime has no requirement."""
+    return _requirements().get(package, package)
+
+
+def allows(requirement: str, version: str) -> bool:
+    """Return whether a version satisfies a requirement; build suffixes such as +cu130 are ignored."""
+    installed = _release(version)
+    return all(
+        _COMPARE[sign](installed, _release(bound))
+        for sign, bound in re.findall(r"([<>=!]=|[<>])\s*([\w.]+)", requirement)
+    )
 
 
 def usable_cores() -> int:
@@ -141,3 +165,19 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return reply.stdout.strip() if reply.returncode == 0 else None
+
+
+@cache
+def _requirements() -> dict[str, str]:
+    try:
+        listed = metadata.requires("slime") or []
+    except metadata.PackageNotFoundError:  # run from a checkout that was not installed
+        listed = []
+    parts = [entry.split(";")[0].strip() for entry in listed]
+    return {re.split(r"[\[<>=!~ ]", part, maxsplit=1)[0].lower(): part for part in parts}
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return (2, 13, 0, 0) for "2.13.0+cpu" and for "2.13"."""
+    numbers = [int(n) for n in re.match(r"[\d.]*", version)[0].split(".") if n]  # type: ignore[index]
+    return tuple([*numbers, 0, 0, 0, 0][:4])

@@ -14,8 +14,7 @@ import pytest
 from slime.cli.doctor import command as doctor
 from slime.cli.doctor.command import Check, can_run_quickstart, main, print_checks
 from slime.rollout.sandbox import check_sandbox
-from slime.utils.machine import Gpu, package_version
-from slime.utils.requirements import allows, requirement_of
+from slime.utils.machine import Gpu, allows, package_version, requirement_of
 
 
 def test_every_row_is_there_and_each_that_is_not_ok_says_what_to_do():

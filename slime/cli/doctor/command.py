@@ -17,7 +17,7 @@ from typing import Literal
 
 from slime.core.errors import UserError
 from slime.utils import machine
-from slime.utils.requirements import allows, requirement_of
+from slime.utils.machine import allows, requirement_of
 from slime.utils.te_probe import probe_te
 
 GIB = 2**30
