@@ -41,7 +41,7 @@ from tests.args import make_args  # noqa: E402
 from tests.engines import engine_server  # noqa: E402
 
 # What an update consists of, in the files of slime/weights and where buckets are made.
-PHASES = r"(sync|tensor|engine_client|verify|ipc|gathering|update_weight)\.py"
+PHASES = r"(sync|buckets|transport|engine_client|verify|ipc|gathering|update_weight)\.py"
 
 
 def main() -> None:
