@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from slime.core.errors import WeightMismatchError, WeightSyncError
 from slime.core.types import EngineInfo
@@ -20,6 +21,7 @@ from slime.weights.sync import WeightSync, serving_rank
 from slime.weights.tensor_transport import TensorTransport
 from slime.weights.verify import difference
 from tests.fakes import FakeEngine
+from tests.ranks import run_ranks
 
 TOKEN = "secret"
 SHAPES = {"embed": (17, 8), "layer.w": (8, 8), "layer.b": (3,), "norm": (8,), "head": (17, 8)}
@@ -277,6 +279,32 @@ def test_a_wrong_version_is_an_error(engines):
     engines[0]._updated = lambda body: (200, {"success": True})
     with pytest.raises(WeightMismatchError, match=r"7 were sent, but .* reports 'default'"):
         tensor_sync().update(buckets(weights(9)), [engines[0].info], 7)
+
+
+def update_an_engine_per_rank(rank: int) -> list[list[bool]]:
+    """Rank 0 hosts both engines, which take half a second to pause; returns whether they were paused
+    when each bucket arrived."""
+    paused: list[list[bool]] = [[], []]
+    infos: list = [None, None]
+    if rank == 0:
+        fakes = [FakeEngine(weights(seed), token=TOKEN) for seed in (1, 2)]
+        for number, fake in enumerate(fakes):
+            pause = fake.pause_generation
+            fake.pause_generation = lambda body, pause=pause: (time.sleep(0.5), pause(body))[1]
+            fake.before_copy = lambda fake, data, number=number: paused[number].append(fake.paused)
+        infos = [
+            replace(fake.info, device_ids=(device,))
+            for fake, device in zip(fakes, "ab", strict=True)
+        ]
+    dist.broadcast_object_list(infos, src=0)
+    sync = tensor_sync()
+    sync._rank_devices = ["a", "b"]  # as on two GPUs
+    sync.update(buckets(weights(9)), infos, 1)
+    return paused
+
+
+def test_no_rank_sends_before_rank_0_has_paused_all_engines():
+    assert run_ranks(update_an_engine_per_rank, 2)[0] == [[True] * 3, [True] * 3]
 
 
 def test_failure_in_the_middle_names_engine_and_bucket(engines, transport, no_segments_left):
