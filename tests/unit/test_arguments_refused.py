@@ -123,6 +123,8 @@ RULES = [
     ),
     ({"save_interval": 1}, ["--save"]),
     ({"ckpt_step": 1}, ["--load"]),
+    ({"ckpt_step": 0}, ["--ckpt-step needs --load"]),
+    ({"critic_save": "x", "advantage_estimator": "ppo"}, ["--critic-save needs --save"]),
     ({"overlong_buffer_len": 9}, ["--overlong-buffer-len 9", "8"]),
     ({"train_env_vars": {"A": 1}}, ["--train-env-vars", "A"]),
     ({"num_epoch": 1, "data_source_path": "a.B"}, ["--num-rollout"]),

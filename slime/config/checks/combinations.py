@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.config.checks.declared import warn_without_effect
+from slime.config.checks.declared import check_requirements, warn_without_effect
 from slime.config.checks.engine_checks import check_engine
 from slime.config.checks.layout_checks import check_cluster
 from slime.config.derive import context_limit
@@ -36,6 +36,7 @@ def check_all(draft: Draft) -> None:
     check_batches(draft)
     check_lengths(draft)
     check_modes(draft)
+    check_requirements(draft)
     check_patterns(draft)
     warn_single_sample_groups(draft)
     warn_without_effect(draft)
@@ -69,8 +70,6 @@ def check_algorithm(draft: Draft) -> None:
             "--kl-coef (KL in the rewards) and --kl-loss-coef (KL in the loss) are mutually exclusive: set "
             "one of them to 0"
         )
-    if draft["kl_loss_coef"] and not draft["use_kl_loss"]:
-        raise ConfigError("--kl-loss-coef has no effect alone: add --use-kl-loss, or set it to 0")
     if draft["tis_clip"] < draft["tis_clip_low"]:
         raise ConfigError(
             f"--tis-clip {draft['tis_clip']} is below --tis-clip-low {draft['tis_clip_low']}"
@@ -192,10 +191,6 @@ def check_batches(draft: Draft) -> None:
             f"samples, but --global-batch-size {batch} x --num-steps-per-rollout {steps} = "
             f"{batch * steps}: choose numbers with equal products"
         )
-    if draft["use_dynamic_batch_size"] and draft["max_tokens_per_gpu"] is None:
-        raise ConfigError(
-            "--use-dynamic-batch-size needs a token budget: give --max-tokens-per-gpu"
-        )
     if draft["over_sampling_batch_size"] < prompts:
         raise ConfigError(
             f"--over-sampling-batch-size {draft['over_sampling_batch_size']} is below "
@@ -250,14 +245,6 @@ def check_modes(draft: Draft) -> None:
         raise ConfigError(
             "--debug-rollout-only and --debug-train-only are mutually exclusive: remove one"
         )
-    if draft["debug_train_only"] and draft["load_debug_rollout_data"] is None:
-        raise ConfigError("--debug-train-only needs --load-debug-rollout-data to train on")
-    if draft["save_interval"] is not None and draft["save"] is None:
-        raise ConfigError("--save-interval needs --save with the folder for checkpoints")
-    if draft["critic_save"] is not None and draft["save"] is None:
-        raise ConfigError("--critic-save needs --save with the folder for the actor's checkpoints")
-    if draft["ckpt_step"] is not None and draft["load"] is None:
-        raise ConfigError("--ckpt-step needs --load with the folder of the checkpoints")
     if draft["eval_interval"] and not draft["eval_datasets"] and not _custom_eval(draft):
         raise ConfigError("--eval-interval needs data: give --eval-prompt-data NAME PATH")
     names = [dataset.name for dataset in draft["eval_datasets"]]

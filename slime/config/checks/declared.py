@@ -28,6 +28,15 @@ def check_values(draft: Draft) -> None:
             )
 
 
+def check_requirements(draft: Draft) -> None:
+    """Raise ConfigError for a flag whose `requires` does not hold. Runs after values are derived."""
+    for flag in own_flags().values():
+        chosen = draft[flag.name] != flag.default
+        if flag.requires and chosen and not flag.requires.holds(draft):
+            note = f": {flag.requires.note}" if flag.requires.note else ""
+            raise ConfigError(f"{flag.option} needs {flag.requires.text}{note}")
+
+
 def warn_without_effect(draft: Draft) -> None:
     """Warn about every flag that the user set and that other flags leave without an effect."""
     for name in draft.given_names():

@@ -1,8 +1,8 @@
-"""Megatron's flags that a run refuses or has no use for, with the reason.
+"""Megatron's flags that are refused or have no effect, with the reason.
 
-A Megatron flag that stands in none of these tables is honoured: it reaches a configuration class of
+A Megatron flag in none of these tables is honoured: it reaches a configuration class of
 megatron-core, is read by slime, or is compared with config.json of --hf-checkpoint.
-tests/unit/test_every_flag.py walks all of them and demands that this is so.
+tests/unit/test_every_flag.py checks this for every flag.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from slime.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Why these flags are refused, or why they change nothing."""
+    """Why these flags are refused, or why they have no effect."""
 
     why: str
     flags: tuple[str, ...]
 
 
-# Values that ask for what slime does anyway, where that is not megatron-core's own default.
+# Values that request what slime does anyway, where that is not megatron-core's default.
 WITHOUT_EFFECT: dict[str, Any] = {"attention_dropout": 0.0, "transformer_impl": "local"}
 
 # Refused at any other value than megatron-core's default.
@@ -128,7 +128,7 @@ REFUSED: tuple[Reason, ...] = (
         flags=("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
     ),
     Reason(
-        why="the schedule knows constant, linear, cosine and inverse-square-root, and warms up from "
+        why="the schedules are constant, linear, cosine and inverse-square-root, with warm-up from "
         "near 0",
         flags=("lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_style"),
     ),
@@ -163,15 +163,15 @@ REFUSED: tuple[Reason, ...] = (
         ),
     ),
     Reason(
-        why="log-probs are made from hidden states in chunks, without Megatron's output layer",
+        why="log-probs are computed from hidden states in chunks, without Megatron's output layer",
         flags=("defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
     ),
     Reason(
-        why="every micro-batch is checkpointed alike, as --recompute-granularity says",
+        why="--recompute-granularity applies to every micro-batch",
         flags=("num_microbatches_with_partial_activation_checkpoints",),
     ),
     Reason(
-        why="context parallelism is over one group, in which every sample is cut",
+        why="context parallelism is over one group, over which every sample is split",
         flags=(
             "hierarchical_context_parallel_sizes", "hybrid_context_parallel",
             "max_seqlen_per_dp_cp_rank",
@@ -277,14 +277,14 @@ HARMLESS: tuple[Reason, ...] = (
         flags=("seq_length", "max_position_embeddings"),
     ),
     Reason(
-        why="--num-query-groups, which is compared with config.json, says it",
+        why="--num-query-groups, which is compared with config.json, implies it",
         flags=("group_query_attention",),
     ),
 )  # fmt: skip
 
 
 def check_megatron_flags(draft: Draft) -> None:
-    """Refuse every flag that was given, asks for something and would not be honoured."""
+    """Raise ConfigError for a flag that the user set to a value that would not be honoured."""
     refused = {name: reason.why for reason in REFUSED for name in reason.flags}
     for name in draft.given_names():
         if not asks_for_something(name, draft[name]):
@@ -310,7 +310,7 @@ def check_megatron_flags(draft: Draft) -> None:
 
 
 def asks_for_something(name: str, value: Any) -> bool:
-    """Whether a Megatron flag at this value differs from leaving it out."""
+    """Return whether a Megatron flag at this value differs from not setting it."""
     if name in WITHOUT_EFFECT:
         return value != WITHOUT_EFFECT[name]
     default = all_flags()[name].default

@@ -58,7 +58,10 @@ class Algorithm:
         False, "load the reference model and add its KL to the loss", unless=_SFT
     )
     kl_loss_coef: float = flag(
-        0.0, "coefficient of the KL of --use-kl-loss; with 0 it is only logged", min=0
+        0.0,
+        "coefficient of the KL of --use-kl-loss; with 0 it is only logged",
+        min=0,
+        requires=is_set("use_kl_loss", note="add it, or set the coefficient to 0"),
     )
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
         "k1", "estimator of the KL; low_var_kl is k3", needs=_KL
@@ -177,7 +180,10 @@ class Algorithm:
         needs=_PPO,
     )
     critic_save: str | None = flag(
-        None, "folder for the critic's checkpoints; default: inside those of --save", needs=_PPO
+        None,
+        "folder for the critic's checkpoints; default: inside those of --save",
+        needs=_PPO,
+        requires=is_set("save", note="give the folder for the actor's checkpoints"),
     )
     critic_lr: float | None = flag(
         None, "learning rate of the critic; default: --lr", min=0, needs=_PPO

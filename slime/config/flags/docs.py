@@ -26,8 +26,8 @@ and the batches, and starts nothing. Hooks are imported, and model and data file
 start would; files and packages missing on the machine are only warnings. Secrets are never printed or
 written.
 
-Bounds and conditions are in parentheses. A value out of bounds is an error; a flag whose condition does
-not hold has no effect, which is a warning. Flags marked *megatron* or *fsdp* belong to that `--train-backend` and are refused with the other.
+Bounds and conditions are in parentheses. A value out of bounds is an error, and so is a flag
+without one that it *needs*; a flag set without its *only with* has no effect, which is a warning. Flags marked *megatron* or *fsdp* belong to that `--train-backend` and are refused with the other.
 Flags of Megatron, SGLang and the router that are not set keep the default of the installed package.
 """
 

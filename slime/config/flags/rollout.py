@@ -163,7 +163,9 @@ class Data:
         False, "distribute samples over ranks so that their token counts are balanced"
     )
     use_dynamic_batch_size: bool = flag(
-        False, "fill each micro-batch up to --max-tokens-per-gpu; does not change the loss"
+        False,
+        "fill each micro-batch up to --max-tokens-per-gpu; does not change the loss",
+        requires=is_set("max_tokens_per_gpu", note="give the token budget"),
     )
     max_tokens_per_gpu: int | None = flag(
         None,

@@ -71,7 +71,9 @@ class Mode:
     )
     debug_rollout_only: bool = flag(False, "generate and score, without a trainer")
     debug_train_only: bool = flag(
-        False, "train on rollouts of --load-debug-rollout-data, without an engine"
+        False,
+        "train on rollouts of --load-debug-rollout-data, without an engine",
+        requires=is_set("load_debug_rollout_data", note="give the rollouts to train on"),
     )
     load_debug_rollout_data: str | None = flag(
         None,

@@ -100,6 +100,7 @@ class Flag:
     hint: str = ""  # what the message about a value out of bounds adds
     required: str = ""  # what to give where the flag is missing; empty: it may be missing
     excludes: str | None = None  # the flag that cannot be given together with this one
+    requires: Condition | None = None  # without it the flag is an error
     needs: Condition | None = None  # without it the flag has no effect
     unless: tuple[Condition, ...] = ()  # with one of these the flag has no effect
 
@@ -132,9 +133,10 @@ class Flag:
     @property
     def rules(self) -> str:
         """Return bounds and conditions in words, for the help and docs/arguments.md."""
+        required = f"needs {self.requires.text}" if self.requires else ""
         needed = f"only with {self.needs.text}" if self.needs else ""
         excluded = f"not with {option_of(self.excludes)}" if self.excludes else ""
-        return "; ".join(filter(None, (self.bounds, needed, excluded)))
+        return "; ".join(filter(None, (self.bounds, required, needed, excluded)))
 
     @property
     def summary(self) -> str:
@@ -156,6 +158,7 @@ def flag(
     hint: str = "",
     required: str = "",
     excludes: str | None = None,
+    requires: Condition | None = None,
     needs: str | Condition | None = None,
     unless: Condition | tuple[Condition, ...] = (),
 ) -> Any:
@@ -176,6 +179,7 @@ def flag(
         "hint": hint,
         "required": required,
         "excludes": excludes,
+        "requires": requires,
         "needs": is_set(needs) if isinstance(needs, str) else needs,
         "unless": unless if isinstance(unless, tuple) else (unless,),
     }

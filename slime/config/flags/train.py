@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slime.config.flags.run import NO_TRAINER
-from slime.config.flags.spec import equals, flag
+from slime.config.flags.spec import equals, flag, is_set
 
 MUON = equals("optimizer", "muon", "dist_muon")
 _SGD = equals("optimizer", "sgd")
@@ -150,7 +150,10 @@ class Checkpoint:
         None, "checkpoint folder to resume from; a new run starts where it is empty or absent"
     )
     ckpt_step: int | None = flag(
-        None, "number of the checkpoint to load from --load; default: the latest", min=0
+        None,
+        "number of the checkpoint to load from --load; default: the latest",
+        min=0,
+        requires=is_set("load", note="give the folder of the checkpoints"),
     )
     save: str | None = flag(None, "folder for checkpoints", unless=NO_TRAINER)
     save_interval: int | None = flag(
@@ -159,6 +162,7 @@ class Checkpoint:
         "and Ctrl-C save too: a running training step is finished first, a running generation or "
         "evaluation is dropped",
         min=1,
+        requires=is_set("save", note="give the folder for checkpoints"),
     )
     save_total_limit: int | None = flag(
         None,
