@@ -84,7 +84,7 @@ class HookTimer:
     """
 
     def __init__(self, queue: HookQueue | None = None) -> None:
-        """Without a queue the hook runs from now on."""
+        """Without a queue the hook starts immediately."""
         self._queue = queue or HookQueue()
         self._since, self._running = time.monotonic(), queue is None
 
@@ -98,7 +98,7 @@ class HookTimer:
             self.stop()
 
     def stop(self) -> None:
-        """The hook ended, or is no longer waited for."""
+        """Record that the hook ended or is no longer waited for."""
         if self._running:
             self._queue.last_end = time.monotonic()
 

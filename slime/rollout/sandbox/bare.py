@@ -64,7 +64,7 @@ def _descendants(root: int) -> list:
 
 
 def _is_running(child: int) -> bool:
-    """Whether the child is not yet a zombie; its status is collected at the end."""
+    """Return whether the child is not yet a zombie; its status is collected at the end."""
     try:
         return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:

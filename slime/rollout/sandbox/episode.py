@@ -158,7 +158,7 @@ class Sandbox:
     async def _exchange(
         self, process: SandboxProcess, header: dict[str, Any], bodies: Sequence[bytes]
     ) -> tuple[dict[str, Any], list[bytes]]:
-        """What comes back was written inside the sandbox: sizes are checked before it is read."""
+        """Send a message and return the reply, which is untrusted: sizes are checked before it is read."""
         line = json.dumps({**header, "sizes": [len(body) for body in bodies]})
         process.stdin.write(line.encode() + b"\n" + b"".join(bodies))
         await process.stdin.drain()

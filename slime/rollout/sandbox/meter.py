@@ -76,7 +76,7 @@ class Meter:
         return pid
 
     def _memory_passes(self, pids: list, most: int) -> bool:
-        """Compare cheap upper bounds first; the exact figure takes a walk over the page tables."""
+        """Compare cheap upper bounds first; the exact figure requires a walk over the page tables."""
         if sum(self._virtual(pid) for pid in pids) <= most:
             return False
         shared = sum(self._shared(pids).values())

@@ -49,7 +49,7 @@ async def run_python(
 
 
 def _working_folder(isolate: bool) -> contextlib.AbstractContextManager[str | None]:
-    """A sandbox brings its own folder."""
+    """Yield a temporary folder without isolation; a sandbox has its own."""
     if isolate:
         return contextlib.nullcontext()
     return tempfile.TemporaryDirectory(prefix="slime-code-", ignore_cleanup_errors=True)

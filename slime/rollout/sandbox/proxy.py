@@ -127,7 +127,7 @@ class Proxy:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is neither of this machine, of a private network, nor multicast."""
+    """Return whether an address is neither of this machine, of a private network, nor multicast."""
     ip = ipaddress.ip_address(address.split("%")[0])
     ip = getattr(ip, "ipv4_mapped", None) or ip
     return ip.is_global and not ip.is_multicast

@@ -120,7 +120,7 @@ def number_words(text: str, num_words: int, relation: str = "at least") -> bool:
 
 @instruction("length_constraints:number_paragraphs")
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Paragraphs with the markdown divider `***` between them."""
+    """Count paragraphs separated by the markdown divider `***`."""
     parts = re.split(r"\s?\*\*\*\s?", text)
     inner = parts[1:-1] if len(parts) > 1 else []
     return all(part.strip() for part in inner) and num_paragraphs == sum(
@@ -132,7 +132,7 @@ def number_paragraphs(text: str, num_paragraphs: int) -> bool:
 def nth_paragraph_first_word(
     text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
-    """Paragraphs with two line breaks between them, counted from 1."""
+    """Check the first word of a paragraph; paragraphs are separated by two line breaks and count from 1."""
     paragraphs = [part.strip() for part in re.split(r"\n\n", text) if part.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= len(paragraphs):
         return False
@@ -172,7 +172,7 @@ def constrained_response(text: str) -> bool:
 
 @instruction("detectable_format:number_highlighted_sections")
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    """`*so*` or `**so**`."""
+    """Count sections written as `*text*` or `**text**`."""
     double = re.findall(r"\*\*([^\n*]+)\*\*", text)
     single = re.findall(r"(?<!\*)\*([^\n*]+)\*(?!\*)", text)
     return sum(bool(part.strip()) for part in [*double, *single]) >= num_highlights
@@ -198,7 +198,7 @@ def json_format(text: str) -> bool:
 
 @instruction("detectable_format:title")
 def title(text: str) -> bool:
-    """`<<so>>` in one line."""
+    """Find `<<title>>` on one line."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
         if start >= 0 and line[start + 2 : max(end, 0)].strip("<> \t\r"):
@@ -211,7 +211,7 @@ def title(text: str) -> bool:
 
 @instruction("combination:two_responses")
 def two_responses(text: str) -> bool:
-    """Two different responses with six stars between them."""
+    """Check for two different responses separated by six asterisks."""
     parts = [part.strip() for part in text.split("******")]
     if any(not part for part in parts[1:-1]):
         return False
@@ -271,7 +271,7 @@ def _compare(count: int, wanted: int, relation: str) -> bool:
 
 
 def _language(text: str) -> str | None:
-    """A code such as "en"; None for text without a language, which counts as any."""
+    """Return a code such as "en"; None if no language is detected, which matches any."""
     detect, failure = _detector()
     try:
         return detect(text[:_MAX_DETECT_CHARS])

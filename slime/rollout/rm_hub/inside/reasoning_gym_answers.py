@@ -46,7 +46,7 @@ def load():
 
 
 def is_no_number(text):
-    """Whether the text has a NaN in it, real or imaginary: `min(1.0, nan)`, as tasks score, is 1.0."""
+    """Return whether the text contains a NaN: tasks score by `min(1.0, nan)`, which is 1.0."""
     return bool(re.search("(?<![a-z])nan[ij]?(?![a-z])", "".join(text.lower().split())))
 
 
@@ -76,7 +76,7 @@ def nothing_evaluated(sympy_parser):
 
 
 def plain_value(text):
-    """`eval` for numbers, texts, containers and operators."""
+    """Evaluate numbers, strings, containers and operators, and nothing else."""
     tree = ast.parse(text.strip(), mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, _PLAIN):
