@@ -83,7 +83,7 @@ def test_weights_swap_while_requests_are_under_way(tiny_model, tiny_data, tmp_pa
 def test_colocation_is_refused_with_what_to_do(tiny_model, tiny_data, tmp_path):
     words = runs.command(tiny_model, tiny_data, tmp_path / "run", colocate=True)
     status, output = runs.run(words, script="train_async.py")
-    assert status == 2 and "leave --colocate" in output
+    assert status == 2 and "remove --colocate" in output
     words = runs.command(
         tiny_model, tiny_data, tmp_path / "run", colocate=True, rollout_function_path=FULLY
     )
