@@ -26,10 +26,14 @@ def write_report(run_dir: str | Path) -> Path:
 def render_report(run: RunData) -> str:
     environment = page_templates("slime.runlog.report")
     environment.filters.update(number=number, score=score, signed=signed, duration=duration)
-    script = environment.get_template("report.js.jinja").render()
+    # uPlot is vendored so that the page needs no network; its files are no templates.
+    folder = Path(__file__).parent / "templates"
+    script = (folder / "uPlot.iife.min.js").read_text()
+    script += environment.get_template("report.js.jinja").render()
     return environment.get_template("report.html.jinja").render(
         policy=Markup(content_policy(script)),
         script=Markup(script),
+        chart_style=Markup((folder / "uPlot.min.css").read_text()),
         name=run.run_dir.resolve().name,
         header=sections.header(run),
         reward=sections.reward_chart(run),

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from slime.runlog import metric_names as names
 from slime.runlog.format import count, duration, layout, model_name, number, score
-from slime.runlog.report.charts import Chart, Line, line_chart, stacked_bars
+from slime.runlog.report.charts import Chart, Line, stacked_bars
 from slime.runlog.run_data import RunData
 from slime.runlog.sample_log import SampleRow, evenly
 
@@ -31,12 +31,6 @@ _SMALL_CHARTS = (
     ("Clipped tokens", names.CLIP_FRACTION, False, "share of response tokens"),
     ("KL to the reference", names.KL, False, "estimate over response tokens"),
 )
-
-
-@dataclass(kw_only=True, frozen=True)
-class Drawn:
-    chart: Chart
-    svg: Markup
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -68,7 +62,7 @@ class PhaseRow:
 
 @dataclass(kw_only=True, frozen=True)
 class Phases:
-    svg: Markup
+    chart: Markup
     rows: list[PhaseRow]
 
 
@@ -106,19 +100,20 @@ def header(run: RunData) -> Header:
     )
 
 
-def reward_chart(run: RunData) -> Drawn | None:
+def reward_chart(run: RunData) -> Chart | None:
     lines = []
     if points := run.series.get(names.REWARD):
         lines.append(Line(name="train", points=points, color=0))
     for i, name in enumerate(run.eval_datasets()):
         points = run.eval_reward(name)
         lines.append(Line(name=f"eval {name}", points=points, color=1 + i % 6, markers=True))
-    chart = Chart(title="Reward", lines=lines, width=1120, height=300, resumed_at=run.resumed_at)
-    return _draw(chart)
+    if not lines:
+        return None
+    return Chart(title="Reward", lines=lines, height=300, resumed_at=run.resumed_at)
 
 
-def small_charts(run: RunData) -> list[Drawn]:
-    charts = [
+def small_charts(run: RunData) -> list[Chart]:
+    return [
         Chart(
             title=title,
             help=meaning,
@@ -129,7 +124,6 @@ def small_charts(run: RunData) -> list[Drawn]:
         for title, metric, log, meaning in _SMALL_CHARTS
         if run.series.get(metric)
     ]
-    return [drawn for chart in charts if (drawn := _draw(chart))]
 
 
 def phases(run: RunData) -> Phases | None:
@@ -149,7 +143,7 @@ def phases(run: RunData) -> Phases | None:
         )
         for name in every
     ]
-    return Phases(svg=stacked_bars(run.phases, colors, 760, 220), rows=rows)
+    return Phases(chart=stacked_bars(run.phases, colors, height=220), rows=rows)
 
 
 def samples(run: RunData) -> Samples:
@@ -183,10 +177,6 @@ def config(run: RunData) -> dict[str, list[ConfigRow]]:
 def starts(run: RunData) -> list[tuple[str, str]]:
     """(when, on what) for each start of the run."""
     return [(_date(start["time"]), _machine(start)) for start in run.starts]
-
-
-def _draw(chart: Chart) -> Drawn | None:
-    return Drawn(chart=chart, svg=line_chart(chart)) if chart.lines else None
 
 
 def _status(run: RunData) -> tuple[str, str]:
