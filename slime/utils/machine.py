@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import operator
 import os
 import platform
 import re
@@ -29,14 +28,6 @@ PACKAGES = (
 )
 
 _IDLE_MIB = 1024
-_COMPARE = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-}
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -61,11 +52,27 @@ def requirement_of(package: str) -> str:
 
 def allows(requirement: str, version: str) -> bool:
     """Return whether a version satisfies a requirement; build suffixes such as +cu130 are ignored."""
-    installed = _release(version)
-    return all(
-        _COMPARE[sign](installed, _release(bound))
-        for sign, bound in re.findall(r"([<>=!]=|[<>])\s*([\w.]+)", requirement)
-    )
+    try:
+        from packaging.requirements import Requirement
+    except ModuleNotFoundError:  # `slime doctor` also runs where nothing is installed
+        return True
+    return Requirement(requirement).specifier.contains(version, prereleases=True)
+
+
+@cache
+def _requirements() -> dict[str, str]:
+    """Return slime's requirements by package, extras included, without markers."""
+    try:
+        from packaging.requirements import Requirement
+
+        listed = [Requirement(line) for line in metadata.requires("slime") or []]
+    except ModuleNotFoundError:  # packaging, or slime's metadata in a checkout not installed
+        return {}
+    found = {}
+    for requirement in listed:
+        requirement.marker = None
+        found[requirement.name.lower()] = str(requirement)
+    return found
 
 
 def usable_cores() -> int:
@@ -165,19 +172,3 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return reply.stdout.strip() if reply.returncode == 0 else None
-
-
-@cache
-def _requirements() -> dict[str, str]:
-    try:
-        listed = metadata.requires("slime") or []
-    except metadata.PackageNotFoundError:  # run from a checkout that was not installed
-        listed = []
-    parts = [entry.split(";")[0].strip() for entry in listed]
-    return {re.split(r"[\[<>=!~ ]", part, maxsplit=1)[0].lower(): part for part in parts}
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Return (2, 13, 0, 0) for "2.13.0+cpu" and for "2.13"."""
-    numbers = [int(n) for n in re.match(r"[\d.]*", version)[0].split(".") if n]  # type: ignore[index]
-    return tuple([*numbers, 0, 0, 0, 0][:4])

@@ -1,9 +1,12 @@
-"""What `slime doctor --cluster` makes of facts that one machine cannot show."""
+"""`slime doctor --cluster`: findings from made-up facts, and links measured by fake probes."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from slime.cli.doctor import cluster_checks as checks
-from slime.cli.doctor.node_facts import NodeFacts
+from slime.cli.doctor.cluster import NodeLostError, measure_links
+from slime.cli.doctor.node_probe import NodeFacts
+from slime.ray.cpu_nodes import Node
 
 NODE = NodeFacts(
     address="10.0.0.1",
@@ -51,12 +54,63 @@ def test_what_an_interface_variable_means():
     assert chosen("NCCL_SOCKET_IFNAME", "eth") == ["eth0", "eth1"]
     assert chosen("NCCL_SOCKET_IFNAME", "=eth") == []
     assert chosen("NCCL_SOCKET_IFNAME", "^eth0") == ["eth1"]
-    assert (
-        checks.meeting_address(replace(NODE, wanted={"GLOO_SOCKET_IFNAME": "eth1"})) == "10.1.0.1"
-    )
+    assert checks.bind_address(replace(NODE, wanted={"GLOO_SOCKET_IFNAME": "eth1"})) == "10.1.0.1"
 
 
 def test_a_slow_link_is_named():
     rates = {("a", "b"): 1e9, ("b", "c"): 1e9, ("c", "a"): 1e8}
     found = checks.check_bandwidth(rates)
     assert found.status == "differs" and "c -> a" in found.advice and "a -> b" not in found.advice
+
+
+ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+
+
+class FakeProbes:
+    """`rates`: by address of the sender, the results of its measurements in order."""
+
+    def __init__(self, rates: dict[str, list[float]], dies_at: tuple[str, str] | None = None):
+        self._nodes = {Node(id=a, address=a): a for a in ADDRESSES}
+        self.lost: dict[str, str] = {}
+        self._rates = {address: list(values) for address, values in rates.items()}
+        self._dies_at = dies_at
+
+    @property
+    def nodes(self) -> list[Node]:
+        return list(self._nodes)
+
+    def call(self, node: Node, function: Callable, *args: object) -> object:
+        method = function.__name__
+        if (node.address, method) == self._dies_at or node not in self._nodes:
+            self._nodes.pop(node, None)
+            self.lost[node.address] = "was lost"
+            raise NodeLostError(node.address)
+        if method == "listen":
+            return 4000
+        return self._rates[node.address].pop(0) if method == "bandwidth" else ""
+
+    def call_all(self, function: Callable, *args: object) -> dict[str, object]:
+        return {node.address: self.call(node, function, *args) for node in self.nodes}
+
+
+def facts() -> list[NodeFacts]:
+    return [
+        NodeFacts(address=a, versions={}, gpus=0, busy_gpus=0, interfaces={"eth0": a}, wanted={})
+        for a in ADDRESSES
+    ]
+
+
+def test_a_slow_link_is_measured_again():
+    first, second, third = ADDRESSES
+    probes = FakeProbes({first: [10.0], second: [4.0, 3.0, 8.0], third: [1.0, 2.0, 1.5]})
+    links = measure_links(probes, facts(), seconds=1)  # type: ignore[arg-type]
+    assert links.rates == {(first, second): 10.0, (second, third): 8.0, (third, first): 2.0}
+    assert links.failures == {(a, b): "" for a in ADDRESSES for b in ADDRESSES if a != b}
+
+
+def test_links_of_a_node_lost_meanwhile_are_left_out():
+    first, second, third = ADDRESSES
+    probes = FakeProbes({first: [10.0], second: [10.0]}, dies_at=(third, "connect"))
+    links = measure_links(probes, facts(), seconds=1)  # type: ignore[arg-type]
+    assert links.rates == {(first, second): 10.0}
+    assert links.failures == {(first, second): "", (second, first): ""}

@@ -1,15 +1,17 @@
-"""What the looks at all nodes amount to: one finding per question, and how to mend it."""
+"""Turn the facts about all nodes into findings, each with a suggested fix."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from slime.cli.doctor.node_facts import NodeFacts
+from slime.cli.doctor.node_probe import NodeFacts
 
-_CLOCK_S = 1.0  # beyond what timestamps of logs and files are compared with
+_MAX_CLOCK_SPREAD_S = 1.0  # more makes timestamps of logs and files incomparable
 _SLOW = 0.5  # of the fastest link
+
+Link = tuple[str, str]  # from, to: addresses as Ray has them
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -20,8 +22,21 @@ class Finding:
     advice: str = ""
 
 
+@dataclass(kw_only=True)
+class Links:
+    failures: dict[Link, str] = field(default_factory=dict)  # '' if the connection works
+    rates: dict[Link, float] = field(default_factory=dict)  # bytes per second
+
+    def without(self, lost: set[str]) -> Links:
+        """Return the links between nodes that are still there."""
+        return Links(
+            failures={link: why for link, why in self.failures.items() if not lost & set(link)},
+            rates={link: rate for link, rate in self.rates.items() if not lost & set(link)},
+        )
+
+
 def check_nodes(answering: list[str], lost: dict[str, str], *, head: str) -> Finding:
-    """`lost`: by address what became of it; `head` is where a node joins."""
+    """`lost`: address -> reason; `head`: the address at which nodes join."""
     found = f"{len(answering)} answer: {', '.join(answering)}"
     if not lost:
         return Finding(name="nodes", status="ok", found=found)
@@ -31,7 +46,7 @@ def check_nodes(answering: list[str], lost: dict[str, str], *, head: str) -> Fin
 
 
 def check_versions(nodes: list[NodeFacts]) -> list[Finding]:
-    """One row per program: the same everywhere, or who has another one."""
+    """Return one finding per package: the same version everywhere, or which nodes differ."""
     findings = []
     for name in nodes[0].versions:
         by_version: dict[str, list[str]] = {}
@@ -51,21 +66,23 @@ def check_versions(nodes: list[NodeFacts]) -> list[Finding]:
 
 
 def check_clocks(offsets: dict[str, float]) -> Finding:
-    """`offsets`: by address, seconds ahead of this process's clock."""
+    """`offsets`: address -> seconds ahead of this process's clock."""
     spread = max(offsets.values()) - min(offsets.values())
-    if spread <= _CLOCK_S:
+    if spread <= _MAX_CLOCK_SPREAD_S:
         return Finding(name="clocks", status="ok", found=f"within {1000 * spread:.0f} ms")
     middle = sorted(offsets.values())[len(offsets) // 2]
     wrong = [
-        f"{a} by {o - middle:+.1f} s" for a, o in offsets.items() if abs(o - middle) > _CLOCK_S
+        f"{a} by {o - middle:+.1f} s"
+        for a, o in offsets.items()
+        if abs(o - middle) > _MAX_CLOCK_SPREAD_S
     ]
     found = f"off: {', '.join(wrong)}"
-    advice = "set them by NTP there: timedatectl set-ntp true, or chronyc makestep"
+    advice = "set them by NTP: timedatectl set-ntp true, or chronyc makestep"
     return Finding(name="clocks", status="differs", found=found, advice=advice)
 
 
 def check_gpus(nodes: list[NodeFacts], free: dict[str, tuple[float, float]]) -> Finding:
-    """`free`: by address, GPUs of Ray's that nobody has reserved, and all of them."""
+    """`free`: address -> (GPUs that no job has reserved, GPUs that Ray knows)."""
     found = ", ".join(f"{a} {have:g} of {total:g} free" for a, (have, total) in free.items())
     taken = [address for address, (have, total) in free.items() if have < total]
     if taken:
@@ -97,18 +114,18 @@ def unwritable_folder(folder: str, address: str, why: str) -> Finding:
 
 
 def check_folder(folder: str, wrote: str, text: str, read: dict[str, str]) -> Finding:
-    """`read`: by address, what the file holds there that `wrote` wrote."""
-    blind = {address: said for address, said in read.items() if said != text}
+    """`read`: address -> contents there of the file that `wrote` wrote."""
+    unread = {address: found for address, found in read.items() if found != text}
     name = f"folder {folder}"
-    if not blind:
+    if not unread:
         return Finding(name=name, status="ok", found=f"written on {wrote}, read on all nodes")
-    found = f"written on {wrote}; " + "; ".join(f"{a}: {said}" for a, said in blind.items())
-    advice = f"mount the same filesystem there on {', '.join(blind)}, or name a shared folder"
+    found = f"written on {wrote}; " + "; ".join(f"{a}: {found}" for a, found in unread.items())
+    advice = f"mount the same filesystem there on {', '.join(unread)}, or name a shared folder"
     return Finding(name=name, status="fails", found=found, advice=advice)
 
 
 def check_interfaces(nodes: list[NodeFacts]) -> list[Finding]:
-    """That the interfaces the variables name exist on each node."""
+    """Check that the interfaces named by the variables exist on each node."""
     findings = []
     names = sorted({name for node in nodes for name in node.wanted})
     for name in names:
@@ -121,7 +138,7 @@ def check_interfaces(nodes: list[NodeFacts]) -> list[Finding]:
                 for n in nodes
                 if n.address in without
             )
-            advice = f"set {name} for those nodes to one they have, or leave it unset: {there}"
+            advice = f"set {name} for those nodes to one they have, or unset it: {there}"
             found = f"{found}: no such interface on {', '.join(without)}"
             findings.append(Finding(name=name, status="fails", found=found, advice=advice))
         else:
@@ -130,7 +147,7 @@ def check_interfaces(nodes: list[NodeFacts]) -> list[Finding]:
 
 
 def matching(variable: str, node: NodeFacts) -> list[str]:
-    """Interfaces of the node that the variable means: NCCL's takes prefixes, =names and ^exclusions."""
+    """Return the interfaces that the variable selects: NCCL's takes prefixes, =names, ^exclusions."""
     wanted, names = node.wanted[variable], list(node.interfaces)
     if variable.startswith("GLOO"):
         return [name for name in names if name in wanted.split(",")]
@@ -142,16 +159,16 @@ def matching(variable: str, node: NodeFacts) -> list[str]:
     return [name for name in names if name.startswith(tuple(parts))]
 
 
-def meeting_address(node: NodeFacts) -> str:
-    """Where the others would reach it: the address of the interface its variables name."""
+def bind_address(node: NodeFacts) -> str:
+    """Return the address of the interface that the node's variables select."""
     for variable in node.wanted:
         for name in matching(variable, node):
             return node.interfaces[name]
     return node.address
 
 
-def check_reach(failures: dict[tuple[str, str], str]) -> Finding:
-    """`failures`: by (from, to) why it could not be connected to, '' where it could."""
+def check_reach(failures: dict[Link, str]) -> Finding:
+    """`failures`: (from, to) -> why no connection could be opened, '' if it could."""
     bad = {pair: why for pair, why in failures.items() if why}
     if not bad:
         return Finding(name="connections", status="ok", found=f"{len(failures)} ways, all open")
@@ -163,17 +180,17 @@ def check_reach(failures: dict[tuple[str, str], str]) -> Finding:
     return Finding(name="connections", status="fails", found=found, advice=advice)
 
 
-def check_bandwidth(rates: dict[tuple[str, str], float]) -> Finding:
-    """`rates`: by (from, to) bytes per second."""
+def check_bandwidth(rates: dict[Link, float]) -> Finding:
+    """`rates`: (from, to) -> bytes per second."""
     words = [f"{a} -> {b} {rate * 8 / 1e9:.1f} Gbit/s" for (a, b), rate in rates.items()]
-    slow = [f"{a} -> {b}" for a, b in slow_ways(rates)]
+    slow = [f"{a} -> {b}" for a, b in slow_links(rates)]
     if slow:
-        advice = f"look at cable, speed (ethtool) and other traffic of {', '.join(slow)}"
+        advice = f"check cables, link speed (ethtool) and other traffic of {', '.join(slow)}"
         return Finding(name="bandwidth", status="differs", found=", ".join(words), advice=advice)
     return Finding(name="bandwidth", status="ok", found=", ".join(words))
 
 
-def slow_ways(rates: dict[tuple[str, str], float]) -> list[tuple[str, str]]:
-    """Those far slower than the fastest."""
+def slow_links(rates: dict[Link, float]) -> list[Link]:
+    """Return the links far slower than the fastest."""
     best = max(rates.values(), default=0.0)
-    return [way for way, rate in rates.items() if rate < _SLOW * best]
+    return [link for link, rate in rates.items() if rate < _SLOW * best]

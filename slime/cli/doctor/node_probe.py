@@ -1,4 +1,4 @@
-"""One look at one node of a cluster: what is installed, which networks it has, what it reaches."""
+"""What `slime doctor --cluster` runs on each node: versions, GPUs, interfaces, disk and network."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _TIMEOUT_S = 5.0
 @dataclass(kw_only=True, frozen=True)
 class NodeFacts:
     address: str  # the one Ray knows it by
-    versions: dict[str, str]  # name -> version, "none" where it is not installed
+    versions: dict[str, str]  # name -> version, "none" if it is not installed
     gpus: int
     busy_gpus: int  # with memory in use
     interfaces: dict[str, str]  # name -> IPv4 address
-    wanted: dict[str, str]  # GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME where they are set
+    wanted: dict[str, str]  # GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME if they are set
 
 
-class Scout:
-    """Lives on one node while a cluster is examined."""
+class NodeProbe:
+    """A Ray actor on one node while the cluster is checked."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
@@ -61,14 +61,14 @@ class Scout:
     # ---- folder
 
     def write(self, folder: str) -> tuple[str, str]:
-        """A file for the others to read, and what it holds."""
+        """Write a file for the other nodes to read; return its path and its contents."""
         path, text = Path(folder) / f".slime-doctor-{secrets.token_hex(8)}", secrets.token_hex(8)
         Path(folder).mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         return str(path), text
 
     def read(self, path: str) -> str:
-        """What it holds here; an error in words where it cannot be read."""
+        """Return the contents of the file as seen on this node, or the error of reading it."""
         try:
             return Path(path).read_text()
         except OSError as error:
@@ -80,17 +80,17 @@ class Scout:
     # ---- network
 
     def listen(self, address: str) -> int:
-        """Take in whatever comes at a free port of `address`, until `hang_up`."""
+        """Accept and discard data at a free port of `address` until `stop_listening`."""
         self._listener = socket.create_server((address, 0))
-        threading.Thread(target=_swallow, args=(self._listener,), daemon=True).start()
+        threading.Thread(target=_discard, args=(self._listener,), daemon=True).start()
         return self._listener.getsockname()[1]
 
-    def hang_up(self) -> None:
+    def stop_listening(self) -> None:
         if self._listener is not None:
             self._listener.close()
 
-    def reach(self, address: str, port: int) -> str:
-        """'' when it can be connected to, else why not."""
+    def connect(self, address: str, port: int) -> str:
+        """Return '' if a connection can be opened, else why not."""
         try:
             socket.create_connection((address, port), timeout=_TIMEOUT_S).close()
         except OSError as error:
@@ -98,16 +98,16 @@ class Scout:
         return ""
 
     def bandwidth(self, address: str, port: int, seconds: float) -> float:
-        """Bytes per second to there over one connection."""
+        """Return the bytes per second sent over one connection."""
         with socket.create_connection((address, port), timeout=_TIMEOUT_S) as connection:
             connection.settimeout(_TIMEOUT_S + seconds)
-            began, sent = time.perf_counter(), 0
-            while time.perf_counter() - began < seconds:
+            started, sent = time.perf_counter(), 0
+            while time.perf_counter() - started < seconds:
                 connection.sendall(_CHUNK)
                 sent += len(_CHUNK)
             connection.shutdown(socket.SHUT_WR)
-            connection.recv(1)  # the other end closes once it has everything
-            return sent / (time.perf_counter() - began)
+            connection.recv(1)  # returns when the peer has read everything and closes
+            return sent / (time.perf_counter() - started)
 
 
 def _interfaces() -> dict[str, str]:
@@ -119,12 +119,12 @@ def _interfaces() -> dict[str, str]:
     return found
 
 
-def _swallow(listener: socket.socket) -> None:
+def _discard(listener: socket.socket) -> None:
     buffer = bytearray(1 << 20)
     while True:
         try:
             connection, _ = listener.accept()
-        except OSError:  # closed
+        except OSError:  # the listener was closed
             return
         with connection:
             while connection.recv_into(buffer):
