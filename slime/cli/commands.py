@@ -1,4 +1,4 @@
-"""The `slime` command; each subcommand is a thin front of the module that does the work."""
+"""The `slime` command; each subcommand imports and calls the module that does the work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _USAGE = """usage: slime COMMAND [OPTIONS]
   report        write report.html of a run folder
   doctor        what this machine has, what is missing, how to get it
 
-`slime COMMAND --help` lists the options of a command, `slime --version` says which slime this is."""
+`slime COMMAND --help` lists the options of a command, `slime --version` prints the version."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,10 +43,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(argv: list[str], *, closing_words: bool = True) -> int:
-    """`slime train`; without closing words where it is one stage of several."""
-    sys.path.insert(
-        0, str(Path.cwd())
-    )  # as for `python train.py`: hooks of the folder one works in
+    """Run `slime train`; `closing_words=False` if it is one stage of several."""
+    sys.path.insert(0, str(Path.cwd()))  # hooks of the working directory, as for `python train.py`
     return _loop()(argv, closing_words=closing_words)
 
 
@@ -127,7 +125,7 @@ def _doctor(argv: list[str]) -> int:
 
 
 def _loop() -> Callable[..., int]:
-    """`main` of train.py, which stands beside the package in a checkout."""
+    """Return `main` of train.py, which is beside the package in a checkout."""
     path = Path(__file__).resolve().parents[2] / "train.py"
     if not path.exists():
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""`slime quickstart`: from nothing to a rising reward, through the same train.py as any other run.
+"""`slime quickstart`: train a tiny model from scratch with the same train.py as any other run.
 
     data, tiny Qwen3 ──▶ warm-up (supervised) ──▶ GRPO on the reward, evaluated on held-out prompts
                          RUN_DIR/warmup           RUN_DIR/grpo
 
 The task and the model are in quickstart_task.py. Both stages are ordinary command lines of train.py,
-printed as one would type them.
+printed as you would type them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GOAL = 0.8
 
 @dataclass(kw_only=True, frozen=True)
 class Size:
-    """How much of everything; a warm-up rollout is ten optimizer steps, a GRPO rollout is one."""
+    """Sizes of both stages; a warm-up rollout is ten optimizer steps, a GRPO rollout is one."""
 
     warmup_rollouts: int
     warmup_batch: int  # samples per optimizer step
@@ -134,7 +134,7 @@ def grpo_command(run_dir: Path, data: TaskData, size: Size, seed: int) -> list[s
 
 
 def as_typed(words: list[str], width: int = 96) -> str:
-    """The command line, broken between flags."""
+    """Format the command line, with line breaks between flags."""
     flags: list[str] = []
     for word in words:
         if word.startswith("--"):
@@ -191,17 +191,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _new_folder(chosen: Path | None) -> Path:
     folder = chosen or Path("runs") / time.strftime("quickstart-%Y%m%d-%H%M%S")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"--run-dir {folder} is there already; name a new folder, or delete it")
+        raise ConfigError(f"--run-dir {folder} already exists; name a new folder, or delete it")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def _start_ray() -> bool:
-    """Once for both stages; whether it is ours to end, as it also does with this process."""
+    """Start Ray once for both stages; return whether it is ours to stop."""
     from slime.ray.cluster import connect
 
     ours = connect()
-    importlib.import_module("slime.ray.run")  # which the stages need, while the model is being made
+    importlib.import_module("slime.ray.run")  # needed by the stages; the model is still being made
     return ours
 
 

@@ -1,11 +1,11 @@
-"""What the quickstart teaches: five digits, sorted from the smallest to the largest.
+"""The quickstart's task: sort five digits from the smallest to the largest.
 
     prompt     Sort 53816            (in ChatML, as the tokenizer's chat template writes it)
     answer     13568                 reward 1, any other response 0
 
-The warm-up imitates a teacher who sorts well but, four times out of five, from the largest to the
-smallest: what it leaves is a model that can sort and does it the wrong way round. Everything that
-turns it round is learned from the reward.
+The warm-up imitates a teacher that sorts correctly but, four times out of five, in descending
+order. It leaves a model that can sort but uses the wrong order; the right one is learned from the
+reward alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CHAT_TEMPLATE = (
 
 @dataclass(kw_only=True, frozen=True)
 class TaskData:
-    """The three files, `{"prompt": "Sort 53816", "answer": "13568"}` a line; no two share a prompt."""
+    """Three files with lines `{"prompt": "Sort 53816", "answer": "13568"}`; no prompt occurs twice."""
 
     warmup: Path
     train: Path
@@ -49,7 +49,7 @@ class TaskData:
 
 
 async def reward(args: object, sample: Sample) -> float:
-    """1 for exactly the digits of the label, else 0."""
+    """Return 1 if the response is exactly the label, else 0."""
     return float(sample.response == sample.label)
 
 
@@ -77,25 +77,25 @@ def right_answer(number: str) -> str:
 
 
 def start_making_model(folder: Path, seed: int) -> Callable[[], int]:
-    """Have `write_model` done by a process of its own; the call that is returned waits for its answer.
+    """Run `write_model` in a subprocess; the returned function waits for it.
 
-    Meanwhile Ray can start, and the process that asks need not import torch at all.
+    Meanwhile Ray can start, and this process does not import torch.
     """
     command = [sys.executable, "-m", "slime.cli.quickstart_task", str(folder), str(seed)]
     env = child_env(TQDM_DISABLE="1")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
     def wait() -> int:
-        answer, _ = process.communicate()
+        output, _ = process.communicate()
         if process.returncode:
-            raise UserError(f"no model could be made in {folder}: the lines above say why")
-        return int(answer)
+            raise UserError(f"creating the model in {folder} failed: see the lines above")
+        return int(output)
 
     return wait
 
 
 def write_model(folder: Path, *, seed: int) -> int:
-    """A Qwen3 with random weights and its tokenizer; the number of parameters."""
+    """Write a Qwen3 with random weights and its tokenizer; return the number of parameters."""
     with collector_off():
         import torch
         from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -124,7 +124,7 @@ def write_model(folder: Path, *, seed: int) -> int:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, with a few words merged to one token each, and ChatML."""
+    """Return a byte-level tokenizer with a few words merged to one token each, and ChatML."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -22,7 +22,7 @@ from slime.core.errors import ConfigError
         (["--host-memory", "-1"], "--host-memory must be a number above 0, not -1"),
         (["--html"], "--html needs the name of the file"),
         (["--html", "--json"], "--html needs the name of the file"),
-        (["--html", "/no/such/folder/plan.html"], "there is no folder /no/such/folder"),
+        (["--html", "/no/such/folder/plan.html"], "/no/such/folder does not exist"),
     ],
 )
 def test_options(words, sentence):
@@ -34,9 +34,9 @@ def test_options(words, sentence):
 @pytest.mark.parametrize(
     ("gpus", "words", "sentence"),
     [
-        (12, [], "12 is no whole number of machines with 8 GPUs: add --num-gpus-per-node 6 or"),
-        (13, [], "13 is no whole number of machines with 8 GPUs: give another number of GPUs"),
-        (12, ["--num-gpus-per-node", "5"], "12 is no whole number of machines with 5 GPUs"),
+        (12, [], "12 is not a multiple of the 8 GPUs of a machine: add --num-gpus-per-node 6 or"),
+        (13, [], "13 is not a multiple of the 8 GPUs of a machine: give another number of GPUs"),
+        (12, ["--num-gpus-per-node", "5"], "12 is not a multiple of the 5 GPUs of a machine"),
         (None, [], "--suggest needs the number of GPUs"),
         (8, [], "the plan needs the model's shape"),
     ],

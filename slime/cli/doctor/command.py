@@ -1,6 +1,6 @@
 """`slime doctor`: what this machine has, what is missing, and what to type to get it.
 
-Imports nothing but the standard library, so that it runs where the rest cannot.
+Needs only the standard library, so that it runs where the dependencies are missing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.utils.machine import allows, requirement_of
 from slime.utils.te_probe import probe_te
 
 GIB = 2**30
-# Ports people reach for: Ray's head and dashboard, and an engine started by hand.
+# Usual ports of Ray's head and dashboard, and of an engine started by hand.
 _USUAL_PORTS = {6379: "Ray head", 8265: "Ray dashboard", 30000: "slime engine"}
 _GPU_ONLY = ("sglang", "transformer-engine")
 _MARKS = {"ok": ("ok", "32"), "warning": ("warning", "33"), "missing": ("missing", "31")}
@@ -29,7 +29,7 @@ _MARKS = {"ok": ("ok", "32"), "warning": ("warning", "33"), "missing": ("missing
 
 @dataclass(kw_only=True, frozen=True)
 class Check:
-    """One row. A row that is needed and missing means that the quickstart cannot run here."""
+    """One row. The quickstart cannot run here if a needed row is missing."""
 
     name: str
     status: Literal["ok", "warning", "missing"]
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--cluster",
         action="store_true",
-        help="look at every node of a running Ray cluster instead; exit status 0: all alike and able",
+        help="check every node of a running Ray cluster instead; exit status 0: no problem found",
     )
     parser.add_argument(
         "--sglang",
@@ -93,12 +93,14 @@ def _examine_cluster(options: argparse.Namespace) -> int:
         if finding.advice:
             print(f"{'':7}  {'':<{width}}  -> {finding.advice}")
     if options.save is None:
-        print(f"{'':7}  {'folder':<{width}}  not looked at: name the one of --save with --save DIR")
+        print(
+            f"{'':7}  {'folder':<{width}}  not checked: name the folder of --save with --save DIR"
+        )
     return 0 if able else 1
 
 
 def examine(folder: str | Path = ".") -> list[Check]:
-    """Every check of this machine, `folder` being where runs would be written."""
+    """Run all checks of this machine; `folder` is where runs would be written."""
     gpus = machine.gpus()
     return [
         check_system(),
@@ -191,7 +193,7 @@ def check_gpus(gpus: list[machine.Gpu]) -> Check:
 
 
 def check_package(package: str, name: str) -> Check:
-    """A package slime cannot do without, in the range its metadata asks for."""
+    """Check a required package against the version range in slime's metadata."""
     wanted = requirement_of(package)
     version = machine.package_version(package)
     if version is None:
@@ -215,7 +217,7 @@ def check_other_packages() -> Check:
 
 
 def check_extra(package: str, name: str, without: str, command: str = "") -> Check:
-    """A package that more can be done with."""
+    """Check an optional package."""
     wanted = requirement_of(package)
     command = command or f"{_pip()} install '{wanted}'"
     version = machine.package_version(package)
@@ -230,7 +232,7 @@ def check_extra(package: str, name: str, without: str, command: str = "") -> Che
 
 
 def check_te() -> Check:
-    """Whether its compiled extension can be loaded with this torch, and what FP8 the GPU has."""
+    """Check that its compiled extension loads with this torch, and which FP8 the GPU supports."""
     command = f"{_pip()} install --no-build-isolation 'transformer_engine[pytorch]'"
     check = check_extra(
         "transformer-engine", "TransformerEngine", "Megatron uses slime's own layers", command
@@ -253,7 +255,7 @@ def check_te() -> Check:
 
 
 def check_bubblewrap() -> Check:
-    """The sandbox for programs that a model wrote, tried by running one."""
+    """Check the sandbox for programs that a model wrote, by running one."""
     from slime.rollout.sandbox import bubblewrap_version, check_sandbox
 
     try:
@@ -272,7 +274,7 @@ def check_bubblewrap() -> Check:
 
 
 def check_ports() -> Check:
-    """slime picks free ports by itself; what matters is that loopback can be listened on."""
+    """Check that loopback can be listened on; slime picks free ports by itself."""
     if not _can_listen(0):
         advice = "allow this user to listen on 127.0.0.1"
         return Check(
@@ -284,7 +286,7 @@ def check_ports() -> Check:
     return Check(
         name="Ports",
         status="ok",
-        found=f"in use: {', '.join(taken)}; slime takes others by itself",
+        found=f"in use: {', '.join(taken)}; slime picks others",
         advice="to join a Ray cluster that is running, set RAY_ADDRESS"
         if "Ray" in taken[0]
         else "",
@@ -314,13 +316,13 @@ def check_disk(folder: Path) -> Check:
 def check_memory() -> Check:
     available = machine.available_memory() / GIB
     found = f"{available:.1f} GiB available"
-    advice = "end other programs, or use a machine with more"
+    advice = "stop other programs, or use a machine with more memory"
     return _by_amount("Memory", available, enough=6, least=2, found=found, advice=advice)
 
 
 def check_cores() -> Check:
     cores = machine.usable_cores()
-    advice = "two or more let trainer and engine work without waiting for each other"
+    advice = "with two or more, trainer and engine do not wait for each other"
     return _by_amount("Cores", cores, enough=2, least=1, found=str(cores), advice=advice)
 
 
@@ -335,7 +337,7 @@ def _by_amount(
 
 
 def _pip() -> str:
-    """pip of this very Python, as one would type it here."""
+    """Return the pip command of this Python, as typed in this folder."""
     python, here = Path(sys.executable), Path.cwd()
     return f"{python.relative_to(here) if python.is_relative_to(here) else python} -m pip"
 

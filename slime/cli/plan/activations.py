@@ -1,23 +1,23 @@
-"""What a layer keeps from its forward pass for its backward pass, in elements per token of one rank.
+"""Activations that a layer saves for its backward pass, in elements per token of one rank.
 
-Counted from what slime's layers really save on a GPU. Per token and tensor rank (H hidden, q and kv the
+Counted from what slime's layers save on a GPU. Per token and tensor rank (H hidden, q and kv the
 widths of queries and of keys, F the MLP's, all over TP; H over TP under sequence parallelism):
 
     input of the norm        H        kept for its backward pass
-    output of the norm       H        input of the projection; computed again with "layernorm" recomputed
-    projections      q + 2 kv + q     Megatron, where queries and keys are normalised: they are views of one
-                                      tensor, queries are laid out anew; FSDP: q + kv
-    rotated queries          q
-    keys and values       kv + kv     q + q where the kernel wants as many heads of keys as of queries
+    output of the norm       H        input of the projection; recomputed with --recompute-modules layernorm
+    projections      q + 2 kv + q     Megatron with QK norm: views of one tensor, queries copied;
+                                      FSDP: q + kv
+    queries after RoPE       q
+    keys and values       kv + kv     q + q if the kernel needs as many key heads as query heads
     attention's output       q        input of the output projection
     norm, as above         2 H
-    gate and up             2 F       silu(gate) * up is computed again
+    gate and up             2 F       silu(gate) * up is recomputed
 
-Attention's scores never exist. An expert keeps its input and gate and up, for every token sent to it.
+Attention scores are never materialised. An expert saves its input, gate and up for every routed token.
 
-TransformerEngine's layers keep the same, but a norm that is fused into a linear layer (all but those before
-experts) is not computed again. In FP8 a linear layer keeps its input in one byte per element beside what
-others keep in bf16, and silu(gate) * up is kept so too.
+TransformerEngine's layers save the same, but a norm that is fused into a linear layer (all but those
+before experts) is not recomputed. In FP8 a linear layer saves its input in one byte per element in
+addition to the bf16 activations of others, and silu(gate) * up is saved in one byte too.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _FP8_SHARE = 0.5  # of an element of two bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerKeeps:
-    """Elements per token of one layer; `boundary` is what stays when the layer is computed again."""
+class SavedPerLayer:
+    """Elements per token of one layer; `boundary` is what remains if the layer is recomputed."""
 
     boundary: float
     attention: float
@@ -47,8 +47,8 @@ class LayerKeeps:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    dense: LayerKeeps
-    moe: LayerKeeps
+    dense: SavedPerLayer
+    moe: SavedPerLayer
     backward: float  # elements per token that exist at once while a layer's gradient is computed
 
     @property
@@ -74,8 +74,10 @@ def layer_cost(args: Args, shape: Shape, sizes: Sizes, *, repeats_keys: bool) ->
         dense += 2 * hidden
     widest = max(shape.ffn / sizes.tp, shape.experts_per_token * shape.expert_ffn / sp)
     return LayerCost(
-        dense=LayerKeeps(boundary=hidden, attention=attention, mlp=dense),
-        moe=LayerKeeps(boundary=hidden, attention=attention, mlp=moe if shape.num_experts else 0),
+        dense=SavedPerLayer(boundary=hidden, attention=attention, mlp=dense),
+        moe=SavedPerLayer(
+            boundary=hidden, attention=attention, mlp=moe if shape.num_experts else 0
+        ),
         backward=4 * widest + 2 * shape.hidden,
     )
 
@@ -98,7 +100,7 @@ def _attention(shape: Shape, sizes: Sizes, *, megatron: bool, repeats_keys: bool
     elif values_are_views:
         projections = q + 2 * kv
     each = q if repeats_keys else kv
-    # Under context parallelism those of all ranks, each as far as this rank's queries look.
+    # Under context parallelism: those of all ranks, as far as this rank's queries attend.
     keys = each * (sizes.cp + 0.5 if sizes.cp > 1 else 1)
     values = 0.0 if values_are_views else keys
     log_sums = shape.heads / sizes.tp * 2  # fp32, in elements of two bytes
@@ -106,16 +108,16 @@ def _attention(shape: Shape, sizes: Sizes, *, megatron: bool, repeats_keys: bool
 
 
 def _latent_attention(shape: Shape, sizes: Sizes) -> float:
-    """DeepSeek's: two compressed latents and their norms, then whole queries, keys and values."""
+    """MLA: two compressed latents and their norms, then full queries, keys and values."""
     heads = shape.heads / sizes.tp
     latents = 2 * (shape.q_lora + shape.kv_lora) + shape.rope_dim
-    wide = heads * (shape.qk_dim + shape.qk_nope + shape.v_dim)  # what the projections give
+    wide = heads * (shape.qk_dim + shape.qk_nope + shape.v_dim)  # outputs of the projections
     assembled = heads * (2 * shape.qk_dim + 2 * shape.v_dim)
     return latents + wide + assembled
 
 
 def _experts(shape: Shape, sizes: Sizes, sp: int, recomputed: set[str], fp8: float) -> float:
-    sent = shape.experts_per_token / sp * sizes.etp  # tokens an even router sends to this rank
+    sent = shape.experts_per_token / sp * sizes.etp  # routed to this rank, with balanced experts
     inner = 0 if "moe_act" in recomputed else (2 + fp8) * shape.expert_ffn / sizes.etp
     each = shape.hidden * (fp8 or 1.0) + inner
     router = 3 * 2 * shape.num_experts / sp  # scores and probabilities in fp32

@@ -1,4 +1,4 @@
-"""The flag that would help most: found by planning again with each candidate changed."""
+"""Find the flag that would help most, by planning again with each candidate changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.cli.plan.plan import Machine, Plan, plan_from_count
 from slime.config.arguments import Args
 from slime.config.flags.spec import option_of
 
-# What to change, in flags; the model on each rank stays the same, so it need not be counted again.
+# Returns the flags to change. The model on each rank stays the same and is not counted again.
 Change = Callable[[Args], dict[str, Any] | None]
 
 
@@ -27,7 +27,7 @@ class Advice:
 
 
 def find_advice(plan: Plan, machine: Machine) -> list[Advice]:
-    """Best first: what makes it fit, then what saves most."""
+    """Return changes, best first: those that make it fit, then those that save most."""
     found = []
     for change in _CHANGES:
         values = change(plan.args)

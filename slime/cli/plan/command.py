@@ -1,4 +1,4 @@
-"""`slime plan`: what a configuration needs, before anything is started."""
+"""`slime plan`: memory and layout of a configuration, before anything is started."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 from slime.cli.plan.advice import find_advice
-from slime.cli.plan.as_json import plan_json
 from slime.cli.plan.memory import GIB
 from slime.cli.plan.plan import Machine, Plan, make_plan, with_advice
+from slime.cli.plan.render import plan_json, print_plan
 from slime.cli.plan.request import PlanOptions, gpu_capacity, planned_args, split_options
-from slime.cli.plan.table import print_plan
 from slime.config.installed import is_installed
 from slime.core.errors import ConfigError
 
@@ -22,7 +21,7 @@ no weights and no data; MODEL_ARGS of scripts/models, or a config.json in --hf-c
 
   --gpu-memory GIB    of one GPU, as nvidia-smi counts it (default: this machine's, or 80)
   --host-memory GIB   of one machine; with it, too little is "does not fit"
-  --gpus N            GPUs there are; a job that asks for more is refused
+  --gpus N            number of available GPUs; a job that needs more is refused
   --suggest           propose layouts for the model on --gpus N, best first
   --json              one JSON object (docs/planning.md)
   --html FILE         write a page with the machines, GPUs, groups and memory

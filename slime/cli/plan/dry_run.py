@@ -1,4 +1,4 @@
-"""`--dry-run`: everything resolved and checked, and the plan for the GPUs it is meant for; nothing starts."""
+"""`--dry-run`: resolve and check everything, print the plan, start nothing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from slime.cli.plan.command import machine_of, need_megatron, with_best_advice
 from slime.cli.plan.plan import make_plan
+from slime.cli.plan.render import print_plan
 from slime.cli.plan.request import planned_args, split_options
-from slime.cli.plan.table import print_plan
 from slime.config.arguments import Args, parse_args, print_resolved, resolve
 from slime.config.flags.draft import Draft, Origin
 from slime.config.flags.parser import read_command_line, read_config
@@ -18,7 +18,7 @@ from slime.core.errors import ConfigError, UserError
 
 
 def is_dry_run(argv: list[str] | None) -> bool:
-    """Asked before anything is parsed: the flags may describe another machine."""
+    """Read before the flags are parsed, as they may describe another machine."""
     words = sys.argv[1:] if argv is None else argv
     if "--dry-run" in words or not any(word.split("=")[0] == "--config" for word in words):
         return "--dry-run" in words
@@ -28,7 +28,7 @@ def is_dry_run(argv: list[str] | None) -> bool:
 def dry_run(argv: list[str] | None, check_start: Callable[[Args], None]) -> int:
     """Resolve the flags, check what a start would check, print the plan.
 
-    A run that only a machine with GPUs can take is resolved for one, where this has none.
+    If this machine has no GPU and the run needs some, it is resolved for a machine with GPUs.
     """
     options, rest = split_options(sys.argv[1:] if argv is None else argv)
     refused = None
@@ -48,7 +48,7 @@ def dry_run(argv: list[str] | None, check_start: Callable[[Args], None]) -> int:
         try:
             need_megatron(args.train_backend)
             plan = with_best_advice(make_plan(args, machine_of(options)), options)
-        except ConfigError:  # what the run would refuse too
+        except ConfigError:  # the run would refuse it too
             raise
         except UserError as error:
             print(f"  no memory plan: {error}")
@@ -58,7 +58,7 @@ def dry_run(argv: list[str] | None, check_start: Callable[[Args], None]) -> int:
 
 
 def _resolve_with_gpus(words: list[str], refused: ConfigError) -> Args:
-    """The flags as a machine with GPUs takes them; what such a machine refuses too is just wrong."""
+    """Resolve the flags for a machine with GPUs; raise `refused` if they are wrong there too."""
     if count_gpus():
         raise refused
     typed = read_command_line(words)

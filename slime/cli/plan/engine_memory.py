@@ -1,27 +1,27 @@
-"""What an engine has on one of its GPUs: weights, KV cache, graphs; and how many requests that holds."""
+"""GPU memory of an engine: weights, KV cache, CUDA graphs; and how many requests fit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from slime.backends.model_size.rank_model import WholeModel
-from slime.cli.plan.batches import longest_sample
 from slime.cli.plan.memory import GIB, Item
 from slime.cli.plan.model_shape import Shape
+from slime.cli.plan.rank_layout import longest_sample
 from slime.cli.plan.trainer_memory import CUDA_CONTEXT, NCCL_GROUP
 from slime.config.arguments import Args
 
 _DEFAULT_FRACTION = 0.85
 _DEFAULT_CHUNK = 8192
 _DEFAULT_RUNNING = 256  # of the embedded engine
-_GRAPH_ROW = 2 << 20  # what SGLang itself sets aside per row of its largest graph
+_GRAPH_ROW = 2 << 20  # that SGLang reserves per row of its largest graph
 _SCALE_BYTES = 4 / (128 * 128)
 _MATRICES = ("attention", "kv", "latent", "mlp", "shared", "experts")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """Of one engine; a request at full length is the longest prompt and response together."""
+    """KV cache of one engine; a request at full length is the longest prompt plus response."""
 
     bytes_per_gpu: int
     bytes_per_token: int  # on one GPU
@@ -66,7 +66,7 @@ class Engine:
         return int(size / (self.args.sglang_pp_size or 1))
 
     def static(self) -> list[Item]:
-        """Weights and KV cache: what --sglang-mem-fraction-static is the share of."""
+        """Return weights and KV cache, which --sglang-mem-fraction-static bounds."""
         cache = self.cache().bytes_per_gpu
         note = f"fraction {self.fraction:g}" + ("" if self._fraction_given else ", the default")
         kind = "fp8" if self.shape.fp8 else self.args.precision
@@ -96,12 +96,12 @@ class Engine:
     def cache(self) -> KVCache:
         per_token = self._bytes_per_token()
         overheads = sum(item.nbytes for item in self.overhead())
-        if self.args.rollout_engine == "slime":  # its share is of the whole card
-            room = self.capacity * self.fraction - self.weights() - overheads
+        if self.args.rollout_engine == "slime":  # its fraction is of the whole GPU
+            free = self.capacity * self.fraction - self.weights() - overheads
         else:
-            room = (self.capacity - overheads) * self.fraction - self.weights()
+            free = (self.capacity - overheads) * self.fraction - self.weights()
         page = self.args.sglang_page_size or 1
-        tokens = max(int(room // per_token) // page * page, 0)
+        tokens = max(int(free // per_token) // page * page, 0)
         if self.args.sglang_max_total_tokens:
             tokens = min(tokens, self.args.sglang_max_total_tokens)
         longest = longest_sample(self.args, self.shape)
@@ -132,7 +132,7 @@ class Engine:
         return 2 if self.args.precision == "bf16" else 4
 
     def _split(self, part: str) -> int:
-        """Over how many GPUs a part is cut; the rest hold copies."""
+        """Return the number of GPUs that a part is sharded over; the others hold replicas."""
         alone = self.dp > 1 and self.args.sglang_moe_dense_tp_size
         deepep = self.args.sglang_moe_a2a_backend in ("deepep", "mooncake")
         cuts = {

@@ -1,7 +1,7 @@
-"""Host memory of a machine: CPU Adam, what sleeps there, copies of weights, processes.
+"""Host memory of a machine: CPU Adam, offloaded trainers, copies of weights, processes.
 
-Pinned memory is taken from torch's host allocator, which rounds every block up to a power of two: a
-buffer of weights of 18.9 GB takes 34.4 GB while its GPU is lent to the engine.
+Pinned memory comes from torch's host allocator, which rounds every block up to a power of two: an
+offloaded weight buffer of 18.9 GB takes 34.4 GB.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Host:
         return ranks[min(stage, len(ranks) - 1)]
 
     def _adam(self, ranks: list[RankModel]) -> list[Item]:
-        """fp32 weights and moments, and pinned fp32 gradients on their way to them."""
+        """Return fp32 weights and moments, and pinned fp32 gradients copied from the GPU."""
         if self.args.train_backend != "megatron" or not self.args.optimizer_cpu_offload:
             return []
         share = offloaded_share(self.args)
@@ -69,7 +69,7 @@ class Host:
         ]
 
     def _frozen(self, ranks: list[RankModel]) -> list[Item]:
-        """A copy of each frozen model, and of the actor while one of them is in its place."""
+        """Return a copy of each frozen model, and of the actor while one of them replaces it."""
         names = frozen_models(self.args)
         if self.args.train_backend != "megatron" or not names:
             return []
@@ -78,7 +78,7 @@ class Host:
         return [*items, Item(name="actor's weights meanwhile", nbytes=each, note="pinned")]
 
     def _asleep(self, ranks: list[RankModel]) -> list[Item]:
-        """Without gradients, which are dropped after the last step."""
+        """Return the offloaded trainer, without gradients, which are dropped after the last step."""
         if not self.args.offload_train:
             return []
         weights = sum(_pinned(rank.weight_storages) for rank in ranks)
@@ -96,7 +96,7 @@ class Host:
         ]
 
     def _offloaded(self, ranks: list[RankModel]) -> list[Item]:
-        """FSDP's --fsdp-cpu-offload: parameters, gradients and moments, all in fp32."""
+        """Return what --fsdp-cpu-offload keeps: parameters, gradients and moments in fp32."""
         if not self.args.fsdp_cpu_offload:
             return []
         size = sum(2 * _pinned(_repeat(rank.weight_sizes)) + rank.moment_bytes for rank in ranks)
@@ -118,7 +118,7 @@ class Host:
         return items
 
     def _engine_backs_up(self) -> bool:
-        """The embedded engine keeps its weights when it lends its memory; SGLang's arrive anew."""
+        """The embedded engine backs up its weights when it releases memory; SGLang gets new ones."""
         if not self.args.offload_rollout:
             return False
         return self.args.rollout_engine == "slime" or bool(
@@ -132,7 +132,7 @@ class Host:
 
 
 def _pinned(sizes: Iterable[int]) -> int:
-    """Bytes that blocks of these sizes take in torch's allocator for pinned memory."""
+    """Return the bytes that blocks of these sizes take in torch's pinned-memory allocator."""
     return sum(1 << max(size - 1, 0).bit_length() for size in sizes if size)
 
 

@@ -1,4 +1,4 @@
-"""Bytes with names: what a plan is made of."""
+"""Named amounts of memory, of which a plan consists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What lies on one GPU at the fullest moment of a phase.
+    """Memory of one GPU at the peak of a phase.
 
     `without_offload` is the total if trainer and engine both stayed on the GPU.
     """
@@ -34,7 +34,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """Of the fullest machine."""
+    """Host memory of the machine that needs most."""
 
     node: int
     items: list[Item] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The config.json that MODEL_ARGS describe, for a plan made where the checkpoint is not."""
+"""Build the config.json that MODEL_ARGS describe, for a plan without the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONTEXT = 131072  # not in MODEL_ARGS; bounds lengths only
 
 
 def config_from_flags(given: dict[str, Any], *, fp8: bool = False) -> dict[str, Any] | None:
-    """None where the flags do not describe a model."""
+    """Return None if the flags do not describe a model."""
     if any(given.get(name) is None for name in _NEEDED):
         return None
     model_type = _model_type(given)
@@ -50,7 +50,7 @@ def write_config(config: dict[str, Any], folder: Path) -> Path:
 
 
 def _model_type(given: dict[str, Any]) -> str:
-    """The family whose layers have these parts."""
+    """Return the model family whose layers have these parts."""
     sparse = given.get("num_experts") is not None
     signs = (
         ("deepseek_v3", given.get("multi_latent_attention")),

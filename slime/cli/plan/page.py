@@ -1,4 +1,4 @@
-"""The picture of a plan: one HTML file, no network, with machines, GPUs, groups and memory as SVG."""
+"""A plan as one HTML file without network: machines, GPUs, groups and memory as SVG."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from slime.cli.plan.memory import GIB, Item, Phase
 from slime.cli.plan.plan import Plan
 from slime.cli.plan.rank_layout import Place
-from slime.cli.plan.table import summary_lines
+from slime.cli.plan.render import summary_lines
 from slime.runlog.html_page import page_templates
 from slime.runlog.jsonl import replace_file
 
-_WIDTH = 720  # of a memory bar, in the picture's units
+_WIDTH = 720  # of a memory bar, in SVG units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Bar:
     title: str
     blocks: list[Block]
     total: int
-    limit: float | None  # where the capacity is drawn
+    limit: float | None  # x of the line that marks the capacity
     note: str = ""
 
 

@@ -1,26 +1,32 @@
-"""The whole plan of a configuration: layout, batches, memory of every phase, and whether it fits."""
+"""The plan of a configuration: layout, batches, memory in every phase, and whether it fits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from slime.backends.model_size.count_model import CountRequest, count_models
-from slime.backends.model_size.rank_model import ModelCount
-from slime.cli.plan.batches import Batches, batches_of
+from slime.backends.model_size.rank_model import ModelCount, RankModel
 from slime.cli.plan.engine_memory import Engine, KVCache
 from slime.cli.plan.host_memory import Host
-from slime.cli.plan.memory import GIB, HostMemory, Phase
+from slime.cli.plan.memory import GIB, HostMemory, Item, Phase, total
 from slime.cli.plan.model_shape import Shape, read_shape
-from slime.cli.plan.phases import phases_of
-from slime.cli.plan.rank_layout import ClusterLayout, cluster_layout, stage_ranks
+from slime.cli.plan.rank_layout import (
+    Batches,
+    ClusterLayout,
+    batches_of,
+    cluster_layout,
+    stage_ranks,
+)
 from slime.cli.plan.trainer_memory import Trainer
 from slime.config.arguments import Args
 from slime.core.errors import UserError
 
 Verdict = Literal["fits", "tight", "does not fit"]
-# The allocator cannot use the last tenth well: blocks of odd sizes lie between others.
+# Fragmentation keeps the allocator from using the last tenth.
 _COMFORTABLE = 0.9
+_Items = Callable[[RankModel], list[Item]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +79,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the plan is for."""
+    """The machine that the plan is for."""
 
     gpu_bytes: float
     source: str
@@ -81,7 +87,7 @@ class Machine:
 
 
 def make_plan(args: Args, machine: Machine) -> Plan:
-    """UserError where the model or its layout is refused."""
+    """Plan one configuration; raise UserError if its model or layout is refused."""
     plan = make_plans([args], machine)[0]
     if isinstance(plan, UserError):
         raise plan
@@ -89,7 +95,7 @@ def make_plan(args: Args, machine: Machine) -> Plan:
 
 
 def make_plans(many: list[Args], machine: Machine) -> list[Plan | UserError]:
-    """Several configurations, whose models are counted by one process."""
+    """Plan several configurations; one process counts the parameters of all their models."""
     requests = [_request(args) for args in many]
     counts = count_models(requests)
     return [
@@ -128,3 +134,86 @@ def _request(args: Args) -> CountRequest:
 
 def with_advice(plan: Plan, advice: list[str]) -> Plan:
     return replace(plan, advice=advice)
+
+
+def phases_of(args: Args, trainer: Trainer, engine: Engine | None) -> list[Phase]:
+    shared = engine if args.colocate else None
+    phases = [
+        _trainer_phase("training", trainer.resident, trainer.training, trainer, shared),
+        _trainer_phase("log_probs", trainer.between_steps, trainer.log_probs, trainer, shared),
+    ]
+    if engine is None:
+        return phases
+    heavy = max(trainer.count.ranks, key=lambda rank: total(trainer.between_steps(rank)))
+    return [*phases, _rollout(trainer, engine, heavy), _update(trainer, engine, heavy)]
+
+
+def _trainer_phase(
+    name: str, held: _Items, work: _Items, trainer: Trainer, beside: Engine | None
+) -> Phase:
+    """Return the phase of the rank that needs most memory in it."""
+    there = _everything(beside) if beside else []
+    stays = beside.overhead() if beside and trainer.args.offload_rollout else there
+    phases = []
+    for rank in trainer.count.ranks:
+        working = [*work(rank), *trainer.overhead()]
+        phases.append(
+            Phase(
+                name=name,
+                where="shared" if beside else "trainer",
+                rank=rank.rank,
+                items=[*held(rank), *working, *stays],
+                without_offload=total([*trainer.resident(rank), *working, *there]),
+            )
+        )
+    return max(phases, key=lambda phase: phase.total)
+
+
+def _rollout(trainer: Trainer, engine: Engine, heavy: RankModel) -> Phase:
+    items = _everything(engine)
+    if not trainer.args.colocate:
+        return Phase(
+            name="rollout", where="engine", rank=0, items=items, without_offload=total(items)
+        )
+    resident = trainer.resident(heavy)
+    awake = [] if trainer.args.offload_train else resident
+    items += [*awake, *trainer.overhead()]
+    apart = total(resident) - total(awake)
+    return Phase(
+        name="rollout",
+        where="shared",
+        rank=heavy.rank,
+        items=items,
+        without_offload=total(items) + apart,
+    )
+
+
+def _update(trainer: Trainer, engine: Engine, heavy: RankModel) -> Phase:
+    """Trainer on the GPU without gradients; engines hold weights, and the KV cache afterwards."""
+    work = [*trainer.update(), *trainer.overhead()]
+    items = [*trainer.between_steps(heavy), *work]
+    awake = [*trainer.resident(heavy), *work]
+    if not trainer.args.colocate:
+        return Phase(
+            name="weight_update",
+            where="trainer",
+            rank=heavy.rank,
+            items=items,
+            without_offload=total(awake),
+        )
+    everything = _everything(engine)
+    there = everything
+    if trainer.args.offload_rollout:
+        weights = [item for item in engine.static() if item.name == "engine weights"]
+        there = [*weights, *engine.overhead()]
+    return Phase(
+        name="weight_update",
+        where="shared",
+        rank=heavy.rank,
+        items=[*items, *there],
+        without_offload=total([*awake, *everything]),
+    )
+
+
+def _everything(engine: Engine) -> list[Item]:
+    return [*engine.static(), *engine.working(), *engine.overhead()]

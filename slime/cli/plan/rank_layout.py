@@ -1,4 +1,4 @@
-"""Which ranks form which groups, on which machine, and which GPUs an engine has.
+"""Parallel groups of the ranks, their machines, the GPUs of each engine, and tokens per rank.
 
 Megatron numbers ranks with tensor parallelism innermost, then context, then data, then pipeline. Experts
 are spread inside data x tensor x context, not on top of it: world = TP x PP x CP x DP.
@@ -11,14 +11,18 @@ are spread inside data x tensor x context, not on top of it: world = TP x PP x C
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from slime.cli.plan.model_shape import Shape
 from slime.config.arguments import Args
+
+ASSUMED_PROMPT = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of the parallel groups; FSDP has data parallelism only."""
+    """Sizes of the parallel groups; FSDP has data parallelism only."""
 
     world: int
     tp: int = 1
@@ -50,7 +54,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank stands."""
+    """Coordinates of a rank in the parallel groups."""
 
     rank: int
     node: int
@@ -78,7 +82,7 @@ class ClusterLayout:
     engines: list[EnginePlace]
 
     def groups(self, axis: str) -> list[list[int]]:
-        """The ranks of each group: those that differ in `axis` ("tp", "pp", ...) only."""
+        """Return the ranks of each group along `axis` ("tp", "pp", ...)."""
         fixed = _FIXED[axis]
         found: dict[tuple[int, ...], list[int]] = {}
         for place in self.ranks:
@@ -134,7 +138,7 @@ def cluster_layout(args: Args) -> ClusterLayout:
 
 
 def stage_ranks(sizes: Sizes) -> list[int]:
-    """The first rank of each pipeline stage: the others of a stage hold as much."""
+    """Return the first rank of each pipeline stage; all ranks of a stage hold as much."""
     return [stage * (sizes.world // sizes.pp) for stage in range(sizes.pp)]
 
 
@@ -160,3 +164,47 @@ def _engines(args: Args, first_node: int, per_node: int) -> list[EnginePlace]:
         nodes = sorted({gpu // per_node for gpu in gpus})
         places.append(EnginePlace(index=index, gpus=gpus, nodes=nodes))
     return places
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """Example: 32 prompts x 8 samples = 256 in one step; with DP 1 all on the one replica."""
+
+    samples_per_rollout: int
+    steps_per_rollout: int
+    global_batch_size: int
+    samples_per_dp_rank: int  # in one step
+    longest_sample: int
+    tokens_per_gpu: int  # of the largest micro-batch
+    log_prob_tokens_per_gpu: int
+    micro_batches: int  # of a step, if every sample had the maximum length
+
+
+def batches_of(args: Args, sizes: Sizes, shape: Shape) -> Batches:
+    longest = longest_sample(args, shape)
+    share = math.ceil(longest / sizes.cp)
+    samples = math.ceil(args.global_batch_size / sizes.dp)
+    if args.use_dynamic_batch_size:
+        tokens = max(args.max_tokens_per_gpu or 0, share)
+        log_prob_tokens = max(args.log_probs_max_tokens_per_gpu or tokens, share)
+        per_micro_batch = max(tokens // share, 1)
+    else:
+        per_micro_batch = args.micro_batch_size
+        tokens = log_prob_tokens = per_micro_batch * share
+    return Batches(
+        samples_per_rollout=args.rollout_batch_size * args.n_samples_per_prompt,
+        steps_per_rollout=args.num_steps_per_rollout,
+        global_batch_size=args.global_batch_size,
+        samples_per_dp_rank=samples,
+        longest_sample=longest,
+        tokens_per_gpu=min(tokens, samples * share),
+        log_prob_tokens_per_gpu=min(log_prob_tokens, samples * share * args.num_steps_per_rollout),
+        micro_batches=math.ceil(samples / per_micro_batch),
+    )
+
+
+def longest_sample(args: Args, shape: Shape) -> int:
+    """Return the longest prompt plus response; prompts without a limit count as 1024 tokens."""
+    limit = args.rollout_max_context_len or shape.context
+    prompt = args.rollout_max_prompt_len or ASSUMED_PROMPT
+    return min(limit, prompt + (args.rollout_max_response_len or 0))

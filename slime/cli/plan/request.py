@@ -1,4 +1,4 @@
-"""The command line of `slime plan`: the flags of train.py, resolved for the machine they are meant for."""
+"""The command line of `slime plan`: flags of train.py, resolved for the machine that is planned for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_GPU_GIB = 80.0
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What is asked of the planner itself. Sizes in GiB, as nvidia-smi and free count them."""
+    """Options of the planner itself. Sizes in GiB, as nvidia-smi and free count them."""
 
     gpu_memory: float | None = None
     host_memory: float | None = None
@@ -44,7 +44,7 @@ _SWITCHES = {"--json": "as_json", "--suggest": "suggest"}
 
 
 def split_options(argv: list[str]) -> tuple[PlanOptions, list[str]]:
-    """The planner's own options, and the flags of the run."""
+    """Split the planner's own options from the flags of the run."""
     own: dict[str, Any] = {}
     rest: list[str] = []
     words = iter(argv)
@@ -63,7 +63,7 @@ def split_options(argv: list[str]) -> tuple[PlanOptions, list[str]]:
 
 @contextmanager
 def planned_args(argv: list[str], options: PlanOptions) -> Iterator[Args]:
-    """The resolved flags; inside, --hf-checkpoint is a folder that has at least a config.json."""
+    """Yield the resolved flags; meanwhile --hf-checkpoint is a folder with at least a config.json."""
     typed = read_command_line(argv)
     configured = read_config(typed["config"]) if typed.get("config") else {}
     given = {**configured, **typed}
@@ -72,18 +72,18 @@ def planned_args(argv: list[str], options: PlanOptions) -> Iterator[Args]:
         **dict.fromkeys(typed, "command line"),
     }
     with tempfile.TemporaryDirectory(prefix="slime-plan-") as folder:
-        said = _give_config(given, Path(folder))
-        said += _assume(given, origins)
+        warnings = _give_config(given, Path(folder))
+        warnings += _assume(given, origins)
         several = (given.get("actor_num_nodes") or 1) > 1
         gpus = _gpus_per_node(given)
         draft = Draft(given, origins, gpus=gpus, offline=True, cluster=several)
         args = resolve(draft)
         _check_gpus(args, options)
-        yield Args(args.to_dict(redact=False), _origins(args), (*said, *args.warnings))
+        yield Args(args.to_dict(redact=False), _origins(args), (*warnings, *args.warnings))
 
 
 def gpu_capacity(options: PlanOptions) -> tuple[float, str]:
-    """GiB of one GPU, and where the figure comes from."""
+    """Return the GiB of one GPU, and where the figure comes from."""
     if options.gpu_memory is not None:
         return options.gpu_memory, "--gpu-memory"
     found = local_gpus()
@@ -98,7 +98,7 @@ def total_gpus(args: Args) -> int:
 
 
 def _give_config(given: dict[str, Any], folder: Path) -> list[str]:
-    """Where there is no config.json, MODEL_ARGS say the same."""
+    """Write a config.json from MODEL_ARGS if there is none; return what to tell the user."""
     named = given.get("hf_checkpoint")
     if named and (Path(named).expanduser() / "config.json").is_file():
         return []
@@ -118,7 +118,7 @@ def _give_config(given: dict[str, Any], folder: Path) -> list[str]:
 
 
 def _assume(given: dict[str, Any], origins: dict[str, Origin]) -> list[str]:
-    """What a run must be told and a plan can do without."""
+    """Fill in flags that a run requires and a plan can assume; return what to tell the user."""
     wanted: dict[str, Any] = {
         "rollout_batch_size": 32,
         "n_samples_per_prompt": 8,
@@ -185,5 +185,5 @@ def _file_name(text: str | None) -> str:
     if not text or text.startswith("--"):
         raise ConfigError("--html needs the name of the file to write: --html plan.html")
     if not Path(text).absolute().parent.is_dir():
-        raise ConfigError(f"--html {text}: there is no folder {Path(text).absolute().parent}")
+        raise ConfigError(f"--html {text}: {Path(text).absolute().parent} does not exist")
     return text

@@ -1,9 +1,10 @@
-"""`slime plan --suggest`: layouts for a model on a number of GPUs, each planned like any other, ranked.
+"""`slime plan --suggest`: plan and rank the layouts of a model on a number of GPUs.
 
-Candidates are every TP that divides the heads and stays inside a machine, every PP (with fewer layers in
-its last stage where it does not divide them), EP for experts, CP 1; colocated, with the token budget that
-was asked for. Those whose cheap lower bound cannot fit are not built. Of those that fit, fewer GPUs per copy of the model come first (more data
-parallelism, less communication), less recomputation before more, tensor before pipeline parallelism.
+Candidates: every TP that divides the heads and stays inside a machine, every PP (with fewer layers
+in its last stage if it does not divide them), EP for experts, CP 1; colocated, with the given token
+budget. Candidates whose lower bound does not fit are not built. Among those that fit, fewer GPUs per
+replica come first (more data parallelism, less communication), less recomputation before more,
+tensor before pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from rich.table import Table
 from slime.cli.plan.memory import GIB
 from slime.cli.plan.model_shape import Shape, read_shape
 from slime.cli.plan.plan import Machine, Plan, make_plans, plan_from_count
+from slime.cli.plan.render import wide_console
 from slime.cli.plan.request import PlanOptions, gpu_capacity, planned_args
-from slime.cli.plan.table import wide_console
 from slime.config.arguments import Args
 from slime.config.flags.parser import read_command_line
 from slime.config.flags.spec import option_of
@@ -82,7 +83,7 @@ def suggest(argv: list[str], options: PlanOptions) -> int:
 
 
 def find_suggestions(args: Args, machine: Machine) -> list[Suggestion]:
-    """Those that fit, best first."""
+    """Return the layouts that fit, best first."""
     shape = read_shape(args.hf_checkpoint)
     engine = _engine_size(args, shape, machine)
     layouts = _layouts(args, shape, machine)[:_MOST_BUILT]
@@ -111,14 +112,14 @@ def _rank(suggestion: Suggestion) -> tuple[float, ...]:
 
 
 def _cluster(gpus: int, argv: list[str]) -> list[str]:
-    """Machines of 8 GPUs, unless --num-gpus-per-node says otherwise."""
+    """Return the flags of a cluster with 8 GPUs per machine, or --num-gpus-per-node."""
     asked = read_command_line(argv).get("num_gpus_per_node")
     per_node = min(gpus, asked or 8)
     if per_node < 1 or gpus % per_node:
         fitting = [f"--num-gpus-per-node {n}" for n in range(8, 1, -1) if gpus % n == 0]
         how = " or ".join([*(f"add {flag}" for flag in fitting[:1]), "give another number of GPUs"])
         raise ConfigError(
-            f"--gpus {gpus} is no whole number of machines with {per_node} GPUs: {how}"
+            f"--gpus {gpus} is not a multiple of the {per_node} GPUs of a machine: {how}"
         )
     nodes = gpus // per_node
     return [
@@ -129,7 +130,7 @@ def _cluster(gpus: int, argv: list[str]) -> list[str]:
 
 
 def _layouts(args: Args, shape: Shape, machine: Machine) -> list[dict[str, Any]]:
-    """Cheapest to communicate first; those that cannot hold their parameters are left out."""
+    """Return candidates, cheapest communication first, without those that cannot hold their parameters."""
     gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     found = []
     for tp in _divisors(args.actor_num_gpus_per_node):
@@ -152,7 +153,7 @@ def _possible(shape: Shape, tp: int, pp: int) -> bool:
 
 
 def _last_stage(layers: int, pp: int) -> int:
-    """Layers of the last stage when the others have as many as they need."""
+    """Return the layers of the last stage if all others have ceil(layers / pp)."""
     return layers - -(-layers // pp) * (pp - 1)
 
 
@@ -171,7 +172,7 @@ def _layout(shape: Shape, tp: int, pp: int, ep: int) -> dict[str, Any]:
 
 
 def _expert_sizes(shape: Shape, gpus: int, pp: int, tp: int) -> list[int]:
-    """As many expert ranks as there can be, and half of them."""
+    """Return the largest expert-parallel size that is possible, and the next smaller one."""
     if not shape.num_experts:
         return [1]
     sizes = [n for n in _divisors(gpus // pp) if shape.num_experts % n == 0]
@@ -179,7 +180,7 @@ def _expert_sizes(shape: Shape, gpus: int, pp: int, tp: int) -> list[int]:
 
 
 def _floor(shape: Shape, gpus: int, tp: int, pp: int, ep: int) -> float:
-    """Bytes of weights and gradients alone, roughly: to leave out what cannot fit, never to let in."""
+    """Return a lower bound: the bytes of weights and gradients alone."""
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     dense = attention + (0 if shape.num_experts else 3 * shape.hidden * shape.ffn)
     experts = 3 * shape.hidden * shape.expert_ffn * shape.num_experts
@@ -188,7 +189,7 @@ def _floor(shape: Shape, gpus: int, tp: int, pp: int, ep: int) -> float:
 
 
 def _engine_size(args: Args, shape: Shape, machine: Machine) -> dict[str, Any]:
-    """The smallest engine whose weights take at most half of the share it may have."""
+    """Return the smallest engine whose weights take at most half of its memory fraction."""
     gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     mlp = 3 * shape.hidden * max(shape.ffn, shape.expert_ffn * shape.num_experts)

@@ -1,4 +1,4 @@
-"""What TransformerEngine changes in a plan: whose layers there are, FP8 copies, the optimizer's dtypes."""
+"""What TransformerEngine changes in a plan: the layers, FP8 copies of weights, optimizer dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer rank has on its GPU: always, in a training step, in a log-prob pass, in an update."""
+"""GPU memory of a trainer rank: resident, in a training step, in a log-prob pass, in an update."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from slime.backends.model_size.rank_model import ModelCount, RankModel
 from slime.cli.plan.activations import LayerCost, layer_cost
-from slime.cli.plan.batches import Batches
 from slime.cli.plan.memory import GIB, Item
 from slime.cli.plan.model_shape import Shape
-from slime.cli.plan.rank_layout import Sizes
+from slime.cli.plan.rank_layout import Batches, Sizes
 from slime.cli.plan.te import fp8_copy_bytes, optimizer_bytes
 from slime.config.arguments import Args
 
-# Assumed, not derived: what a CUDA process takes before its first tensor, and a communicator's buffers.
+# Assumed: memory of a CUDA process before its first tensor, and the buffers of a communicator.
 CUDA_CONTEXT = int(0.5 * GIB)
 NCCL_GROUP = int(0.2 * GIB)
 GRADIENTS = "gradients"
@@ -28,10 +27,10 @@ class Trainer:
     batches: Batches
     count: ModelCount
 
-    # ---- what stays
+    # ---- resident
 
     def resident(self, rank: RankModel) -> list[Item]:
-        """Parameters, gradients and optimizer between steps; what --optimizer-cpu-offload leaves."""
+        """Return parameters, gradients and optimizer state, without what is offloaded to the CPU."""
         weights = 0 if self.args.fsdp_cpu_offload else rank.weight_bytes
         items = [Item(name="parameters", nbytes=weights, note=self._dtype_note())]
         if self._is_megatron:
@@ -49,7 +48,7 @@ class Trainer:
         return [item for item in items if item.nbytes]
 
     def between_steps(self, rank: RankModel) -> list[Item]:
-        """The same where the engines' turn comes after every rollout: without gradients."""
+        """Return what is resident between steps; a trainer that is offloaded drops its gradients."""
         items = self.resident(rank)
         if not self.args.offload_train:
             return items
@@ -75,7 +74,7 @@ class Trainer:
             items.append(Item(name="NCCL buffers", nbytes=nccl, note=f"assumed, {groups} groups"))
         return items
 
-    # ---- what comes and goes
+    # ---- per phase
 
     def training(self, rank: RankModel) -> list[Item]:
         tokens, cost = self.batches.tokens_per_gpu, self._layer_cost()
@@ -102,7 +101,7 @@ class Trainer:
         return [item for item in [*items, *self._gathered(training=False)] if item.nbytes]
 
     def update(self) -> list[Item]:
-        """Buckets of whole tensors: one that is gathered, and with shared memory two that are sent."""
+        """Return the buckets: one being gathered, and with the tensor transport two being sent."""
         size = self.args.update_weight_buffer_size
         largest = self.count.whole.largest_tensor * self._element
         bucket = max(size, largest)
@@ -139,13 +138,13 @@ class Trainer:
             return 0, 0
         if self._is_megatron and self.args.optimizer_cpu_offload:
             left = 1 - offloaded_share(self.args)
-            # Without the precision-aware optimizer the masters stay here and only moments leave.
+            # Without the precision-aware optimizer only the moments are offloaded.
             master = rank.master_bytes if not self.args.use_precision_aware_optimizer else 0
             return max(master, int(rank.master_bytes * left)), int(rank.moment_bytes * left)
         return optimizer_bytes(self.args, rank)
 
     def _frozen(self, rank: RankModel) -> list[Item]:
-        """FSDP keeps reference and teacher on the GPU, in the run's precision; Megatron on the host."""
+        """FSDP keeps reference and teacher on the GPU in the run's precision, Megatron on the host."""
         if self._is_megatron or self.args.fsdp_cpu_offload:
             return []
         each = rank.parameters * self._element
@@ -156,24 +155,24 @@ class Trainer:
         return layer_cost(self.args, self.shape, self.sizes, repeats_keys=repeats)
 
     def _kept(self, rank: RankModel, cost: LayerCost) -> float:
-        """Elements per token that wait for the backward pass, of all micro-batches under way."""
-        flying = self._in_flight(rank)
+        """Return the elements per token saved for backward passes, over all micro-batches in flight."""
+        in_flight = self._in_flight(rank)
         layers = rank.dense_layers + rank.moe_layers
         if not self._recomputes_layers:
             whole = rank.dense_layers * cost.dense.total + rank.moe_layers * cost.moe.total
-            return flying * whole
+            return in_flight * whole
         each, method = self.args.recompute_num_layers or 1, self.args.recompute_method
         if not self._is_megatron:
             return layers * cost.dense.boundary
         if method == "block":  # the first ones only
-            again = min(each, layers)
-            rest = (layers - again) * cost.largest
-            return flying * (again * cost.dense.boundary + rest)
-        extra = (each - 1) * cost.largest  # of one group that is computed again at a time
-        return flying * math.ceil(layers / each) * cost.dense.boundary + extra
+            recomputed = min(each, layers)
+            rest = (layers - recomputed) * cost.largest
+            return in_flight * (recomputed * cost.dense.boundary + rest)
+        extra = (each - 1) * cost.largest  # of the group being recomputed
+        return in_flight * math.ceil(layers / each) * cost.dense.boundary + extra
 
     def _in_flight(self, rank: RankModel) -> float:
-        """Micro-batches whose backward pass is still to come when the pipeline is full."""
+        """Return the micro-batches that wait for their backward pass when the pipeline is full."""
         stage = rank.rank // (self.sizes.world // self.sizes.pp)
         stages = virtual_stages(self.args, self.shape.layers)
         count = float(self.sizes.pp - stage)
@@ -183,7 +182,7 @@ class Trainer:
         return min(count, max(self.batches.samples_per_dp_rank, 1))
 
     def _head(self, tokens: int, *, backward: bool) -> int:
-        """The chunk's logits, hidden states of all tokens and, backward, the head's gradient in fp32."""
+        """Return the bytes of a chunk's logits, all hidden states and, backward, the head's fp32 gradient."""
         vocab = math.ceil(self.shape.vocab / self.sizes.tp)
         chunk = min(self.args.log_probs_chunk_size, tokens)
         whole = self.sizes.tp == 1 and self._element == 2
@@ -195,7 +194,7 @@ class Trainer:
         return logits + 2 * hidden + gradient
 
     def _gathered(self, *, training: bool) -> list[Item]:
-        """What FSDP gathers: of one rank everything at once, of several two layers and the head."""
+        """Return what FSDP gathers: all parameters on one rank, else two layers and the head."""
         if self._is_megatron:
             return []
         whole = self.count.whole
@@ -215,7 +214,7 @@ class Trainer:
         return sum(self.count.whole.by_part.get(part, 0) for part in ("embedding", "head"))
 
     def _gathered_at_once(self) -> int:
-        """One tensor whole beside its parts; of experts, the same one of all expert ranks."""
+        """Return the bytes of one full tensor and its shards; for experts, of all expert ranks."""
         expert = 2 * self.shape.hidden * self.shape.expert_ffn * self.sizes.ep
         widest = max(self.count.whole.largest_tensor, expert)
         spread = self.sizes.world > 1
@@ -233,7 +232,7 @@ def frozen_models(args: Args) -> list[str]:
 
 
 def offloaded_share(args: Args) -> float:
-    """Of the optimizer under --optimizer-cpu-offload; all of it unless a fraction is given."""
+    """Return the share of the optimizer offloaded by --optimizer-cpu-offload; default: all."""
     fraction = args.optimizer_offload_fraction
     return 1.0 if fraction is None else fraction
 
