@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import orjson
@@ -43,7 +44,7 @@ MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": "17179869184",
     "MALLOC_TOP_PAD_": "268435456",
 }
-Row = dict[str, object]  # prompt_ids, max_new_tokens
+Row = dict[str, Any]  # prompt_ids, max_new_tokens
 
 
 def main() -> None:

@@ -74,6 +74,7 @@ def overhead(options: argparse.Namespace) -> None:
 
 def _loop(url: str, options: argparse.Namespace) -> float:
     """Processor seconds of one rollout of all samples."""
+    from slime.rollout.base_types import RolloutFnTrainOutput
     from slime.rollout.context import RolloutContext
     from slime.rollout.data_source import RolloutDataSourceWithBuffer
     from slime.rollout.engine_pool import EnginePool
@@ -93,6 +94,7 @@ def _loop(url: str, options: argparse.Namespace) -> float:
         with context.active():
             output = generate_rollout(args, 0, source)
         seconds = time.process_time() - start
+    assert isinstance(output, RolloutFnTrainOutput)
     assert sum(map(len, output.samples)) == prompts * options.group_size
     return seconds
 

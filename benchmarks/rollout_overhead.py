@@ -63,6 +63,7 @@ def main() -> None:
 
 def measure_rollout(url: str, options: argparse.Namespace) -> float:
     """Processor seconds of one rollout whose samples are all in flight together."""
+    from slime.rollout.base_types import RolloutFnTrainOutput
     from slime.rollout.context import RolloutContext
     from slime.rollout.data_source import RolloutDataSourceWithBuffer
     from slime.rollout.engine_pool import EnginePool
@@ -87,6 +88,7 @@ def measure_rollout(url: str, options: argparse.Namespace) -> float:
         with context.active():
             output = generate_rollout(args, 0, source)
         seconds = time.process_time() - start
+    assert isinstance(output, RolloutFnTrainOutput)
     assert sum(len(group) for group in output.samples) == options.samples
     return seconds
 

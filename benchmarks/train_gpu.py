@@ -233,7 +233,8 @@ def write_model(folder: Path, shape: str) -> Path:
 
     heads, kv_heads = HEADS[shape]
     experts = "num_experts" in SHAPES[shape]
-    config = (Qwen3MoeConfig if experts else Qwen3Config)(
+    family: Any = Qwen3MoeConfig if experts else Qwen3Config
+    config = family(
         vocab_size=1024 if shape.startswith("tiny") else VOCAB,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -378,17 +379,17 @@ def make_batch(args: Any, options: argparse.Namespace) -> Any:
 
 
 def matmul_rate(size: int = 8192, rounds: int = 20) -> float:
-    """FLOP/s of a square bf16 product."""
+    """Return the FLOP/s of a square bf16 matmul."""
     if not torch.cuda.is_available():
         size, rounds = 512, 3
     device = "cuda" if torch.cuda.is_available() else "cpu"
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     for _ in range(3):
-        a @ b
+        torch.mm(a, b)
     synchronize()
     begin = time.perf_counter()
     for _ in range(rounds):
-        a @ b
+        torch.mm(a, b)
     synchronize()
     return 2 * size**3 * rounds / (time.perf_counter() - begin)
 

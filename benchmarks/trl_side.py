@@ -11,18 +11,19 @@ import json
 import os
 import tempfile
 import time
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 import transformers
-import trl
+import trl  # pyright: ignore[reportMissingImports]
 from arithmetic import longest_response, response_length, score
-from datasets import load_dataset
+from datasets import load_dataset  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
-from transformers.generation import LogitsProcessor, LogitsProcessorList
-from trl import GRPOConfig, GRPOTrainer
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 
 class EndAt(LogitsProcessor):
@@ -93,7 +94,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     completions = args.prompts * args.samples_per_prompt
     tokenizer = AutoTokenizer.from_pretrained(args.ckpt)
-    model = AutoModelForCausalLM.from_pretrained(args.ckpt, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(args.ckpt, dtype=torch.float32)
     control = LengthControl(model.generate, args.lengths, tokenizer.eos_token_id)
     model.generate = control
     clock = StepClock()

@@ -23,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -40,7 +42,7 @@ MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     "MALLOC_TOP_PAD_": str(1 << 28),
 }
-MODEL = {
+MODEL: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 768,
     "num_hidden_layers": 4,
@@ -197,7 +199,7 @@ def timed_metrics(run_dir: Path, steps: int) -> list[dict[str, float]]:
     return [metrics[rollout_id] for rollout_id in range(1, 1 + steps)]
 
 
-def run(command: list[object], lengths: str, **env: str) -> str:
+def run(command: Sequence[object], lengths: str, **env: str) -> str:
     words = [str(word) for word in command]
     done = subprocess.run(
         words,

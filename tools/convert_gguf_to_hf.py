@@ -76,7 +76,7 @@ def _write(gguf: Path, target: Path, dtype: str) -> int:
     where: dict = {"gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(gguf.parent, **where)
     if hasattr(config, "quantization_config"):  # what is written is not quantised
-        del config.quantization_config
+        delattr(config, "quantization_config")
     # from_pretrained(gguf_file=...) wants accelerate, which nothing else here needs.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     tensors = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)["tensors"]

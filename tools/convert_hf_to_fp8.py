@@ -20,7 +20,7 @@ from slime.weights.fp8_checkpoint import convert_to_fp8
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model-dir", type=Path, required=True)
     parser.add_argument("--save-dir", type=Path, required=True)
     parser.add_argument("--strategy", choices=["block", "channel", "tensor"], default="block")

@@ -124,8 +124,11 @@ class Module:
     @property
     def functions(self) -> list[tuple[int, str]]:
         """(lines, name) of every function."""
-        kinds = ast.FunctionDef | ast.AsyncFunctionDef
-        nodes = [node for node in ast.walk(self.tree) if isinstance(node, kinds)]
+        nodes = [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
         return [((node.end_lineno or 0) - node.lineno + 1, node.name) for node in nodes]
 
 

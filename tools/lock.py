@@ -14,8 +14,9 @@ import re
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any, cast
 
-import tomllib
+import tomllib  # pyright: ignore[reportMissingImports]
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -51,13 +52,15 @@ def pins() -> list[Requirement]:
 def closure(requirements: list[str]) -> set[str]:
     """Return the names of all packages that these need on Linux, whatever the Python version."""
     found: set[str] = set()
+    seen = set()
     queue = [Requirement(text) for text in requirements]
     while queue:
         requirement = queue.pop()
         key = (canonicalize_name(requirement.name), *sorted(requirement.extras))
-        if key in found:
+        if key in seen:
             continue
-        found |= {key, key[0]}
+        seen.add(key)
+        found.add(key[0])
         try:
             rows = distribution(requirement.name).requires or []
         except PackageNotFoundError:  # of another Python version
@@ -73,7 +76,7 @@ def applies(requirement: Requirement, extras: set[str]) -> bool:
     return any(
         requirement.marker.evaluate(
             {
-                **default_environment(),
+                **cast(dict[str, str], default_environment()),
                 "extra": extra,
                 "python_version": v,
                 "python_full_version": f"{v}.1",
@@ -101,7 +104,7 @@ def file_hashes(pin: Requirement) -> list[str]:
 def make_finder():
     """Return pip's own search of the configured index, which then lists files of every platform."""
     Wheel.supported = lambda self, tags: True
-    command = create_command("download")
+    command: Any = create_command("download")
     options, _ = command.parse_args(["--no-deps", "--ignore-requires-python", "x"])
     session = command._build_session(options)
     return command._build_package_finder(options, session, ignore_requires_python=True)

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.config.env import child_env
 from slime.core.errors import UserError
@@ -100,7 +100,7 @@ def write_model(folder: Path, *, seed: int) -> int:
         import torch
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = make_tokenizer()
+    tokenizer: Any = make_tokenizer()
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 
 from slime.config.arguments import Args
 from slime.ray.watch import Watch
-from slime.runlog.flops import peak_flops
+from slime.runlog.flops import peak_flops, throughput_metrics
 from slime.runlog.live import LiveDisplay
-from slime.runlog.throughput import throughput_metrics
 from slime.runlog.timer import Timer
 from slime.runlog.tracking import Tracker
 from slime.utils.machine import gpus

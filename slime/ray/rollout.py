@@ -37,8 +37,7 @@ from slime.rollout.staleness import WeightClock
 from slime.rollout.train_data import samples_to_batch, split_batch
 from slime.runlog.flops import ModelShape, train_flops
 from slime.runlog.process_log import open_process_log
-from slime.runlog.sample_log import append_samples
-from slime.runlog.sample_rows import batch_rows, sample_row
+from slime.runlog.sample_log import append_samples, batch_rows, sample_row
 from slime.utils.engine_keys import remember_key
 from slime.utils.http import run
 from slime.utils.load_function import load_class, load_function

@@ -1,7 +1,7 @@
-"""Sizes and checksums of the files of a checkpoint, and writing them to disk for good.
+"""Sizes and checksums of the files of a checkpoint, and fsync.
 
-Ranks sum the large files they wrote right behind the write, while they are in the page cache, into
-`.checksums_<rank>.json`; `take_checksums` merges those when the checkpoint is committed and sums the rest.
+Each rank computes the checksums of its large files right after writing them, while they are in the
+page cache, into `.checksums_<rank>.json`; `take_checksums` merges those at commit and adds the rest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def file_checksum(path: str | Path) -> str:
 
 
 def _block_checksum(handle: int, start: int) -> int:
-    """Read through a buffer that stays in a core's cache."""
+    """Compute the CRC-32 of one block through a buffer that fits a core's cache."""
     buffer = memoryview(bytearray(_BUFFER))
     value, position, end = 0, start, start + _BLOCK
     while position < end and (count := os.preadv(handle, [buffer[: end - position]], position)):
@@ -44,14 +44,14 @@ def _block_checksum(handle: int, start: int) -> int:
 
 
 def record_checksums(folder: str | Path, files: Iterable[Path], rank: int) -> None:
-    """Leave the checksums of files below `folder`, which this rank has just written, for the commit."""
+    """Store the checksums of files that this rank has just written below `folder`, for the commit."""
     folder = Path(folder)
     sums = {str(file.relative_to(folder)): file_checksum(file) for file in files}
     (folder / _PARTS.replace("*", str(rank))).write_text(json.dumps(sums))
 
 
 def take_checksums(folder: Path) -> dict[str, str]:
-    """Return the checksums of all files below `folder`, removing what the ranks left of theirs."""
+    """Return the checksums of all files below `folder`, and remove the files of the ranks."""
     known: dict[str, str] = {}
     for part in folder.rglob(_PARTS):
         inside = part.parent.relative_to(folder)
@@ -66,7 +66,7 @@ def file_sizes(folder: Path) -> dict[str, int]:
 
 
 def wrong_size(folder: Path, sizes: Mapping[str, int]) -> str | None:
-    """What is wrong with the first file that is missing or was cut off."""
+    """Describe the first file that is missing or truncated."""
     for name, size in sizes.items():
         file = folder / name
         if not file.exists():
@@ -79,7 +79,7 @@ def wrong_size(folder: Path, sizes: Mapping[str, int]) -> str | None:
 def wrong_checksum(
     folder: Path, checksums: Mapping[str, str], names: Iterable[str] | None = None
 ) -> str | None:
-    """What is wrong with the first of these files whose content is not what was written."""
+    """Describe the first of these files whose content differs from what was written."""
     for name in checksums if names is None else names:
         if name not in checksums:
             continue
@@ -93,7 +93,7 @@ def wrong_checksum(
 
 
 def smallest_first(sizes: Mapping[str, int], budget: int) -> list[str]:
-    """As many of the files as `budget` bytes suffice for."""
+    """Return the smallest files that fit into `budget` bytes."""
     chosen = []
     for name, size in sorted(sizes.items(), key=lambda item: item[1]):
         if budget < size:
@@ -104,7 +104,7 @@ def smallest_first(sizes: Mapping[str, int], budget: int) -> list[str]:
 
 
 def share_of_rank(names: Iterable[str], rank: int, world_size: int) -> list[str]:
-    """The files that one of `world_size` ranks checks: those it reads itself, where that can be told."""
+    """Return the files that a rank checks: those that it reads itself, if that is known."""
     numbered = enumerate(sorted(names))
     writers = ((name, _WRITER.search(name), number) for number, name in numbered)
     return [n for n, match, i in writers if (int(match[1]) if match else i) % world_size == rank]

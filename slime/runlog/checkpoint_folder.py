@@ -1,4 +1,4 @@
-"""Folders of checkpoints: written aside, renamed when complete, so that a reader never sees half a save.
+"""Folders of checkpoints: written to a temporary folder and renamed when complete.
 
 <save>/iter_0000019/                       complete
 <save>/iter_0000039.tmp/                   being written; ignored, and removed by the next save
@@ -32,24 +32,24 @@ CRITIC = "critic"  # the critic's folder inside a checkpoint
 _META = "meta.json"
 _NAME = re.compile(r"^iter_(\d{7,})$")
 _OWN_SUM = "checksum"  # of meta.json itself
-_QUICK_BYTES = 4 << 30  # what is read of a checkpoint before a run starts: a second or a few
+_QUICK_BYTES = 4 << 30  # read of a checkpoint before a run starts: takes seconds
 
 
 @dataclass(kw_only=True, frozen=True)
 class CheckpointMeta:
-    """What a run needs to know of a checkpoint before it loads it."""
+    """What a run must know about a checkpoint before loading it."""
 
     rollout_id: int  # the last rollout trained on
     weight_version: int  # the version the engines had before this rollout's update
     train_backend: str
     release: bool = False  # weights that no run has trained: a run that loads them starts at 0
-    # Of its files when it was written; checkpoints of older versions have no checksums.
+    # Of the files when they were written; checkpoints of older versions have no checksums.
     sizes: dict[str, int] = field(default_factory=dict, compare=False)
     checksums: dict[str, str] = field(default_factory=dict, compare=False)
 
 
 class CheckpointFolder:
-    """The folder `--save` names."""
+    """The folder of `--save`."""
 
     def __init__(self, root: str | Path):
         self.root = Path(root)
@@ -58,7 +58,7 @@ class CheckpointFolder:
         return self.root / f"iter_{rollout_id:07d}"
 
     def begin(self, rollout_id: int) -> Path:
-        """An empty folder to write the checkpoint into; `commit` makes it count."""
+        """Return an empty folder to write the checkpoint into; `commit` makes it valid."""
         for pattern in ("iter_*.tmp", "iter_*.deleting"):
             for leftover in self.root.glob(pattern):
                 shutil.rmtree(leftover)
@@ -67,7 +67,7 @@ class CheckpointFolder:
         return aside
 
     def commit(self, meta: CheckpointMeta, keep: int | None = None) -> Path:
-        """Make a completely written checkpoint the latest one, then drop all but the newest `keep`."""
+        """Make a completely written checkpoint the latest one, then remove all but the newest `keep`."""
         aside, final = self._aside(meta.rollout_id), self.path(meta.rollout_id)
         checksums = take_checksums(aside)
         fields = asdict(replace(meta, sizes=file_sizes(aside), checksums=checksums))
@@ -82,7 +82,7 @@ class CheckpointFolder:
         return final
 
     def prune(self, keep: int | None) -> None:
-        """Drop all but the newest `keep`, and never the only one."""
+        """Remove all but the newest `keep`, and never the only one."""
         for rollout_id in self.rollout_ids()[: -max(keep, 1)] if keep is not None else ():
             if removed := self._set_aside(rollout_id):
                 shutil.rmtree(removed)
@@ -91,14 +91,14 @@ class CheckpointFolder:
         shutil.rmtree(self._aside(rollout_id), ignore_errors=True)
 
     def rollout_ids(self) -> list[int]:
-        """Complete checkpoints, oldest first."""
+        """Return the complete checkpoints, oldest first."""
         if not self.root.is_dir():
             return []
         matches = (_NAME.match(entry.name) for entry in self.root.iterdir())
         return sorted(int(m[1]) for m in matches if m and (self.path(int(m[1])) / _META).exists())
 
     def _set_aside(self, rollout_id: int) -> Path | None:
-        """Rename a checkpoint, so that a kill while it is removed leaves nothing that is taken for one."""
+        """Rename a checkpoint before its removal, so that a kill leaves no partial checkpoint."""
         path, aside = self.path(rollout_id), self.root / f"iter_{rollout_id:07d}.deleting"
         if not path.exists():
             return None
@@ -118,13 +118,13 @@ class CheckpointFolder:
 
 
 def find_checkpoint(load: str | None, step: int | None = None) -> Path | None:
-    """The checkpoint `--load` (and `--ckpt-step`) means; None where the folder holds none yet."""
+    """Return the checkpoint of `--load` (and `--ckpt-step`); None if the folder holds none yet."""
     if load is None:
         return None
     folder = CheckpointFolder(load)
     complete = folder.rollout_ids()
     if step is None:
-        # After a crash between rename and tracker the newest complete folder is the truth.
+        # After a crash between rename and tracker, the newest complete folder counts.
         return folder.path(complete[-1]) if complete else None
     if step not in complete:
         raise ConfigError(
@@ -135,7 +135,7 @@ def find_checkpoint(load: str | None, step: int | None = None) -> Path | None:
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    """What the checkpoint says of itself; ConfigError where a part of it was lost since."""
+    """Return the checkpoint's metadata; raise ConfigError if a part of it is missing or damaged."""
     try:
         fields = json.loads((path / _META).read_text())
         expected = fields.pop(_OWN_SUM, None)
@@ -151,7 +151,7 @@ def read_meta(path: Path) -> CheckpointMeta:
 
 
 def _check_facts(meta: CheckpointMeta) -> None:
-    """ValueError or TypeError for what only a hostile or damaged file says."""
+    """Raise ValueError or TypeError for values that only a hostile or damaged file contains."""
     if type(meta.rollout_id) is not int or type(meta.weight_version) is not int:
         raise ValueError("rollout_id and weight_version must be numbers")
     for name in {**meta.sizes, **meta.checksums}:
@@ -160,7 +160,7 @@ def _check_facts(meta: CheckpointMeta) -> None:
 
 
 def check_quickly(path: Path, meta: CheckpointMeta) -> None:
-    """ConfigError where files are damaged, of as many of the small ones as can be read in seconds.
+    """Raise ConfigError if files are damaged, checking as many small ones as can be read in seconds.
 
     The ranks check all files, each a part of them (`check_share`), before they load.
     """
@@ -169,7 +169,7 @@ def check_quickly(path: Path, meta: CheckpointMeta) -> None:
 
 
 def check_share(path: str | Path, rank: int, world_size: int) -> str | None:
-    """What is wrong with the files that this rank checks for all others; None where nothing is known.
+    """Return what is wrong with the files that this rank checks for all others, or None.
 
     `path` is a checkpoint or a folder inside one. The critic inside a checkpoint is checked by itself.
     """
@@ -186,7 +186,7 @@ def check_share(path: str | Path, rank: int, world_size: int) -> str | None:
 
 
 def damaged(path: Path, what: str) -> ConfigError:
-    """The sentence for a checkpoint, or a folder inside one, with the newest that is intact."""
+    """Return the error for a damaged checkpoint, or a folder inside one; it names the newest intact one."""
     inside = _NAME.match(path.parent.name) and not _NAME.match(path.name)
     root = path.parent if inside else path
     folder = CheckpointFolder(root.parent)
@@ -223,12 +223,12 @@ def _sum(fields: dict[str, object]) -> str:
 
 
 def how_to_continue(save: str | None, load: str | None) -> str:
-    """What to type after a run with these flags broke off."""
+    """Return what to type after a run with these flags was interrupted."""
     if save is None:
-        return "Nothing was saved (--save was not given): the same command starts anew."
+        return "Nothing was saved (--save was not given): the same command starts over."
     good = CheckpointFolder(save).rollout_ids()
     if not good:
-        return "Nothing had been saved yet: the same command starts anew."
+        return "Nothing had been saved yet: the same command starts over."
     where = f"The checkpoint after rollout {good[-1]} is in {save}"
     if load == save:
         return f"{where}: the same command continues from it."

@@ -1,4 +1,4 @@
-"""What earlier runs left where this one is about to write, and whether it may.
+"""Decide whether a run may write into folders that hold results of earlier runs.
 
 --run-dir      new, an attempt that completed no rollout, a run that is resumed from its own checkpoint,
                or the same command again after an attempt that saved nothing (set aside, see below)
@@ -40,7 +40,7 @@ _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierStart:
-    """What the last start in a run folder left: `{"lr": 1e-6}`, every resolved value, rollouts 0 to 7."""
+    """Results of the last start in a run folder: `{"lr": 1e-6}`, all resolved values, rollouts 0-7."""
 
     given: dict[str, Any]
     values: dict[str, Any]
@@ -53,12 +53,12 @@ class EarlierStart:
 
 
 def check_earlier_results(args: Args, given: dict[str, Any], loaded: Path | None) -> bool:
-    """Refuse to write over another run's results; return whether to set the earlier attempt aside.
+    """Refuse to overwrite another run's results; return whether to set the earlier attempt aside.
 
     `given` is what config.yaml will hold, `loaded` the checkpoint the run continues from.
     """
     run_dir = Path(args.run_dir)
-    _refuse_strangers(run_dir)
+    _refuse_foreign_folder(run_dir)
     earlier = read_earlier_start(run_dir)
     if loaded is not None:
         _check_resumed(run_dir, earlier, loaded)
@@ -75,7 +75,7 @@ def check_earlier_results(args: Args, given: dict[str, Any], loaded: Path | None
 
 
 def set_aside(run_dir: Path) -> None:
-    """Move what an attempt left, but its logs, to attempt_1, attempt_2, ... in the run folder."""
+    """Move the results of an attempt, except logs, to attempt_1, attempt_2, ... in the run folder."""
     found = run_dir.iterdir() if run_dir.is_dir() else ()
     entries = [e for e in found if e.name != _LOGS and not e.name.startswith(_ATTEMPT)]
     if not any(entry.name == METRICS_FILE for entry in entries):
@@ -88,14 +88,14 @@ def set_aside(run_dir: Path) -> None:
 
 
 def name_owner(args: Args) -> None:
-    """Say in the folder of --save which run it belongs to, for a later start in another run folder."""
+    """Record in the folder of --save which run it belongs to, for later starts elsewhere."""
     if args.save and not args.debug_rollout_only:
         record = {"run_dir": args.run_dir, "outputs": {k: v for k, v in _others(args).items() if v}}
         replace_file(Path(args.save) / OWNER_FILE, json.dumps(record, indent=2).encode() + b"\n")
 
 
 def read_earlier_start(run_dir: Path) -> EarlierStart:
-    """ConfigError for files that no run can have written."""
+    """Read the records of the last start; raise ConfigError for files that no run has written."""
     try:
         given, resolved = (_read_yaml(run_dir / name) for name in (CONFIG_FILE, RESOLVED_FILE))
         return EarlierStart(
@@ -115,7 +115,7 @@ def read_earlier_start(run_dir: Path) -> EarlierStart:
         ) from None
 
 
-def _refuse_strangers(run_dir: Path) -> None:
+def _refuse_foreign_folder(run_dir: Path) -> None:
     names = {entry.name for entry in run_dir.iterdir()} if run_dir.is_dir() else set()
     # A start that was killed at once leaves some of the first files, or their temporary ones.
     begun = {name for name in names if name in _STARTED or re.fullmatch(r"\..*\.tmp", name)}
@@ -127,7 +127,7 @@ def _refuse_strangers(run_dir: Path) -> None:
 
 
 def _check_resumed(run_dir: Path, earlier: EarlierStart, loaded: Path) -> None:
-    """Metrics are cut back to the checkpoint: it has to be one of this run's."""
+    """Check that the checkpoint belongs to this run, whose metrics are cut back to it."""
     folder = loaded.parent
     known = [earlier.values.get(name) for name in ("save", "load")]
     owner = _read_owner(folder).get("run_dir")
@@ -141,7 +141,7 @@ def _check_resumed(run_dir: Path, earlier: EarlierStart, loaded: Path) -> None:
 
 
 def _check_repeated(run_dir: Path, earlier: EarlierStart, given: dict[str, Any]) -> None:
-    """A start from the beginning in a folder with metrics: only the same command, if nothing was saved."""
+    """Allow a fresh start in a folder with metrics only for the same command, if nothing was saved."""
     saved = earlier.values.get("save")
     holds = f"--run-dir {run_dir} holds the metrics of a run of {_count(earlier.rollouts)}"
     if _has_checkpoints(saved):
@@ -184,7 +184,7 @@ def _check_other_outputs(args: Args, earlier: EarlierStart) -> None:
 
 
 def _others(args: Args) -> dict[str, str | None]:
-    """Outputs besides checkpoints, by flag; {rollout_id} and the like may be in them."""
+    """Return outputs other than checkpoints by flag; they may contain {rollout_id} etc."""
     board = args.tb_project_name if args.use_tensorboard else None
     return {
         "save_hf": None if args.debug_rollout_only else args.save_hf,
@@ -196,7 +196,7 @@ def _others(args: Args) -> dict[str, str | None]:
 
 
 def _existing(path: str) -> str | None:
-    """The first file or folder with content that the path, or one made from the pattern, would hit."""
+    """Return the first existing non-empty file or folder that matches the path or pattern."""
     parts = _PLACEHOLDER.split(path)
     for found in sorted(glob.glob("*".join(map(glob.escape, parts)))):
         if not os.path.isdir(found) or os.listdir(found):

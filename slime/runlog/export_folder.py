@@ -1,11 +1,11 @@
-"""Folders of --save-hf: written aside, renamed when complete, and marked with what they hold.
+"""Folders of --save-hf: written to a temporary folder, renamed when complete, with a marker file.
 
 <path>/                     complete: it has the marker, slime_export.json
 <path>.slime-tmp/           being written; complete once it has the marker
-<path>.slime-replacing/     the export whose place <path> takes; removed once that is done
+<path>.slime-replacing/     the previous export while it is replaced; then removed
 <path>.previous/            what was at <path> and was not an export of slime; kept
 
-`export_info(path)` says which run made an export; anyone may ask.
+`export_info(path)` returns which run made an export.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MARKER = "slime_export.json"
 
 @dataclass(kw_only=True, frozen=True)
 class ExportInfo:
-    """What an export holds and who made it."""
+    """What an export holds and which run made it."""
 
     rollout_id: int | None = None  # the last rollout trained on; None: not known, or no longer true
     run_dir: str | None = None  # of the run, absolute; None: not made by a run
 
 
 def export_info(path: str | Path) -> ExportInfo | None:
-    """What the complete export at `path` says of itself; None where there is none."""
+    """Return the marker of the complete export at `path`; None if there is none."""
     try:
         fields = json.loads((Path(path) / MARKER).read_text())
         return ExportInfo(rollout_id=fields["rollout_id"], run_dir=fields["run_dir"])
@@ -43,7 +43,7 @@ def export_info(path: str | Path) -> ExportInfo | None:
 
 
 def begin_export(path: str | Path) -> Path:
-    """Return an empty folder to write an export into; `commit_export` gives it its name."""
+    """Return an empty folder to write an export into; `commit_export` renames it."""
     recover_export(path)
     partial = _names(path)[1]
     partial.mkdir(parents=True)
@@ -51,7 +51,7 @@ def begin_export(path: str | Path) -> Path:
 
 
 def commit_export(path: str | Path, info: ExportInfo) -> None:
-    """Mark the folder of `begin_export` as complete, and put it in the place of what is at `path`."""
+    """Mark the folder of `begin_export` as complete and move it to `path`."""
     target, partial, replaced = _names(path)
     sync_tree(partial)
     replace_file(partial / MARKER, json.dumps(asdict(info)).encode() + b"\n")
@@ -65,7 +65,7 @@ def discard_export(path: str | Path) -> None:
 
 
 def recover_export(path: str | Path) -> None:
-    """Finish or undo what a killed process left half done: afterwards there is <path> or nothing."""
+    """Finish or undo what a killed process left incomplete: afterwards there is <path> or nothing."""
     target, partial, replaced = _names(path)
     if export_info(partial):
         _take_place(target, partial, replaced)
@@ -76,7 +76,7 @@ def recover_export(path: str | Path) -> None:
 
 
 def mark_outdated(path: str | Path, rollout_id: int) -> None:
-    """Have an export no longer say that it holds `rollout_id` or a later one, which is trained again."""
+    """Remove the rollout_id from an export's marker if that rollout will be trained again."""
     info = export_info(path)
     if info and info.rollout_id is not None and info.rollout_id >= rollout_id:
         outdated = ExportInfo(run_dir=info.run_dir)
@@ -93,9 +93,9 @@ def _take_place(target: Path, partial: Path, replaced: Path) -> None:
 
 
 def _names(path: str | Path) -> tuple[Path, Path, Path]:
-    """The export, the folder it is written into, and the one it replaces, on one file system."""
+    """Return the export, the folder it is written to, and the one it replaces, on one filesystem."""
     target = Path(path).resolve()
-    ends = ("slime-tmp", "slime-replacing")  # names that nobody else has for their own folders
+    ends = ("slime-tmp", "slime-replacing")  # unlikely names for folders of the user
     partial, replaced = (target.with_name(f"{target.name}.{end}") for end in ends)
     return target, partial, replaced
 

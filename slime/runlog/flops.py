@@ -1,7 +1,7 @@
-"""How much arithmetic a model needs, counted from its shape; the ground of MFU.
+"""FLOPs of a model, counted from its shape, and the throughput metrics of a rollout.
 
-A multiplication and an addition are two operations. A forward pass costs two per weight and token in
-the matrices a token passes through, plus attention; a backward pass costs twice the forward.
+A multiply-add is two FLOPs. A forward pass costs two per token and weight of the matrices that the
+token passes through, plus attention; a backward pass costs twice the forward.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Dense bf16 operations per second by the vendor's data sheet, by what the driver calls the card.
+TRAIN_FLOPS = "perf/train_flops"  # what train_flops() counts, over all ranks
+# Dense bf16 FLOP/s from the vendor's data sheet, by the driver's name of the GPU.
 _PEAK_BF16 = {
     "B200": 2250e12,
     "GB200": 2500e12,
@@ -38,15 +39,15 @@ class ModelShape:
     head_dim: int
     vocab: int
     ffn: int  # of a dense layer
-    experts_per_token: int = 0  # in a mixture-of-experts layer
+    experts_per_token: int = 0  # in an MoE layer
     expert_ffn: int = 0
     shared_ffn: int = 0
     num_experts: int = 0
-    dense_layers: int | None = None  # None: all of them, or none in a mixture of experts
+    dense_layers: int | None = None  # None: all of them, or none in an MoE model
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """From the content of config.json, or a HF config's to_dict()."""
+        """Read the content of config.json, or a HF config's to_dict()."""
         heads = config["num_attention_heads"]
         experts = config.get("num_experts") or config.get("n_routed_experts") or 0
         experts = experts or config.get("num_local_experts") or 0
@@ -67,7 +68,7 @@ class ModelShape:
 
     @property
     def weights_per_token(self) -> int:
-        """Entries of the matrices one token is multiplied with, the output head included."""
+        """Count the weights that one token is multiplied with, including the output head."""
         heads = 2 * self.heads + 2 * self.kv_heads  # q and o, k and v
         attention = self.hidden * heads * self.head_dim
         dense = 3 * self.hidden * self.ffn
@@ -79,7 +80,7 @@ class ModelShape:
 
 
 def forward_flops(shape: ModelShape, lens: Iterable[int]) -> float:
-    """Of sequences with these lengths; attention counts the pairs a causal mask leaves."""
+    """Count sequences of these lengths; attention counts the pairs under a causal mask."""
     lens = list(lens)
     pairs = sum(n * (n + 1) / 2 for n in lens)
     attention = 4 * shape.layers * shape.heads * shape.head_dim * pairs  # scores, and their use
@@ -87,11 +88,34 @@ def forward_flops(shape: ModelShape, lens: Iterable[int]) -> float:
 
 
 def train_flops(shape: ModelShape, lens: Iterable[int]) -> float:
-    """Forward and backward, once; what is computed a second time to save memory does not count."""
+    """Count one forward and backward pass; recomputation does not count."""
     return 3.0 * forward_flops(shape, lens)
 
 
 def peak_flops(gpu_name: str) -> float | None:
-    """Of one card in bf16, by its data sheet; None for a card that is not in the table."""
+    """Return the bf16 FLOP/s of a GPU from its data sheet; None if it is not in the table."""
     matches = [name for name in _PEAK_BF16 if name in gpu_name]
     return _PEAK_BF16[max(matches, key=len)] if matches else None
+
+
+def throughput_metrics(
+    metrics: Mapping[str, float], *, num_gpus: int, train_gpus: int, peak_flops: float | None
+) -> dict[str, float]:
+    """Return the speeds that follow from the given metrics of a rollout; see docs/metrics.md.
+
+    1,000 response tokens in a step of 4 s on 2 GPUs: perf/tokens_per_second is 250 and
+    perf/tokens_per_gpu_per_second 125. On a CPU "GPU" means process, and there is no MFU.
+    """
+    rates: dict[str, float] = {}
+    step, train = metrics.get("perf/step_time"), metrics.get("perf/train_time")
+    if step and "rollout/tokens" in metrics:
+        rates["perf/tokens_per_second"] = metrics["rollout/tokens"] / step
+        rates["perf/tokens_per_gpu_per_second"] = metrics["rollout/tokens"] / step / num_gpus
+    if train and "perf/train_tokens" in metrics:
+        rates["perf/train_tokens_per_second"] = metrics["perf/train_tokens"] / train
+    if train and TRAIN_FLOPS in metrics:
+        per_gpu = metrics[TRAIN_FLOPS] / train / train_gpus
+        rates["perf/train_tflops_per_gpu"] = per_gpu / 1e12
+        if peak_flops:
+            rates["perf/mfu"] = per_gpu / peak_flops
+    return rates

@@ -1,4 +1,4 @@
-"""Numbers and durations as people read them, the same on the terminal and in the report."""
+"""Formatting of numbers and durations, shared by the terminal and the report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, no noise: 0.433, 5,120, 3.1e-07."""
+    """Format with about three significant digits: 0.433, 5,120, 3.1e-07."""
     if value is None or not math.isfinite(value):
         return "-"
     if value == 0:
@@ -28,19 +28,19 @@ def number(value: float | None) -> str:
 
 
 def score(value: float) -> str:
-    """A reward, always with the same decimals so that two of them compare at a glance: 0.100, 12.3."""
+    """Format a reward with fixed decimals, so that two are easy to compare: 0.100, 12.3."""
     return f"{value:.3f}" if abs(value) < 10 else number(value)
 
 
 def signed(value: float | None) -> str:
-    """+0.71, -1.2: a number whose sign is what matters."""
+    """Format a number with its sign: +0.71, -1.20."""
     if value is None or not math.isfinite(value):
         return "-"
     return "0" if value == 0 else f"{'+' if value > 0 else ''}{value:.2f}"
 
 
 def duration(seconds: float) -> str:
-    """1.2s, 41s, 3m 07s, 2h 05m, 3d 04h."""
+    """Format seconds: 1.2s, 41s, 3m 07s, 2h 05m, 3d 04h."""
     if seconds < 9.95:
         return f"{seconds:.1f}s"
     whole = round(seconds)
@@ -54,7 +54,7 @@ def duration(seconds: float) -> str:
 
 
 def count(value: float) -> str:
-    """950, 12.3k, 4.56M, 1.2B."""
+    """Format a count: 950, 12.3k, 4.56M, 1.2B."""
     for limit, divisor, suffix in ((1e4, 1, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M")):
         if abs(value) < limit:
             return f"{value / divisor:.3g}{suffix}" if suffix else f"{value:,.0f}"
@@ -62,7 +62,7 @@ def count(value: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """Values as bars; more than `width` of them are averaged in equal stretches.
+    """Draw values as bars; more than `width` of them are averaged in equal ranges.
 
     The scale spans at least a quarter of the largest value, so that noise looks like noise.
     """
@@ -80,7 +80,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def layout(*, trainers: int, rollout: int, colocate: bool, backend: str, engine: str) -> str:
-    """`2 trainer + 1 rollout (fsdp, slime engine)`, `1 colocated (...)`, or `1 rollout (slime engine)`."""
+    """Return `2 trainer + 1 rollout (fsdp, slime engine)`, `1 colocated (...)` or `1 rollout (...)`."""
     if trainers == 0:
         return f"{rollout} rollout ({engine} engine)"
     where = f"{trainers} colocated" if colocate else f"{trainers} trainer + {rollout} rollout"
@@ -88,7 +88,7 @@ def layout(*, trainers: int, rollout: int, colocate: bool, backend: str, engine:
 
 
 def model_name(path: str | None) -> str:
-    """The telling end of a checkpoint's path: `Qwen3-4B`, `quickstart/hf`."""
+    """Return the last part of a checkpoint's path: `Qwen3-4B`, `quickstart/hf`."""
     parts = [part for part in (path or "").split("/") if part]
     if not parts:
         return "-"

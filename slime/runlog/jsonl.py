@@ -1,4 +1,4 @@
-"""Files of JSON lines that survive a crash: whole lines only, appended in one write each."""
+"""JSON-lines files that survive a crash: each line is appended in one write."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_whole(file: FileIO, content: bytes) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, none if there is no file; a line cut off by a crash is left out."""
+    """Yield the records of a file, if it exists; a line truncated by a crash is skipped."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -48,9 +48,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
-    """Rewrite the file with the records `keep` accepts; returns how many lines went.
+    """Rewrite the file with the records that `keep` accepts; return the number of lines removed.
 
-    The new file replaces the old one in one step: a crash leaves one or the other, never a mixture.
+    The file is replaced atomically.
     """
     if not path.exists():
         return 0
@@ -62,7 +62,7 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
+    """Replace a file atomically: a reader, or a crash, sees the old content or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb", buffering=0) as file:
@@ -75,7 +75,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def drop_partial_line(path: Path) -> None:
-    """Cut the file after its last newline: what follows was never completely written."""
+    """Truncate the file after its last newline: the rest was never completely written."""
     if not path.exists():
         return
     with path.open("rb+") as file:

@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: a live panel on a terminal, plain lines elsewhere.
+"""The display of a running job: a live panel on a terminal, one line per rollout elsewhere.
 
-A display never ends a run: when drawing fails, the error goes to the log and the display falls silent.
+A display never ends a run: if drawing fails, the error is logged and the display is switched off.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 from rich.console import Console
 
 from slime.config.env import read_env
-from slime.runlog.format import layout, model_name
+from slime.runlog import metric_names as names
+from slime.runlog.format import duration, layout, model_name, number, score
 from slime.runlog.panel import PanelDisplay
-from slime.runlog.plain import PlainDisplay
-from slime.runlog.run_state import RunState
+from slime.runlog.run_state import RunState, phase_times
 from slime.utils.printable import printable, safe_text
 
 if TYPE_CHECKING:
@@ -25,9 +25,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SHORT_PHASES = {"generate": "gen", "update_weights": "sync"}
+# label, metric, width of the value; "eval" stands for the mean over the evaluation datasets
+_COLUMNS = (
+    ("reward", names.REWARD, 6),
+    ("eval", "eval", 6),
+    ("len", names.RESPONSE_LEN, 6),
+    ("tok/s", names.TOKENS_PER_SECOND, 7),
+    ("gap", names.LOG_PROB_GAP, 7),
+    ("loss", names.LOSS, 8),
+)
+
 
 class LiveDisplay:
-    """Shows a run as it goes::
+    """Display of a run::
 
     display = LiveDisplay(args)
     with display.phase("generate"):
@@ -67,11 +78,11 @@ class LiveDisplay:
             self._contained(self._state.leave)
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """The metrics of a rollout, with its `rollout_id`; or, before the first one, of the start."""
+        """Show the metrics of a rollout, with its `rollout_id`; before the first one, of the start."""
         self._contained(lambda: self._update(metrics))
 
     def message(self, text: str) -> None:
-        """A line for the person watching; it stays above the live region."""
+        """Print a line above the live panel."""
         drawing = self._drawing
         self._contained(
             lambda: drawing.message(text) if drawing else print(safe_text(text), flush=True)
@@ -93,16 +104,16 @@ class LiveDisplay:
         except Exception:
             drawing, self._drawing = self._drawing, None
             if drawing is not None:
-                with suppress(Exception):  # give the terminal back
+                with suppress(Exception):  # restore the terminal
                     drawing.stop()
-            logger.warning("the display failed and is switched off; the run goes on", exc_info=True)
+            logger.warning("the display failed and is off; the run continues", exc_info=True)
 
 
 class RunConsole(Console):
-    """A console whose reader may go away: rich would end the process then."""
+    """A console that survives a closed pipe; rich would exit the process."""
 
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError("nobody reads this output any more")
+        raise BrokenPipeError("the reader of this output is gone")
 
 
 class _Drawing(Protocol):
@@ -111,3 +122,64 @@ class _Drawing(Protocol):
     def show_rollout(self) -> None: ...
     def message(self, text: str) -> None: ...
     def stop(self) -> None: ...
+
+
+class PlainDisplay:
+    def __init__(self, state: RunState, console: Console) -> None:
+        self._state = state
+        self._console = console
+
+    def start(self) -> None:
+        state = self._state
+        self.message(f"run {state.run_name}  model {state.model}  {state.layout}")
+
+    def show_start(self) -> None:
+        self.message(start_line(self._state))
+
+    def show_rollout(self) -> None:
+        self.message(rollout_line(self._state))
+
+    def message(self, text: str) -> None:
+        self._console.file.write(f"{safe_text(text)}\n")
+        self._console.file.flush()
+
+    def stop(self) -> None:
+        """Do nothing: no terminal state to restore."""
+
+
+def start_line(state: RunState) -> str:
+    """Format what happened before the first rollout: `start 21s  eval addition 0.120`."""
+    parts = [_times(state)]
+    parts += [f"{name} {score(state.latest[m])}" for name, m in state.evals().items()]
+    return "  ".join(part for part in parts if part)
+
+
+def rollout_line(state: RunState) -> str:
+    """Format `rollout 12/60  reward  0.430  eval  0.400  len    5.1  ...  gen 1.2s train 0.8s`."""
+    total = "?" if state.num_rollout is None else str(state.num_rollout)
+    parts = [f"rollout {state.rollouts_done:>{len(total)}}/{total}"]
+    for label, metric, width in _COLUMNS:
+        value = _mean_eval(state) if metric == "eval" else state.latest.get(metric)
+        known = bool(state.evals()) if metric == "eval" else metric in state.series
+        if value is not None:
+            text = score(value) if label in ("reward", "eval") else number(value)
+            parts.append(f"{label} {text:>{width}}")
+        elif known:
+            parts.append(" " * (len(label) + 1 + width))
+    if state.latest.get(names.FAILED):
+        parts.append(f"failed {number(state.latest[names.FAILED])}")
+    parts.append(_times(state))
+    if state.seconds_left:
+        parts.append(f"left {duration(state.seconds_left)}")
+    return "  ".join(parts).rstrip()
+
+
+def _times(state: RunState) -> str:
+    times = phase_times(state.latest)
+    return " ".join(f"{_SHORT_PHASES.get(n, n)} {duration(s)}" for n, s in times.items())
+
+
+def _mean_eval(state: RunState) -> float | None:
+    """Return the mean reward over datasets if this rollout was evaluated."""
+    values = [state.latest[m] for m in state.evals().values() if m in state.latest]
+    return sum(values) / len(values) if values else None

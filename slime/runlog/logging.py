@@ -1,4 +1,4 @@
-"""Logging of the driver and of the actors: everything to a file, the essential to the console."""
+"""Logging of the driver and of the actors: everything to a file, a short form to the console."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def setup_logging(
 ) -> None:
     """Send records of this process to <run_dir>/logs/<role>.log and, shortened, to the console.
 
-    The file takes information of slime's and warnings of everyone's, with time and place; the console
-    the same in one short line. Calling it again replaces what an earlier call set up.
+    Both get slime's INFO records and the warnings of all libraries; the file with time and location,
+    the console in one short line. A second call replaces the handlers of the first.
     """
     root = logging.getLogger()
     for handler in [h for h in root.handlers if getattr(h, "slime_handler", False)]:
@@ -69,7 +69,7 @@ class _FileFormatter(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """A disk that is full loses lines of the log; the run itself says what it could not write."""
+    """Ignore OSError: a full disk loses log lines, and the run itself reports what it could not write."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -81,7 +81,7 @@ class _LogFile(logging.FileHandler):
 
 
 class _ConsoleHandler(logging.StreamHandler):
-    """Writes to whatever sys.stderr is at the moment: a live display swaps it while it is on screen."""
+    """Write to the current sys.stderr, which a live display replaces while it is on screen."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -92,9 +92,9 @@ class _ConsoleHandler(logging.StreamHandler):
 
 
 class _ConsoleFormatter(logging.Formatter):
-    """The message alone for information of the driver's; level and role in front of the rest.
+    """Print the bare message for INFO of the driver, else with level and role.
 
-    The traceback of something less than an error is left to the file.
+    Tracebacks below ERROR appear only in the file.
     """
 
     def __init__(self, role: str) -> None:

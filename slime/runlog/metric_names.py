@@ -1,4 +1,4 @@
-"""The metrics that displays and reports pick out, under the names docs/metrics.md gives them."""
+"""The metrics that displays and reports use, with the names of docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ STEP_TIME = "perf/step_time"
 
 
 def eval_rewards(names: Iterable[str]) -> dict[str, str]:
-    """Among metric names, the mean reward of each dataset: {"gsm8k": "eval/gsm8k/reward"}."""
+    """Return the mean-reward metric of each dataset: {"gsm8k": "eval/gsm8k/reward"}."""
     found = sorted(n for n in names if n.startswith("eval/") and n.endswith("/reward"))
     return {name.removeprefix("eval/").removesuffix("/reward"): name for name in found}

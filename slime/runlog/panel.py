@@ -18,7 +18,7 @@ from slime.runlog.run_state import RunState
 from slime.utils.printable import printable, safe_text
 
 _LABEL_WIDTH = 17
-# label, metric; a row appears once its metric has come in
+# label, metric; a row appears once its metric has a value
 _ROWS = (
     ("response length", names.RESPONSE_LEN),
     ("tokens/s", names.TOKENS_PER_SECOND),
@@ -58,7 +58,7 @@ class PanelDisplay:
         self._live.stop()
 
     def _render(self) -> RenderableType:
-        # Runs on rich's refresh thread, where an exception would end the redrawing without a word.
+        # Runs on rich's refresh thread, where an exception would silently stop the redrawing.
         try:
             return render_panel(self._state, self._spinner, self._live.console.width)
         except Exception as error:
@@ -107,7 +107,7 @@ def _progress_bar(done: int, total: int, width: int) -> ProgressBar:
 
 
 def _metrics(state: RunState, width: int) -> Table:
-    """One line per metric: newest value, its course, where it came from."""
+    """Draw one line per metric: latest value, sparkline, first and last value."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", width=_LABEL_WIDTH, no_wrap=True, overflow="ellipsis")
     table.add_column(justify="right", style="bold", no_wrap=True, min_width=7)
@@ -129,7 +129,7 @@ def _metrics(state: RunState, width: int) -> Table:
 
 
 def _phases(state: RunState, width: int) -> Table:
-    """Seconds per phase and rollout, as bars on one scale."""
+    """Draw the seconds per phase of a rollout as bars on one scale."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", width=_LABEL_WIDTH, no_wrap=True)
     table.add_column(justify="right", style="bold", no_wrap=True, min_width=7)

@@ -1,4 +1,4 @@
-"""The log file of one process of a run: its own records, what libraries print, and its last words."""
+"""The log file of one process of a run: log records, library output, and crash stacks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 def open_process_log(run_dir: str, role: str, variables: Iterable[str] = ()) -> None:
-    """Send everything this process says from now on to <run_dir>/logs/<role>.log.
+    """Send all output of this process to <run_dir>/logs/<role>.log.
 
-    NCCL and CUDA write past Python, and a crash leaves a stack: file descriptors 1 and 2 lead to the
-    file as well. It begins with where the process runs and what its environment says to libraries;
-    `variables` are names to show beside the usual ones.
+    File descriptors 1 and 2 are redirected too, since NCCL, CUDA and faulthandler bypass Python. The
+    first line names host, pid and the environment variables of libraries; `variables` are shown
+    in addition.
     """
     setup_logging(run_dir, role=role, console=False)
     _redirect(Path(run_dir) / "logs" / f"{role}.log")
@@ -39,6 +39,6 @@ def _redirect(path: Path) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
-    # By the line: what was printed before a crash is not lost.
+    # Line-buffered, so that output before a crash is not lost.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

@@ -1,4 +1,4 @@
-"""A run folder as data: what the report, the summary and the live page show is read here."""
+"""Read a run folder: the data of the report and of the closing summary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RECORD_KEYS = ("rollout_id", "kind", "time")
 
 @dataclass(kw_only=True, frozen=True)
 class RunData:
-    """What a run recorded so far. Series hold (rollout_id, value), in the order they were logged."""
+    """What a run has recorded so far. Series hold (rollout_id, value) in logging order."""
 
     run_dir: Path
     series: dict[str, list[Point]]
@@ -44,11 +44,11 @@ class RunData:
         return self.series[f"eval/{dataset}/reward"]
 
     def rollouts(self) -> int:
-        """How many rollouts were trained on."""
+        """Return the number of rollouts that were trained on."""
         return len({rollout_id for rollout_id, _ in self.phases})
 
     def seconds(self) -> float:
-        """Time at work, starts included, without pauses between a crash and a resume."""
+        """Return the running time, including starts, without pauses between a crash and a resume."""
         return sum(seconds for _, seconds in self.series.get(STEP_TIME, []))
 
     def total(self, name: str) -> float:
@@ -88,7 +88,7 @@ def read_run(run_dir: str | Path) -> RunData:
 
 
 def _is_metrics(record: dict[str, Any]) -> bool:
-    """The folder may be somebody else's: a line with other types than a run writes is left out."""
+    """Skip lines with other types than a run writes: the folder may come from elsewhere."""
     rollout_id, kind, when = (record.get(key) for key in _RECORD_KEYS)
     return isinstance(rollout_id, int) and isinstance(kind, str) and isinstance(when, int | float)
 
@@ -102,7 +102,7 @@ def _series(records: list[dict[str, Any]]) -> dict[str, list[Point]]:
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
-    """The metrics of a record; null, which stands for NaN and infinity, is left out."""
+    """Return the metrics of a record without null, which stands for NaN and infinity."""
     return {
         name: value
         for name, value in record.items()

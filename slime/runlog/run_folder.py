@@ -43,12 +43,12 @@ _NOT_REPEATED = ("config", "run_dir", "dry_run", "wandb_run_id")
 
 
 def hold_run_folder(run_dir: str) -> int:
-    """Make the folder and keep other runs out of it; released when the handle is closed, or the process ends."""
+    """Create and lock the folder; the lock ends when the handle is closed or the process exits."""
     return hold_folder(run_dir, "--run-dir")
 
 
 def hold_folder(folder: str, flag: str) -> int:
-    """The same for any folder that one run at a time may write to."""
+    """Create and lock a folder that only one run at a time may write to."""
     check_writable(folder, flag)
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -56,7 +56,7 @@ def hold_folder(folder: str, flag: str) -> int:
     except BlockingIOError:
         os.close(handle)
         raise ConfigError(
-            f"{flag} {folder}: another run is under way in it; wait for its end, or name another folder"
+            f"{flag} {folder}: another run is using it; wait until it ends, or name another folder"
         ) from None
     except OSError:  # a filesystem without locks
         pass
@@ -64,9 +64,9 @@ def hold_folder(folder: str, flag: str) -> int:
 
 
 def open_run_folder(args: Args, *, loaded: Path | None = None) -> Path:
-    """Make the run's folder, or enter it again, and record configuration and machine in it.
+    """Create or reopen the run's folder, and record configuration and machine in it.
 
-    `loaded` is the checkpoint that the run continues from. What an earlier attempt left is kept.
+    `loaded` is the checkpoint that the run continues from. Results of earlier attempts are kept.
     """
     run_dir = Path(args.run_dir)
     if run_dir.is_file():
@@ -95,7 +95,7 @@ def write_config(args: Args, run_dir: Path) -> None:
 
 
 def _given(args: Args) -> dict[str, object]:
-    """What the user set, as config.yaml holds it: without secrets, and with paths that can be repeated."""
+    """Return what the user set, as stored in config.yaml: without secrets, with portable paths."""
     plain = {name: _plain(value) for name, value in args.to_dict(redact=False).items()}
     left_out = {*_secrets(args), *_NOT_REPEATED}
     given = {
@@ -107,7 +107,7 @@ def _given(args: Args) -> dict[str, object]:
 
 
 def _secrets(args: Args) -> list[str]:
-    """The flags whose values, or parts of them, are hidden."""
+    """Return the flags whose values are redacted, at least in part."""
     shown = args.to_dict(redact=True)
     return [n for n, v in args.to_dict(redact=False).items() if _plain(v) != _plain(shown[n])]
 
@@ -128,7 +128,7 @@ def _record_start(run_dir: Path) -> None:
 
 
 def _plain(value: object) -> object:
-    """The value as YAML and JSON can hold it."""
+    """Convert a value to types of YAML and JSON."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a display knows of a running job: gathered from the metrics as they come, drawn elsewhere."""
+"""The state that displays show, collected from metrics as they arrive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PHASE_ORDER = ("start", "generate", "train", "update_weights", "eval", "save")
 
 @dataclass(kw_only=True)
 class RunState:
-    """Everything shown about a run; `enter`, `leave` and `update` are the only ways it changes."""
+    """Everything shown about a run; it changes only through `enter`, `leave` and `update`."""
 
     run_name: str
     model: str
@@ -36,7 +36,7 @@ class RunState:
         self.phase = None
 
     def update(self, metrics: Mapping[str, float]) -> bool:
-        """Take metrics in; False when they are from before the first rollout (start, evaluation)."""
+        """Add metrics; return False if they are from before the first rollout (start, evaluation)."""
         numbers = {name: float(value) for name, value in metrics.items()}
         self.latest = {name: n for name, n in numbers.items() if math.isfinite(n)}
         for name, value in self.latest.items():
@@ -52,19 +52,19 @@ class RunState:
 
     @property
     def seconds_left(self) -> float | None:
-        """From the mean of the last ten rollouts; None while nothing can be said."""
+        """Estimate from the mean of the last ten rollouts; None before the first one."""
         recent = self.rollout_seconds[-10:]
         if not recent or self.num_rollout is None:
             return None
         return sum(recent) / len(recent) * (self.num_rollout - self.rollouts_done)
 
     def evals(self) -> dict[str, str]:
-        """Metric by dataset: {"gsm8k": "eval/gsm8k/reward"}."""
+        """Return the metric of each dataset: {"gsm8k": "eval/gsm8k/reward"}."""
         return eval_rewards(self.series)
 
 
 def phase_times(metrics: Mapping[str, float]) -> dict[str, float]:
-    """{"generate": 1.2, ...} from perf/generate_time and its like, top-level phases only, in loop order."""
+    """Return {"generate": 1.2, ...} from perf/generate_time etc.: top-level phases in loop order."""
     times = {
         name.removeprefix("perf/").removesuffix("_time"): float(value)
         for name, value in metrics.items()

@@ -57,14 +57,14 @@ def _change(points: list[tuple[int, float]]) -> str:
 
 
 def _next_commands(run: RunData) -> list[str]:
-    """Three commands that work on this run as it is: use it, go on with it, change something."""
+    """Return three commands for this run: use the model, continue training, change something."""
     commands = [_use(run)]
     if run.config.get("save"):
         commands.append(_continue(run))
     if run.config.get("lr"):
         commands.append(_repeat(run))
-    fillers = [f"slime train --config {_path(run.run_dir / CONFIG_FILE)} --dry-run", "slime doctor"]
-    return [*commands, *fillers][:3]
+    others = [f"slime train --config {_path(run.run_dir / CONFIG_FILE)} --dry-run", "slime doctor"]
+    return [*commands, *others][:3]
 
 
 def _use(run: RunData) -> str:
@@ -88,7 +88,7 @@ def _continue(run: RunData) -> str:
 
 
 def _repeat(run: RunData) -> str:
-    """The same run with another learning rate, in folders of its own."""
+    """Return the command of the same run with another learning rate, in new folders."""
     other = Path(f"{run.run_dir}-lr")
     folders = {"run_dir": other}
     for name, folder in _NEW_PLACES.items():  # those inside the run folder move with it
@@ -101,7 +101,7 @@ def _repeat(run: RunData) -> str:
 
 
 def _path(path: str | Path) -> str:
-    """As one would type it: relative to here where that is shorter, quoted where needed."""
+    """Format a path for the command line: relative to the working directory if inside it, quoted."""
     path = Path(path)
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))

@@ -11,7 +11,7 @@ from slime.diagnosis.process_status import doing
 
 
 class Timer:
-    """Adds up the seconds spent in named phases until `take()` hands them over and starts afresh.
+    """Sums the seconds spent in named phases; `take()` returns and resets them.
 
     A phase inside another carries both names. Three seconds in `phase("train")`, one of them in
     `phase("log_probs")` within it, taken 5 seconds after the previous take::
@@ -42,12 +42,12 @@ class Timer:
             self.add(path, self._clock() - started)
 
     def add(self, name: str, seconds: float) -> None:
-        """Count seconds measured elsewhere, such as in another process."""
+        """Add seconds measured elsewhere, such as in another process."""
         with self._lock:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """The seconds per phase and in all since the previous take, as metrics."""
+        """Return the seconds per phase and in total since the previous take, as metrics."""
         with self._lock:
             now = self._clock()
             metrics = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}

@@ -1,6 +1,6 @@
-"""Where the numbers of a run go: metrics.jsonl always, TensorBoard and Weights & Biases when asked.
+"""Metrics go to metrics.jsonl, and to TensorBoard and Weights & Biases if enabled.
 
-The only importer of tensorboard and wandb, and only of the one a flag asked for.
+The only importer of tensorboard and wandb, each only if its flag is set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RESUMES_FILE = "resumes.jsonl"
 
 
 class Tracker:
-    """Hands every metric to every place that keeps them.
+    """Writes every metric to all enabled sinks.
 
     `tracker.log({"train/loss": 0.1}, rollout_id=3, kind="train")` appends to metrics.jsonl::
 
@@ -60,10 +60,10 @@ class Tracker:
 
 
 def cut_back(run_dir: str | Path, start_rollout_id: int) -> int:
-    """Forget what a run recorded from `start_rollout_id` on, before it does those rollouts again.
+    """Remove what a run recorded from `start_rollout_id` on, before it repeats those rollouts.
 
-    Call it before the Tracker is made. Returns the number of lines dropped; a last line that was only
-    half written is among them. So are the samples of an evaluation that was not finished: it is made again.
+    Call it before the Tracker is created. Return the number of lines dropped, including a partial
+    last line and the samples of an unfinished evaluation, which will be repeated.
     """
     run_dir = Path(run_dir)
     dropped = keep_lines(run_dir / METRICS_FILE, lambda r: r["rollout_id"] < start_rollout_id)
@@ -83,7 +83,7 @@ def cut_back(run_dir: str | Path, start_rollout_id: int) -> int:
 
 
 def logged_rollouts(run_dir: str | Path, kind: str) -> set[int]:
-    """The rollouts for which metrics.jsonl holds a line of this kind."""
+    """Return the rollouts for which metrics.jsonl holds a line of this kind."""
     records = read_lines(Path(run_dir) / METRICS_FILE)
     return {record["rollout_id"] for record in records if record["kind"] == kind}
 
@@ -107,7 +107,7 @@ class _JsonlSink:
 
     def write(self, values: Mapping[str, float | None], rollout_id: int, kind: str) -> None:
         record = {"rollout_id": rollout_id, "kind": kind, "time": time.time(), **values}
-        if not self._path.exists():  # somebody deleted it: what comes is kept in a new one
+        if not self._path.exists():  # it was deleted: continue in a new file
             self._file.close()
             self._open()
         write_whole(self._file, orjson.dumps(record) + b"\n")
@@ -177,7 +177,7 @@ class _WandbSink:
 
 
 def _wandb_settings(args: Args) -> dict[str, Any]:
-    """Server and key. The key stays in this process's memory: no file of the run holds it."""
+    """Return server and key. The key stays in this process's memory; no file of the run holds it."""
     settings: dict[str, Any] = {"x_disable_meta": True}  # the metadata would hold the command line
     if args.wandb_host:
         settings["base_url"] = args.wandb_host
@@ -195,7 +195,7 @@ def _missing_package(flag: str, package: str, error: ImportError) -> ConfigError
 
 
 def _plain_number(value: SupportsFloat) -> float | None:
-    """numpy and torch scalars as Python numbers; None for NaN and infinity, which JSON cannot hold."""
+    """Convert numpy and torch scalars; None for NaN and infinity, which JSON cannot represent."""
     if isinstance(value, int):
         return int(value)
     number = float(value)

@@ -6,7 +6,7 @@ import json
 
 from slime.core.types import Sample, Status
 from slime.rollout.train_data import samples_to_batch
-from slime.runlog.sample_rows import batch_rows, sample_row
+from slime.runlog.sample_log import batch_rows, sample_row
 from tests.args import make_args
 
 

@@ -98,7 +98,7 @@ def test_driver_log_takes_everything_and_the_console_little(
 
 def test_only_one_run_at_a_time_in_a_folder(tmp_path):
     held = hold_run_folder(str(tmp_path / "run"))
-    with pytest.raises(ConfigError, match="another run is under way"):
+    with pytest.raises(ConfigError, match="another run is using it"):
         hold_run_folder(str(tmp_path / "run"))
     os.close(held)
     os.close(hold_run_folder(str(tmp_path / "run")))
@@ -106,7 +106,7 @@ def test_only_one_run_at_a_time_in_a_folder(tmp_path):
 
 def test_only_one_run_at_a_time_saves_to_a_folder(tmp_path):
     held = hold_folder(str(tmp_path / "checkpoints"), "--save")
-    with pytest.raises(ConfigError, match=r"--save .*another run is under way"):
+    with pytest.raises(ConfigError, match=r"--save .*another run is using it"):
         hold_folder(str(tmp_path / "checkpoints"), "--save")
     os.close(held)
 

@@ -7,8 +7,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from slime.runlog.flops import ModelShape, forward_flops, peak_flops, train_flops
-from slime.runlog.throughput import throughput_metrics
+from slime.runlog.flops import (
+    ModelShape,
+    forward_flops,
+    peak_flops,
+    throughput_metrics,
+    train_flops,
+)
 
 COMMON = {
     "vocab_size": 64,

@@ -8,6 +8,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
+from typing import Any
 
 STAND_INS = {"torchvision", "sgl_kernel"}
 
@@ -56,7 +57,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module):
         module.__path__ = []
-        module.__version__ = "0.0.0"
+        module.__dict__["__version__"] = "0.0.0"
 
 
 class Mended(importlib.abc.MetaPathFinder):
@@ -95,8 +96,9 @@ def multiply_in_torch(module):
         wide = weight.float() * scale.float().reshape(-1, 1)
         return torch.nn.functional.linear(x.float(), wide, _wide(bias)).to(dtype)
 
-    torch.ops.sgl_kernel.fp8_scaled_mm_cpu = by_block
-    torch.ops.sgl_kernel.fp8_per_tensor_scaled_mm_cpu = by_tensor
+    ops: Any = torch.ops.sgl_kernel
+    ops.fp8_scaled_mm_cpu = by_block
+    ops.fp8_per_tensor_scaled_mm_cpu = by_tensor
     module._is_cpu = False  # weights are kept as for a GPU: those for AMX cannot be updated
     module.use_intel_amx_backend = lambda layer: hasattr(layer, "weight")
     take_float32(module.Fp8Config)

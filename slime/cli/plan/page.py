@@ -9,8 +9,8 @@ from slime.cli.plan.memory import GIB, Item, Phase
 from slime.cli.plan.plan import Plan
 from slime.cli.plan.rank_layout import Place
 from slime.cli.plan.render import summary_lines
-from slime.runlog.html_page import page_templates
 from slime.runlog.jsonl import replace_file
+from slime.runlog.report.page import page_templates
 
 _WIDTH = 720  # of a memory bar, in SVG units
 

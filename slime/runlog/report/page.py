@@ -1,13 +1,15 @@
-"""report.html: one file, no network, that shows what a run learned and where its time went."""
+"""report.html: one file without network that shows what a run learned and where its time went."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from pathlib import Path
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from slime.runlog.format import duration, number, score, signed
-from slime.runlog.html_page import content_policy, page_templates
 from slime.runlog.jsonl import replace_file
 from slime.runlog.report import sections
 from slime.runlog.run_data import RunData, read_run
@@ -16,7 +18,7 @@ REPORT_FILE = "report.html"
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Render <run_dir>/report.html from what the folder holds at this moment."""
+    """Render <run_dir>/report.html from the current contents of the folder."""
     run = read_run(run_dir)
     path = run.run_dir / REPORT_FILE
     replace_file(path, render_report(run).encode())
@@ -26,7 +28,7 @@ def write_report(run_dir: str | Path) -> Path:
 def render_report(run: RunData) -> str:
     environment = page_templates("slime.runlog.report")
     environment.filters.update(number=number, score=score, signed=signed, duration=duration)
-    # uPlot is vendored so that the page needs no network; its files are no templates.
+    # uPlot is vendored so that the page needs no network; its files are not templates.
     folder = Path(__file__).parent / "templates"
     script = (folder / "uPlot.iife.min.js").read_text()
     script += environment.get_template("report.js.jinja").render()
@@ -43,4 +45,24 @@ def render_report(run: RunData) -> str:
         config=sections.config(run),
         starts=sections.starts(run),
         resumed_at=sorted(set(run.resumed_at)),
+    )
+
+
+def page_templates(package: str) -> Environment:
+    """Load the templates in the package's folder `templates`; values are escaped, unknown names raise."""
+    return Environment(
+        loader=PackageLoader(package),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def content_policy(script: str) -> str:
+    """Return a Content-Security-Policy that allows this script and nothing else."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
     )

@@ -1,4 +1,4 @@
-"""The parts of the report, each a record the template writes out; a part without data is None or empty."""
+"""The sections of the report as records for the template; one without data is None or empty."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def phases(run: RunData) -> Phases | None:
 
 
 def samples(run: RunData) -> Samples:
-    """The newest first; of a long run some rollouts, evenly over it, each with all its samples."""
+    """Return samples, newest first; of a long run some rollouts spread evenly, with all their samples."""
     rollout_ids = sorted({rollout_id for rollout_id, _ in run.samples})
     largest = max(Counter(rollout_id for rollout_id, _ in run.samples).values(), default=1)
     shown = evenly(rollout_ids, max(2, MAX_SAMPLES // largest))
@@ -163,7 +163,7 @@ def samples(run: RunData) -> Samples:
 
 
 def config(run: RunData) -> dict[str, list[ConfigRow]]:
-    """Rows by what a reader looks for: what was set, what followed from it, what was left alone."""
+    """Return the flags in three groups: set by the user, derived, default."""
     parts: dict[str, list[ConfigRow]] = {"set": [], "derived": [], "default": []}
     for name in sorted(name for name, value in run.config.items() if value is not None):
         origin = run.origins[name]
@@ -175,7 +175,7 @@ def config(run: RunData) -> dict[str, list[ConfigRow]]:
 
 
 def starts(run: RunData) -> list[tuple[str, str]]:
-    """(when, on what) for each start of the run."""
+    """Return (time, machine) for each start of the run."""
     return [(_date(start["time"]), _machine(start)) for start in run.starts]
 
 
@@ -213,7 +213,7 @@ def _sentence_without_eval(run: RunData) -> str:
 
 
 def _rollouts(run: RunData) -> str:
-    """`60 rollouts of GRPO, 16 prompts x 8 samples each`, as far as the configuration tells."""
+    """Return `60 rollouts of GRPO, 16 prompts x 8 samples each`, as far as the configuration tells."""
     done, config = run.rollouts(), run.config
     text = f"{done} rollout{'s' if done != 1 else ''}"
     if config.get("loss_type") == "sft_loss":
