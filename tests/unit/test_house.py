@@ -8,12 +8,12 @@ from tools.house import House
 # it has reached the target.
 LIMITS = {
     "files on the main path": (87, 50),
-    "files in slime/": (457, 300),
-    "lines in slime/": (49_629, 40_000),
-    "files in one folder": (28, 25),
+    "files in slime/": (453, 300),
+    "lines in slime/": (50_140, 40_000),
+    "files in one folder": (30, 25),
     "lines in one file": (400, 400),
     "lines in one function": (83, 80),
-    "percent of lines not checked by pyright": (49, 0),
+    "percent of lines not checked by pyright": (34, 0),
 }
 
 
