@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 # Blocks of FP8 scales are 128 wide: all linear layers are multiples of that, in and out.
-MODEL = {
+MODEL: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_attention_heads": 4,
@@ -110,7 +110,7 @@ def write_model(folder: Path) -> None:
 
     from slime.cli.quickstart_task import VOCAB_SIZE, make_tokenizer
 
-    tokenizer = make_tokenizer()
+    tokenizer: Any = make_tokenizer()
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         num_hidden_layers=2,

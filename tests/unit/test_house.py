@@ -8,8 +8,8 @@ from tools.house import House
 # it has reached the target.
 LIMITS = {
     "files on the main path": (87, 50),
-    "files in slime/": (453, 300),
-    "lines in slime/": (50_140, 40_000),
+    "files in slime/": (446, 300),
+    "lines in slime/": (50_300, 40_000),
     "files in one folder": (30, 25),
     "lines in one file": (400, 400),
     "lines in one function": (83, 80),

@@ -117,13 +117,13 @@ class Probes:
         node: Node,
         method: Callable[Concatenate[NodeProbe, P], T],
         *args: P.args,
-        **_: P.kwargs,
+        **kwargs: P.kwargs,
     ) -> T:
         """Run a method of the node's probe; raise NodeLostError, or RayTaskError if it raised."""
         if node not in self._probes:
             raise NodeLostError(node.address)
         try:
-            reference = getattr(self._probes[node], method.__name__).remote(*args)
+            reference = getattr(self._probes[node], method.__name__).remote(*args, **kwargs)
             return ray.get(reference, timeout=_CALL_TIMEOUT_S)
         except RayTaskError:
             raise
@@ -136,13 +136,13 @@ class Probes:
             raise NodeLostError(node.address) from error
 
     def call_all(
-        self, method: Callable[Concatenate[NodeProbe, P], T], *args: P.args, **_: P.kwargs
+        self, method: Callable[Concatenate[NodeProbe, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> dict[str, T]:
         """Return the results by address; nodes that are lost are left out."""
         results = {}
         for node in self.nodes:
             with suppress(NodeLostError):
-                results[node.address] = self.call(node, method, *args)
+                results[node.address] = self.call(node, method, *args, **kwargs)
         return results
 
 
