@@ -62,8 +62,8 @@ class Checkpointer:
         self.loaded_rollout_id = meta.rollout_id if meta and continued else None
         self.critic_loaded = self._find_critic(meta.rollout_id) if meta else None
         # Without a trainer a checkpoint would be half of one.
-        saves = args.save and not args.debug_rollout_only
-        self._folder = CheckpointFolder(args.save) if saves else None
+        save = None if args.debug_rollout_only else args.save
+        self._folder = CheckpointFolder(save) if save else None
         self._critic_folder = CheckpointFolder(args.critic_save) if args.critic_save else None
         self._pending: CheckpointMeta | None = None  # being written in the background
         self._saved = meta.rollout_id if meta and args.load == args.save else None

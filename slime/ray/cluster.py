@@ -11,6 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 import ray
+from ray._private import worker
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.config.arguments import Args
@@ -32,7 +34,7 @@ def connect(say: Callable[[str], None] = lambda text: None) -> bool:
         return False
     log_messages_of_ray()
     if read_env().ray_address:
-        context = join(read_env().ray_address or "auto", logging_level="warning")
+        context = join(read_env().ray_address or "auto", logging_level=logging.WARNING)
         if context.dashboard_url:
             say(f"Ray dashboard: http://{context.dashboard_url}")
         return False
@@ -45,7 +47,7 @@ def join(address: str, *, logging_level: Any) -> Any:
     try:
         _knock(address)  # Ray itself would try for a minute
         return ray.init(address=address, log_to_driver=False, logging_level=logging_level)
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except (OSError, RuntimeError, ValueError, RayError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         hint = f"Look with `ray status --address {address}` on its head; a cluster with a token wants it "
         hint += "here too (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)"
@@ -72,7 +74,6 @@ def log_messages_of_ray() -> None:
 
     There they would come, in colours, before the sentence that says which process of the run it was.
     """
-    worker = ray._private.worker
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = _log_message
 
@@ -100,7 +101,9 @@ def run_facts(args: Args) -> RunFacts:
 
 def raylet_socket() -> str:
     """The path of the socket at which this node's raylet listens."""
-    return ray._private.worker._global_node.raylet_socket_name
+    node = worker._global_node
+    assert node is not None, "Ray is connected"
+    return node.raylet_socket_name
 
 
 def actor_env(processes: int, *, token: str, several_nodes: bool) -> dict[str, str]:

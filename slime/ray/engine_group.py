@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import ray
+from ray.exceptions import RayActorError, RayError
 
 from slime.config.arguments import Args
 from slime.core.errors import UserError
@@ -90,7 +90,7 @@ class EngineGroup:
         if not future.done():
             return False
         error = future.exception()
-        if not isinstance(error, ray.exceptions.RayActorError):
+        if not isinstance(error, RayActorError):
             future.result()
             return True
         what = f"engine {index} died while it started: {_first_line(error)}"
@@ -149,7 +149,7 @@ class EngineGroup:
         try:
             self.all[index] = self._handles[index].start()
             remember_key([self.all[index].url], self.token)
-        except (UserError, ray.exceptions.RayError) as error:
+        except (UserError, RayError) as error:
             self._down.add(index)
             waits = "" if self.infos else "; no engine is left, so generation waits"
             return (
@@ -259,6 +259,6 @@ def _start(handle: EngineHandle) -> Future[EngineInfo]:
     return future
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     """What happened, without Ray's traceback."""
     return (str(getattr(error, "cause", error)).splitlines() or [type(error).__name__])[0]

@@ -7,12 +7,14 @@ from contextlib import suppress
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from slime.backends.sglang_utils.command import nodes_of_engine
 from slime.config.arguments import Args
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo
-from slime.ray.engine_actor import PortTakenError
+from slime.ray.actors import engine_actor
+from slime.ray.engine_actor import EngineActor, PortTakenError
 from slime.ray.remote import Remote
 from slime.ray.stacks import Member
 
@@ -21,7 +23,7 @@ _NODE_POLL_S = 5.0
 _ASK_TIMEOUT_S = 10.0
 _PLACE_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 30.0
-_GONE = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError)
+_GONE = (RayActorError, GetTimeoutError)
 
 
 class EngineHandle:
@@ -30,7 +32,7 @@ class EngineHandle:
     def __init__(self, args: Args, index: int, options: list[dict[str, Any]]):
         self.args, self.index, self._options = args, index, options
         self._nodes = nodes_of_engine(len(options), args.num_gpus_per_node)
-        self._actors: list[Remote] = []
+        self._actors: list[Remote[EngineActor]] = []
         self.make()
 
     def make(self) -> None:
@@ -42,7 +44,7 @@ class EngineHandle:
         """Returns once the engine answers."""
         self._check_placed()
         if self.args.rollout_engine == "slime":
-            return self._actors[0].get("start")
+            return self._actors[0].get(lambda engine: engine.start())
         gpus, devices = self._gpus()
         for attempt in range(_PORT_TRIES):
             try:
@@ -72,21 +74,27 @@ class EngineHandle:
     def alive(self, timeout: float) -> bool:
         """Whether the processes of all nodes live."""
         try:
-            return all(ray.get([a.call("alive") for a in self._actors], timeout=timeout))
+            return all(
+                ray.get(
+                    [a.call(lambda engine: engine.alive()) for a in self._actors], timeout=timeout
+                )
+            )
         except _GONE:
             return False
 
     def last_lines(self, count: int) -> str:
         """What the first node's server wrote last."""
         with suppress(*_GONE):
-            return self._actors[0].get("last_lines", count, timeout=_ASK_TIMEOUT_S)
+            return self._actors[0].get(
+                lambda engine: engine.last_lines(count), timeout=_ASK_TIMEOUT_S
+            )
         return ""
 
     def stop(self) -> Callable[[], None]:
         """End the servers, then the actors; the call that is returned waits for it."""
         # One that found no place has no server, and would not answer.
         placed = [actor for actor in self._actors if actor.place() is not None]
-        stopping = [actor.call("stop") for actor in placed]
+        stopping = [actor.call(lambda engine: engine.stop()) for actor in placed]
 
         def wait() -> None:
             for reference in stopping:
@@ -99,15 +107,17 @@ class EngineHandle:
         return wait
 
     def _start_sglang(self, gpus: list[list[str]], devices: list[str]) -> EngineInfo:
-        ports, (host, _) = ray.get([self._actors[0].call(m) for m in ("find_ports", "where")])
+        ports = self._actors[0].get(lambda engine: engine.find_ports())
+        host, _ = self._actors[0].get(lambda engine: engine.where())
         started = [
-            actor.call("start_sglang", ports, host, devices, visible)
+            actor.call(lambda engine, gpus=visible: engine.start_sglang(ports, host, devices, gpus))
             for actor, visible in zip(self._actors, gpus, strict=True)
         ]
         while not ray.wait(started[:1], timeout=_NODE_POLL_S)[0]:
             self._check_other_nodes(started)
         info = ray.get(started[0])
-        ray.get([actor.call("remove_config") for actor in self._actors])
+        assert info is not None, "the first node serves the engine"
+        ray.get([actor.call(lambda engine: engine.remove_config()) for actor in self._actors])
         return info
 
     def _check_other_nodes(self, started: list[ray.ObjectRef]) -> None:
@@ -115,13 +125,13 @@ class EngineHandle:
         for rank, (actor, reference) in enumerate(zip(self._actors, started, strict=True)):
             if rank and ray.wait([reference], timeout=0)[0]:
                 ray.get(reference)
-                if not actor.get("alive"):
-                    lines = actor.get("last_lines")
+                if not actor.get(lambda engine: engine.alive()):
+                    lines = actor.get(lambda engine: engine.last_lines())
                     self._stop_servers()
                     raise UserError(f"node {rank} of engine {self.index} ended:\n{lines}")
 
     def _stop_servers(self) -> None:
-        ray.get([actor.call("stop") for actor in self._actors])
+        ray.get([actor.call(lambda engine: engine.stop()) for actor in self._actors])
 
     def _gpus(self) -> tuple[list[list[str]], list[str]]:
         """By node the GPUs its server may see, and the ids of all devices of the engine."""
@@ -132,8 +142,10 @@ class EngineHandle:
             if number not in first
         }
         everyone = {**first, **extra}
-        places = [everyone[n].get("where") for n in range(len(self._options))]
-        devices = [everyone[n].get("device_id") for n in range(len(self._options))]
+        places = [everyone[n].get(lambda engine: engine.where()) for n in range(len(self._options))]
+        devices = [
+            everyone[n].get(lambda engine: engine.device_id()) for n in range(len(self._options))
+        ]
         for actor in extra.values():
             actor.kill()
         for gpus in self._nodes:
@@ -145,7 +157,6 @@ class EngineHandle:
                 )
         return [[gpu for n in gpus for gpu in places[n][1]] for gpus in self._nodes], devices
 
-    def _actor(self, options: dict[str, Any], rank: int) -> Remote:
-        path = "slime.ray.engine_actor.EngineActor"
+    def _actor(self, options: dict[str, Any], rank: int) -> Remote[EngineActor]:
         options = {**options, "max_concurrency": 4}  # asked for its log while it starts
-        return Remote(options, path, self.args, self.index, rank, len(self._nodes))
+        return Remote(options, engine_actor, self.args, self.index, rank, len(self._nodes))

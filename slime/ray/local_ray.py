@@ -11,6 +11,7 @@ cluster of many users, and each actor with variables of its own by way of one mo
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray import _raylet
 from ray._private import node, ray_constants, services, utils
 
 from slime.config.env import looks_secret, replace_env, set_env
@@ -27,6 +29,7 @@ from slime.diagnosis.private_folder import PrivateFolder
 from slime.diagnosis.ray_processes import Keeper, RayProcess
 from slime.utils.machine import available_memory
 
+_RAYLET: Any = _raylet  # its stubs do not declare authentication
 _FIRST_WITH_TOKENS = (2, 52)
 _LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 2 * 1024**3
@@ -87,7 +90,7 @@ def start() -> None:
                 num_cpus=1,  # slots on the CPU are processes, not cores: see placement_group.py
                 include_dashboard=False,
                 log_to_driver=False,
-                logging_level="error",
+                logging_level=logging.ERROR,
                 object_store_memory=_object_store_bytes(),
                 _temp_dir=str(own.folder.ray_path),
                 _system_config={
@@ -231,15 +234,15 @@ def _in_own_session(keeper: Keeper) -> type:
 
 def _read_authentication_again() -> None:
     """Have Ray's C++ side read RAY_AUTH_* again, which it keeps from the first use on."""
-    ray._raylet.Config.initialize("")
-    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+    _RAYLET.Config.initialize("")
+    _RAYLET.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _check_private() -> None:
     """Refuse to go on where this version of Ray did not do as it was told."""
-    mode = ray._raylet.get_authentication_mode()
+    mode = _RAYLET.get_authentication_mode()
     address = ray.util.get_node_ip_address()
-    if mode != ray._raylet.AuthenticationMode.TOKEN or address != _LOOPBACK:
+    if mode != _RAYLET.AuthenticationMode.TOKEN or address != _LOOPBACK:
         raise UserError(
             f"Ray {ray.__version__} could not be kept private: its address is {address}, its "
             f"authentication mode {mode}. Please report this, and use an older release of Ray"
@@ -254,7 +257,9 @@ def _say_no_dashboard(head: node.Node, **kwargs: Any) -> None:
     """Or the agent would look for its address and complain once a second."""
     key = ray_constants.DASHBOARD_ADDRESS.encode()
     space = ray_constants.KV_NAMESPACE_DASHBOARD
-    head.get_gcs_client().internal_kv_put(key, b"none", True, namespace=space)
+    client = head.get_gcs_client()
+    assert client is not None
+    client.internal_kv_put(key, b"none", True, namespace=space)
 
 
 def _object_store_bytes() -> int:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _LARGEST = 16 * 1024**2  # of a longer file its end
@@ -26,7 +27,7 @@ def collect_logs(there: Path, here: Path) -> list[str]:
     if not asked:
         return came
     for answer in ray.wait(asked, num_returns=len(asked), timeout=_TIMEOUT_S)[0]:
-        with suppress(ray.exceptions.RayError):  # a node that went away meanwhile
+        with suppress(RayError):  # a node that went away meanwhile
             for name, content in ray.get(answer).items():
                 _write_private(here / name, content)
                 came.append(name)

@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -107,7 +108,7 @@ class Placement:
     def _reserve(self) -> None:
         try:
             ray.get(self.group.ready(), timeout=_READY_TIMEOUT_S)
-        except ray.exceptions.GetTimeoutError as error:
+        except GetTimeoutError as error:
             raise UserError(
                 f"the Ray cluster could not give {self.layout.num_bundles} slots within "
                 f"{_READY_TIMEOUT_S} s: another job may hold them, see `ray status` and `ray job list`"

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
 from slime.config.arguments import Args
+from slime.ray.actors import trainer
 from slime.ray.placement_group import Placement
-from slime.ray.remote import Remote
+from slime.ray.remote import Remote, value_of
 from slime.ray.stacks import Member
 from slime.ray.watch import Watch
+
+if TYPE_CHECKING:
+    from slime.backends.base import TrainRayActor
+
+A = TypeVar("A")
+R = TypeVar("R")
 
 
 class Ranks:
@@ -19,7 +27,6 @@ class Ranks:
     def __init__(
         self,
         args: Args,
-        path: str,
         placement: Placement,
         *,
         role: str,
@@ -32,16 +39,21 @@ class Ranks:
         self._actors = [
             Remote(
                 {**placement.options(bundle, role=role), "runtime_env": {"env_vars": env}},
-                path,
+                trainer(args.train_backend),
                 args,
                 rank=rank,
                 world_size=len(bundles),
             )
             for rank, bundle in enumerate(bundles)
         ]
-        name = "trainer" if role == "actor" else role
+        self._log_name = "trainer" if role == "actor" else role
         self._members = [
-            Member(label=f"{name} rank {rank}", remote=actor, rank=rank, log=f"{name}_{rank}.log")
+            Member(
+                label=f"{self._log_name} rank {rank}",
+                remote=actor,
+                rank=rank,
+                log=f"{self._log_name}_{rank}.log",
+            )
             for rank, actor in enumerate(self._actors)
         ]
         watch.add(lambda: self._members)
@@ -49,47 +61,63 @@ class Ranks:
     def __bool__(self) -> bool:
         return bool(self._actors)
 
-    def start(self, args: Args, **options: Any) -> list[ray.ObjectRef]:
+    def start(
+        self,
+        args: Args,
+        *,
+        checkpoint: str | None,
+        with_ref: bool = False,
+        with_opd_teacher: bool = False,
+    ) -> list[ray.ObjectRef[int]]:
         """References that are ready when every rank has its model."""
         if not self._actors:
             return []
-        self.ask("log_to_file", "trainer" if self.role == "actor" else self.role)
-        self.all("set_master", *self.first("get_master_address"))
-        return self.ask("init", args, self.role, **options)
+        self.ask(lambda rank: rank.log_to_file(self._log_name))
+        address, port = self.first(lambda rank: rank.get_master_address())
+        self.all(lambda rank: rank.set_master(address, port))
+        return self.ask(
+            lambda rank: rank.init(
+                args,
+                self.role,
+                with_ref=with_ref,
+                with_opd_teacher=with_opd_teacher,
+                checkpoint=checkpoint,
+            )
+        )
 
-    def ask(self, method: str, *args: Any, **kwargs: Any) -> list[ray.ObjectRef]:
-        """One reference per rank."""
-        return [actor.call(method, *args, **kwargs) for actor in self._actors]
+    def ask(self, method: Callable[[TrainRayActor], R]) -> list[ray.ObjectRef[R]]:
+        """Call a method on every rank; one reference per rank."""
+        return [actor.call(method) for actor in self._actors]
 
     def ask_each(
-        self, method: str, *args: Any, last: list[ray.ObjectRef] | None
-    ) -> list[ray.ObjectRef]:
-        """The same, each rank with its own last argument, which goes straight from process to process."""
-        if last is None:
-            return self.ask(method, *args)
+        self, method: Callable[[TrainRayActor, A], R], values: list[ray.ObjectRef[A]]
+    ) -> list[ray.ObjectRef[R]]:
+        """The same, each rank with a value of its own, which goes straight from process to process."""
         return [
-            actor.call(method, *args, own) for actor, own in zip(self._actors, last, strict=True)
+            actor.call(lambda rank, own=own: method(rank, value_of(own)))
+            for actor, own in zip(self._actors, values, strict=True)
         ]
 
-    def all(self, method: str, *args: Any) -> list[Any]:
-        return self.wait(self.ask(method, *args))
+    def all(self, method: Callable[[TrainRayActor], R]) -> list[R]:
+        return self.wait(self.ask(method))
 
-    def wait(self, references: list[ray.ObjectRef]) -> list[Any]:
-        """What the ranks answer to an `ask`."""
+    def wait(self, references: list[ray.ObjectRef[R]]) -> list[R]:
+        """Return what the ranks answer to an `ask`."""
         return self._watch.get(references, self._members)
 
-    def first(self, method: str) -> Any:
-        return self._watch.call(self._members[0], method)
+    def first(self, method: Callable[[TrainRayActor], R]) -> R:
+        """Call a method on rank 0 alone."""
+        return self._watch.get([self._actors[0].call(method)], self._members[:1])[0]
 
     def sleep(self) -> None:
         if not self.asleep:
-            self.all("sleep")
+            self.all(lambda rank: rank.sleep())
             self.asleep = True
 
     def wake_up(self) -> None:
-        """Back on the device, which the others must have left."""
+        """Return to the device, which the other processes must have left."""
         if self.asleep:
-            self.all("wake_up")
+            self.all(lambda rank: rank.wake_up())
             self.asleep = False
 
     def stop(self) -> None:

@@ -1,19 +1,25 @@
-"""Ray actors around plain objects that are imported in their own process.
+"""Typed handles on objects that live in Ray actors.
 
-The driver places processes and waits; importing torch and transformers there as well would cost it,
-and a small machine that starts all processes at once, several seconds.
+    manager = Remote(options, rollout_manager, args, token)            # Remote[RolloutManager]
+    reference = manager.call(lambda manager: manager.generate(7))      # ObjectRef[RolloutResult]
+
+The class is imported in the actor's process only (actors.py), yet a type checker follows the call to
+`RolloutManager.generate` and checks its arguments: the lambda is called here with a recorder in place of
+the object, and the one method call that it records is sent to the actor. A reference among the arguments
+arrives as its value, see `value_of`.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import ray
+from ray.exceptions import RayError
 
 from slime.diagnosis.head_watch import HeadWatch
 from slime.diagnosis.process_status import answer_questions, doing
@@ -21,6 +27,10 @@ from slime.ray.local_ray import adopt, dead_process, take_variables
 from slime.utils.gc_tuning import collector_off
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,30 +45,39 @@ class Place:
         return f"pid {self.pid} on {self.host}"
 
 
-class Remote:
-    """A handle: `Remote(options, "package.module.Class", ...).call("method", ...)` is a reference."""
+class Remote(Generic[T]):
+    """A handle on an object of class T in an actor of its own."""
 
-    def __init__(self, options: dict[str, Any], path: str, *args: Any, **kwargs: Any):
+    def __init__(
+        self,
+        options: dict[str, Any],
+        load: Callable[[], Callable[P, T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ):
+        """Start an actor with Ray's `options`; it calls `load` for the class, then the class."""
         options, variables = take_variables(options)
-        self._actor = _Host.options(**options).remote(variables, path, *args, **kwargs)
+        self._actor: Any = _Host.options(**options).remote(variables, load, *args, **kwargs)
         self._asked_place = self._actor.place.remote()
         self._place: Place | None = None
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
-        return self._actor.call.remote(method, *args, **kwargs)
+    def call(self, method: Callable[[T], R]) -> ray.ObjectRef[R]:
+        """Send one method call, written as a lambda, and return the reference of its result."""
+        recorded = _record(method)
+        return self._actor.call.remote(recorded.name, *recorded.args, **recorded.kwargs)
 
-    def get(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        return ray.get(self.call(method, *args, **kwargs), timeout=timeout)
+    def get(self, method: Callable[[T], R], *, timeout: float | None = None) -> R:
+        return ray.get(self.call(method), timeout=timeout)
 
     def place(self, timeout: float = 0) -> Place | None:
         """None while the process has not started."""
         if self._place is None and ray.wait([self._asked_place], timeout=timeout)[0]:
-            with suppress(ray.exceptions.RayError):  # it died before it could say
+            with suppress(RayError):  # it died before it could say
                 self._place = ray.get(self._asked_place)
         return self._place
 
-    def ping(self) -> ray.ObjectRef:
-        """Ready when the process has nothing else to do, or is dead."""
+    def ping(self) -> ray.ObjectRef[Place]:
+        """Return a reference that is ready when the process has nothing else to do, or is dead."""
         return self._actor.place.remote()
 
     def kill(self) -> None:
@@ -66,22 +85,49 @@ class Remote:
             ray.kill(self._actor)
 
 
+def value_of(reference: ray.ObjectRef[R]) -> R:
+    """Type a reference as the value that the actor receives for it: Ray sends it there directly."""
+    return cast(R, reference)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MethodCall:
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Recorder:
+    """Stands in for an actor's object; a method returns a record of its call."""
+
+    def __getattr__(self, name: str) -> Callable[..., _MethodCall]:
+        return lambda *args, **kwargs: _MethodCall(name=name, args=args, kwargs=kwargs)
+
+
+def _record(method: Callable[[Any], Any]) -> _MethodCall:
+    recorded = method(_Recorder())
+    if not isinstance(recorded, _MethodCall):
+        raise TypeError("a remote call is one method call: `lambda actor: actor.method(...)`")
+    return recorded
+
+
 @ray.remote
 class _Host:
     """An error in the constructor is raised by the first call: Ray would only report a dead actor."""
 
-    def __init__(self, variables: dict[str, str], path: str, *args: Any, **kwargs: Any):
+    def __init__(
+        self, variables: dict[str, str], load: Callable[[], Any], *args: Any, **kwargs: Any
+    ):
         adopt(variables)
         answer_questions()
         if ray.is_initialized():  # asking for the context would start a Ray otherwise
             HeadWatch(ray.get_runtime_context().gcs_address)
-        module, name = path.rsplit(".", 1)
         self._error: Exception | None = None
         try:
-            with doing(f"starting {name}"):
+            with doing(f"starting {load.__name__}"):
                 with collector_off():
-                    imported = importlib.import_module(module)
-                self._object = getattr(imported, name)(*args, **kwargs)
+                    make = load()
+                self._object = make(*args, **kwargs)
         except Exception as error:
             self._error = error
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from slime.config.arguments import Args
 from slime.core.errors import UserError, WeightMismatchError, WeightSyncError
-from slime.core.reports import Probe
+from slime.core.reports import Probe, RolloutResult
 from slime.core.types import EngineInfo
 from slime.diagnosis.stop_signal import StopSignal
+from slime.ray.actors import rollout_manager
 from slime.ray.cluster import beside_driver
 from slime.ray.engine_group import EngineCallError, make_engine_group
 from slime.ray.recorder import Recorder
@@ -22,6 +24,9 @@ from slime.ray.stacks import Member
 from slime.ray.watch import StallError
 from slime.serving.probe_check import check_probe
 from slime.utils.sync_http import HttpError
+
+if TYPE_CHECKING:
+    from slime.ray.rollout import RolloutManager
 
 _UPDATE_TRIES = 5  # of one update, each with the engines that are left or were started again
 _ANSWER_S = 10.0  # for a question that is answered at once
@@ -53,16 +58,15 @@ class RolloutGroup:
         self.never_stops = False  # whether the rollout function generates between rollouts too
         self._last_begun: int | None = None
         self._failures_told: set[str] = set()  # datasets; "" for training
-        self._generating: Any = None  # the reference of a rollout that was begun
+        self._generating: ray.ObjectRef[RolloutResult] | None = None  # the rollout that was begun
         options = {
             "num_cpus": 0,
             "max_concurrency": _THREADS,
             "runtime_env": {"env_vars": env},
             "scheduling_strategy": beside_driver(),  # where the run folder is for certain
         }
-        path = "slime.ray.rollout.RolloutManager"
-        manager = Remote(options, path, args, token)
-        self._member = Member(label="rollout manager", remote=manager, log="rollout.log")
+        self._manager = Remote(options, rollout_manager, args, token)
+        self._member = Member(label="rollout manager", remote=self._manager, log="rollout.log")
         self._watch = recorder.watch
         self._watch.add(lambda: [self._member, *self._engines.members()])
 
@@ -75,8 +79,8 @@ class RolloutGroup:
             raise
         self.admit_engines()
 
-    def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._watch.call(self._member, method, *args, **kwargs)
+    def _ask(self, method: Callable[[RolloutManager], T]) -> T:
+        return self._watch.get([self._manager.call(method)], [self._member])[0]
 
     def _hear_of_start(self, text: str) -> None:
         self.recorder.message(text)
@@ -90,7 +94,7 @@ class RolloutGroup:
     def begin(self, rollout_id: int) -> None:
         """Have a rollout generated in the background, until `finish`."""
         self._last_begun = rollout_id
-        self._generating = self._member.remote.call("generate", rollout_id)
+        self._generating = self._manager.call(lambda manager: manager.generate(rollout_id))
 
     def settle(self) -> None:
         """Wait for the rollout begun last, so that it is made by one version of the weights."""
@@ -100,6 +104,7 @@ class RolloutGroup:
 
     def finish(self) -> list[Any]:
         """The rollout begun last."""
+        assert self._generating is not None, "`begin` comes first"
         with self.recorder.phase("generate"), self.stop_signal.interruptible():
             result = self._watched(self._generating)
             self._release()
@@ -137,7 +142,7 @@ class RolloutGroup:
         if self.args.debug_train_only:  # which starts no engine
             return
         with self.recorder.phase("eval"), self.stop_signal.interruptible():
-            metrics = self._watched(self._member.remote.call("eval", rollout_id))
+            metrics = self._watched(self._manager.call(lambda manager: manager.eval(rollout_id)))
         self.recorder.add(metrics)
         for name in sorted(
             name for name, value in metrics.items() if value and _counts_failed(name)
@@ -163,7 +168,7 @@ class RolloutGroup:
     def set_weight_version(self, version: int, rollout_id: int | None) -> None:
         """Every engine holds the weights after `rollout_id` (None: those the run started with)."""
         following = None if rollout_id is None else rollout_id + 1
-        self._ask("set_weight_version", version, following)
+        self._ask(lambda manager: manager.set_weight_version(version, following))
 
     def replace_failed(self, *, paused: bool = False, known: Sequence[int] = ()) -> list[int]:
         """Restart engines that died or hang, and the `known` ones, on which a call failed.
@@ -202,7 +207,7 @@ class RolloutGroup:
         for attempt in range(_UPDATE_TRIES):
             try:
                 return update()
-            except (ray.exceptions.RayTaskError, HttpError) as error:
+            except (RayTaskError, HttpError) as error:
                 if isinstance(error, WeightMismatchError) or attempt == _UPDATE_TRIES - 1:
                     raise
                 undo()
@@ -215,30 +220,31 @@ class RolloutGroup:
 
     def _generate_with(self, engines: list[EngineInfo]) -> None:
         urls = [engine.url for engine in engines]
-        self._ask("set_engines", urls, self._engines.route(urls))
+        router = self._engines.route(urls)
+        self._ask(lambda manager: manager.set_engines(urls, router))
 
     def resume(self, tag: str) -> None:
         self._engines.resume(tag)
 
     def set_parallel(self, dp_size: int, cp_size: int) -> None:
-        self._ask("set_parallel", dp_size, cp_size)
+        self._ask(lambda manager: manager.set_parallel(dp_size, cp_size))
 
     def save(self, path: str, rollout_id: int) -> None:
         """The state after `rollout_id`, also when the next rollout is being generated already."""
         begun = self._last_begun is not None and self._last_begun > rollout_id
-        self._ask("save", path, rollout_id, before_generate=begun)
+        self._ask(lambda manager: manager.save(path, rollout_id, before_generate=begun))
 
     def load(self, path: str, rollout_id: int) -> None:
-        self._ask("load", path, rollout_id)
+        self._ask(lambda manager: manager.load(path, rollout_id))
 
     def stop_engines(self) -> None:
         self._engines.stop()
 
     def stop(self) -> None:
         self._engines.stop()
-        self._member.remote.kill()
+        self._manager.kill()
 
-    def _watched(self, reference: Any) -> Any:
+    def _watched(self, reference: ray.ObjectRef[T]) -> T:
         """The result; meanwhile engines that fail are replaced, and given the current weights."""
         wait = self.args.rollout_health_check_interval
         first = wait + self.args.rollout_health_check_first_wait
@@ -246,8 +252,9 @@ class RolloutGroup:
             first = wait
             self._watch.check()
             # A hook holds the whole process; or it died, which the next look at `reference` tells.
-            with suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
-                if silence := self._member.remote.get("silence", timeout=_ANSWER_S):
+            with suppress(GetTimeoutError, RayActorError):
+                silence = self._manager.get(lambda manager: manager.silence(), timeout=_ANSWER_S)
+                if silence:
                     self.recorder.message(silence)
             if self.replace_failed() or self._engines.unsynced:
                 self._bring_up_to_date()

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-import ray
+from ray.exceptions import RayError, RayTaskError
 
 from slime.config.arguments import Args
 from slime.config.env import read_env, set_env
@@ -257,7 +257,7 @@ class Run:
         if isinstance(error, BrokenRunError) or self.actor.last_trained is None:
             return False
         phase = self.recorder.failed_phase
-        rank_failed = isinstance(error, ray.exceptions.RayTaskError)
+        rank_failed = isinstance(error, RayTaskError)
         return phase in ("generate", "eval") or (phase == "update_weights" and not rank_failed)
 
     def _try_to_save(self) -> None:
@@ -370,7 +370,7 @@ class Run:
     def _collect_logs(self) -> None:
         if "_placement" in self.__dict__ and self._placement.several_nodes:
             folder = Path(self.args.run_dir) / "logs"
-            with suppress(ray.exceptions.RayError):  # the cluster itself may be what broke
+            with suppress(RayError):  # the cluster itself may be what broke
                 collect_logs(folder, folder)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.diagnosis.process_status import Whereabouts, ask
@@ -19,7 +21,7 @@ class Member:
     """A process of the run under the name its user knows it by."""
 
     label: str
-    remote: Remote
+    remote: Remote[Any]
     rank: int | None = None
     log: str = ""  # name of its file in the run's logs
 
@@ -64,7 +66,7 @@ def _ask_places(places: list[Place]) -> dict[Place, Whereabouts | str]:
     for reference in done:
         try:
             said.update(zip(questions[reference], ray.get(reference), strict=True))
-        except ray.exceptions.RayError:  # the node went meanwhile
+        except RayError:  # the node went meanwhile
             continue
     return said
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayTaskError
 
 from slime.config.arguments import Args
 from slime.core.errors import UserError
-from slime.core.types import EngineInfo
+from slime.core.reports import SyncReport, TrainReport
+from slime.core.types import CriticColumns, EngineInfo
 from slime.ray.placement_group import Placement
 from slime.ray.ranks import Ranks
 from slime.ray.recorder import Recorder
@@ -16,10 +18,8 @@ from slime.ray.rollout_group import RolloutGroup
 from slime.runlog.export_folder import ExportInfo
 from slime.utils.sync_http import HttpError
 
-BACKENDS = {
-    "fsdp": "slime.backends.fsdp_utils.actor.FSDPTrainRayActor",
-    "megatron": "slime.backends.megatron_utils.actor.MegatronTrainRayActor",
-}
+if TYPE_CHECKING:
+    from slime.backends.base import TrainRayActor
 
 
 class TrainGroup:
@@ -37,12 +37,11 @@ class TrainGroup:
         self.trained_version = 0  # what they held when the last training step ended
         self.last_trained: int | None = None  # rollout id
         self._has_version = False  # whether the weights held now were given a version already
-        backend = BACKENDS[args.train_backend]
         watch = recorder.watch
-        self._actor = Ranks(args, backend, placement, role="actor", env=env, watch=watch)
+        self._actor = Ranks(args, placement, role="actor", env=env, watch=watch)
         self._critic: Ranks | None = None
         if placement.layout.with_critic:
-            self._critic = Ranks(args, backend, placement, role="critic", env=env, watch=watch)
+            self._critic = Ranks(args, placement, role="critic", env=env, watch=watch)
         self._starting: list[tuple[Ranks, list[Any]]] = []
 
     def start(self, checkpoint: str | None, critic_checkpoint: str | None = None) -> None:
@@ -58,7 +57,7 @@ class TrainGroup:
             started = self._critic.start(self.args, checkpoint=critic_checkpoint)
             self._starting.append((self._critic, started))
             if self.args.offload_train:
-                self._starting.append((self._critic, self._critic.ask("sleep")))
+                self._starting.append((self._critic, self._critic.ask(lambda rank: rank.sleep())))
                 self._critic.asleep = True
 
     def wait(self) -> None:
@@ -71,7 +70,7 @@ class TrainGroup:
         """Data-parallel and context-parallel size."""
         if not self._actor:
             return 1, 1
-        info = self._actor.first("parallel_info")
+        info = self._actor.first(lambda rank: rank.parallel_info())
         return info.dp_size, info.cp_size
 
     def train(self, rollout_id: int, batch_refs: list[Any]) -> None:
@@ -89,29 +88,33 @@ class TrainGroup:
             self.recorder.add(report.metrics)
         self.recorder.log_learning(rollout_id)
 
-    def _train_actor(self, rollout_id: int, rows: list[Any]) -> list[Any]:
+    def _train_actor(self, rollout_id: int, rows: list[Any]) -> list[TrainReport]:
         self.wake_up()
-        return self._actor.all("train", rollout_id, rows)[:1]
+        return self._actor.all(lambda rank: rank.train(rollout_id, rows))[:1]
 
-    def _train_pair(self, rollout_id: int, rows: list[Any]) -> list[Any]:
+    def _train_pair(self, rollout_id: int, rows: list[Any]) -> list[TrainReport]:
         """Values by the critic, steps of the actor, steps of the critic."""
         critic = self._critic
         assert critic is not None
         in_turns = self.args.offload_train
+
+        def train(rank: TrainRayActor, columns: CriticColumns) -> TrainReport:
+            return rank.train(rollout_id, rows, columns)
+
         critic.wake_up()
-        values = critic.ask("values", rows)
+        values = critic.ask(lambda rank: rank.values(rows))
         if in_turns:
             ray.wait(values, num_returns=len(values))
             critic.sleep()
         self.wake_up()
-        trained = self._actor.ask_each("train", rollout_id, rows, last=values)
-        targets = self._actor.ask("critic_targets")
+        trained = self._actor.ask_each(train, values)
+        targets = self._actor.ask(lambda rank: rank.critic_targets())
         reports = self._actor.wait(trained)[:1]
         if in_turns:
             ray.wait(targets, num_returns=len(targets))
             self._actor.sleep()
             critic.wake_up()
-        reports += critic.wait(critic.ask_each("train", rollout_id, rows, last=targets))[:1]
+        reports += critic.wait(critic.ask_each(train, targets))[:1]
         if in_turns:
             critic.sleep()
             self.wake_up()
@@ -149,7 +152,7 @@ class TrainGroup:
         Returns the version and the rollout it was trained on last.
         """
         self._assign_version()
-        self._actor.all("update_weights", engines, self.weight_version)
+        self._actor.all(lambda rank: rank.update_weights(engines, self.weight_version))
         return self.weight_version, self.last_trained
 
     def _assign_version(self) -> None:
@@ -158,21 +161,22 @@ class TrainGroup:
             self.weight_version += 1
             self._has_version = True
 
-    def _push(self, rollout: RolloutGroup) -> list[Any]:
+    def _push(self, rollout: RolloutGroup) -> list[SyncReport]:
         """To all engines; once more from the start if one of them died or froze meanwhile.
 
         The others are left paused, with weights of two versions, until it succeeds.
         """
         try:
             return rollout.retry_update(lambda: self._push_once(rollout), self._actor.wake_up)
-        except ray.exceptions.RayTaskError:
+        except RayTaskError:
             raise
         except HttpError as error:
             raise UserError(str(error)) from error
 
-    def _push_once(self, rollout: RolloutGroup) -> list[Any]:
+    def _push_once(self, rollout: RolloutGroup) -> list[SyncReport]:
         rollout.resume("weights")
-        reports = self._actor.all("update_weights", rollout.engine_infos, self.weight_version)
+        engines, version = rollout.engine_infos, self.weight_version
+        reports = self._actor.all(lambda rank: rank.update_weights(engines, version))
         if self.args.offload_train:
             self._actor.sleep()
         rollout.resume("kv_cache")
@@ -180,24 +184,24 @@ class TrainGroup:
         return reports
 
     def save(self, rollout_id: int, path: str, critic_path: str | None = None) -> None:
-        self._actor.all("save", rollout_id, path)
+        self._actor.all(lambda rank: rank.save(rollout_id, path))
         if self._critic and critic_path is not None:
             asleep = self._critic.asleep
             if asleep:
                 self._actor.sleep()
                 self._critic.wake_up()
-            self._critic.all("save", rollout_id, critic_path)
+            self._critic.all(lambda rank: rank.save(rollout_id, critic_path))
             if asleep:
                 self._critic.sleep()
                 self.wake_up()
 
     def wait_save(self) -> None:
-        self._actor.all("wait_save")
+        self._actor.all(lambda rank: rank.wait_save())
         if self._critic:
-            self._critic.all("wait_save")
+            self._critic.all(lambda rank: rank.wait_save())
 
     def export_hf(self, path: str, info: ExportInfo) -> None:
-        self._actor.all("export_hf", path, info)
+        self._actor.all(lambda rank: rank.export_hf(path, info))
 
     def stop(self) -> None:
         self._actor.stop()

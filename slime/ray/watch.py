@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from slime.config.arguments import Args
 from slime.config.flags.run import phase_timeouts
@@ -35,6 +36,7 @@ _CONNECTION = re.compile(
 _DEATH_KNOWN_S = 45.0  # Ray finds a dead process at once, a dead node after several silent checks
 _OWNER_KNOWN_S = 10.0
 _LOOK_EVERY_S = 30.0
+T = TypeVar("T")
 
 
 class BrokenRunError(UserError):
@@ -92,7 +94,7 @@ class Watch:
         if self._phase == "train" and took > self._limits["log_probs"] and self._in_log_probs():
             self._stalled(f"log-probs have taken more than {self._limits['log_probs']:g} s", {})
 
-    def get(self, references: Sequence[Any], members: Sequence[Member]) -> list[Any]:
+    def get(self, references: Sequence[ray.ObjectRef[T]], members: Sequence[Member]) -> list[T]:
         """Results of one call of each member; any error ends the wait for all."""
         owners = dict(zip(references, members, strict=True))
         pending = list(references)
@@ -103,9 +105,6 @@ class Watch:
             if not done:
                 self.check()
         return ray.get(list(references))
-
-    def call(self, member: Member, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self.get([member.remote.call(method, *args, **kwargs)], [member])[0]
 
     def lost(self, member: Member, error: Exception) -> LostError:
         """Name the dead process. Without their raylet all actors of a node seem to have died."""
@@ -122,11 +121,11 @@ class Watch:
     def _settle(self, reference: Any, pending: list[Any], owners: dict[Any, Member]) -> None:
         try:
             ray.get(reference)
-        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+        except (RayActorError, OutOfMemoryError) as error:
             lost = self.lost(owners[reference], error)
             raise self._with_survivors(lost, pending, owners) from error
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, ray.exceptions.ObjectLostError):
+        except RayTaskError as error:
+            if isinstance(error.cause, ObjectLostError):
                 self._name_the_dead(error)
             if pending and _CONNECTION.search(str(error.cause)):
                 self._blame(owners[reference], error, pending, owners)
@@ -153,9 +152,9 @@ class Watch:
             for reference in done:
                 try:
                     ray.get(reference)
-                except ray.exceptions.RayActorError as death:
+                except RayActorError as death:
                     raise self.lost(owners[reference], death) from death
-                except ray.exceptions.RayTaskError as other:
+                except RayTaskError as other:
                     failed[owners[reference].label] = _first_line(other.cause)
         if pending:
             self._stalled("a collective operation got no further", failed)
@@ -195,9 +194,9 @@ class Watch:
 def _death(reference: Any) -> Exception | None:
     try:
         ray.get(reference)
-    except ray.exceptions.RayActorError as error:
+    except RayActorError as error:
         return error
-    except ray.exceptions.RayTaskError:
+    except RayTaskError:
         return None
     return None
 

@@ -25,9 +25,11 @@ def failed_engines(
     if not handles:
         return []
     with ThreadPoolExecutor(len(handles)) as pool:
-        healthy = list(
-            pool.map(lambda pair: _healthy(*pair, timeout, route), zip(handles, infos, strict=True))
-        )
+        checks = [
+            pool.submit(_healthy, handle, info, timeout, route)
+            for handle, info in zip(handles, infos, strict=True)
+        ]
+        healthy = [check.result() for check in checks]
     return [index for index, ok in enumerate(healthy) if not ok]
 
 

@@ -23,14 +23,15 @@ import json, sys
 from pathlib import Path
 from slime.ray.cluster import actor_env, connect
 from slime.ray.remote import Remote
+from tests.integration.test_keys_on_a_cluster import Seen
 
 assert not connect()
 token, password = sys.stdin.read().split()
 env = actor_env(1, token=token, several_nodes=False)
 env |= {"NCCL_DEBUG": "WARN", "AWS_SECRET_ACCESS_KEY": password}
-actor = Remote({"num_cpus": 0, "runtime_env": {"env_vars": env}}, sys.argv[1])
+actor = Remote({"num_cpus": 0, "runtime_env": {"env_vars": env}}, lambda: Seen)
 names = ["SLIME_ENGINE_TOKEN", "AWS_SECRET_ACCESS_KEY", "NCCL_DEBUG"]
-print(json.dumps([actor.get("variable", name, timeout=240) for name in names]))
+print(json.dumps([actor.get(lambda seen: seen.variable(name), timeout=240) for name in names]))
 for path in Path("/proc").glob("[0-9]*/cmdline"):
     try:
         words = path.read_bytes()
@@ -78,7 +79,7 @@ def test_keys_reach_the_actor_and_nothing_else(cluster):
     assert head.poll() is None, log.read_text()
     token, password = secrets.token_hex(16), secrets.token_hex(16)
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, f"{__name__}.Seen"],
+        [sys.executable, "-c", DRIVER],
         cwd=ROOT,
         env=env,
         input=f"{token} {password}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from slime.ray.remote import Remote
 from tests.other_user import NOBODY, as_user, needs_root
 
 _HOOK = """
+import importlib
 import os
 class Seen:
     def variable(self, name):
@@ -45,8 +47,8 @@ def ask(tmp_path: Path):
     def ask(method: str, *args: object, **variables: str) -> object:
         env = {"PYTHONPATH": str(tmp_path), **variables}
         options = {"num_cpus": 0, "runtime_env": {"env_vars": env}}
-        actors.append(Remote(options, "hook_of_a_user.Seen"))
-        return actors[-1].get(method, *args, timeout=240)
+        actors.append(Remote(options, lambda: importlib.import_module("hook_of_a_user").Seen))
+        return actors[-1].get(lambda seen: getattr(seen, method)(*args), timeout=240)
 
     yield ask
     for actor in actors:

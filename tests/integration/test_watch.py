@@ -31,20 +31,19 @@ def local_ray():
 
 
 def test_the_owner_of_lost_rows_is_named(local_ray, tmp_path):
-    here = f"{__name__}."
-    maker = Remote({"num_cpus": 0}, here + "Maker")
-    reader = Remote({"num_cpus": 0}, here + "Reader")
+    maker = Remote({"num_cpus": 0}, lambda: Maker)
+    reader = Remote({"num_cpus": 0}, lambda: Reader)
     members = [
         Member(label="rollout manager", remote=maker),
         Member(label="trainer rank 0", remote=reader, rank=0),
     ]
     watch = Watch(make_args(run_dir=str(tmp_path)), print)
     watch.add(lambda: members)
-    rows = maker.get("make", timeout=240)
+    rows = maker.get(lambda maker: maker.make(), timeout=240)
     place = maker.place(timeout=240)
     assert place is not None
     os.kill(place.pid, signal.SIGKILL)
     deadline = time.monotonic() + 180
     with pytest.raises(LostError, match=rf"^rollout manager \(pid {place.pid} on \S+\) died: "):
         while time.monotonic() < deadline:  # the rows stay readable until Ray has seen the death
-            watch.get([reader.call("read", rows)], members[1:])
+            watch.get([reader.call(lambda reader: reader.read(rows))], members[1:])
