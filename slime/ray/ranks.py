@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -34,8 +35,9 @@ class Ranks:
         watch: Watch,
     ):
         bundles = placement.layout.trainer
-        self.role, self._watch = role, watch
+        self._args, self.role, self._watch = args, role, watch
         self.asleep = False
+        self._starting: list[list[Any]] = []  # references per call
         self._actors = [
             Remote(
                 {**placement.options(bundle, role=role), "runtime_env": {"env_vars": env}},
@@ -63,27 +65,36 @@ class Ranks:
 
     def start(
         self,
-        args: Args,
         *,
-        checkpoint: str | None,
+        checkpoint: Path | None,
         with_ref: bool = False,
         with_opd_teacher: bool = False,
-    ) -> list[ray.ObjectRef[int]]:
-        """References that are ready when every rank has its model."""
+        asleep: bool = False,
+    ) -> None:
+        """Have every rank build and load its model, and leave the device if `asleep`, until `wait_started`."""
         if not self._actors:
-            return []
+            return
         self.ask(lambda rank: rank.log_to_file(self._log_name))
         address, port = self.first(lambda rank: rank.get_master_address())
         self.all(lambda rank: rank.set_master(address, port))
-        return self.ask(
+        folder = str(checkpoint) if checkpoint else None
+        init = self.ask(
             lambda rank: rank.init(
-                args,
+                self._args,
                 self.role,
                 with_ref=with_ref,
                 with_opd_teacher=with_opd_teacher,
-                checkpoint=checkpoint,
+                checkpoint=folder,
             )
         )
+        self.asleep = asleep
+        self._starting = [init, *([self.ask(lambda rank: rank.sleep())] if asleep else [])]
+
+    def wait_started(self) -> None:
+        """Return once every rank has its model."""
+        for references in self._starting:
+            self.wait(references)
+        self._starting = []
 
     def ask(self, method: Callable[[TrainRayActor], R]) -> list[ray.ObjectRef[R]]:
         """Call a method on every rank; one reference per rank."""
@@ -107,7 +118,7 @@ class Ranks:
 
     def first(self, method: Callable[[TrainRayActor], R]) -> R:
         """Call a method on rank 0 alone."""
-        return self._watch.get([self._actors[0].call(method)], self._members[:1])[0]
+        return self._watch.call(self._members[0], method)
 
     def sleep(self) -> None:
         if not self.asleep:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
-from contextlib import suppress
-from pathlib import Path
+from contextlib import ExitStack, suppress
 from types import TracebackType
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from slime.config.arguments import Args
-from slime.config.env import read_env, set_env
 from slime.core.errors import UserError
 from slime.diagnosis.exit_status import add_advice
 from slime.diagnosis.head_watch import HeadWatch, ProcessWatch
@@ -21,21 +18,18 @@ from slime.diagnosis.run_monitor import RunMonitor, died
 from slime.diagnosis.stop_signal import StopSignal, Terminated
 from slime.ray import local_ray
 from slime.ray.checkpointing import Checkpointer, HfExports
-from slime.ray.cluster import actor_env, connect, run_facts
-from slime.ray.log_collection import collect_logs
-from slime.ray.placement_group import Placement, needs_critic, plan_layout
+from slime.ray.cluster import connect, run_facts
+from slime.ray.processes import Processes, make_plan
 from slime.ray.recorder import Recorder
 from slime.ray.rollout_group import RolloutGroup
 from slime.ray.start_checks import check_inputs, check_outputs
 from slime.ray.train_group import TrainGroup
 from slime.ray.watch import BrokenRunError, LostError
-from slime.rollout.base_types import RolloutFunction
 from slime.runlog.logging import setup_logging
 from slime.runlog.report.page import write_report
 from slime.runlog.run_folder import hold_folder, hold_run_folder, open_run_folder
 from slime.runlog.summary import closing_lines
 from slime.runlog.tracking import cut_back, logged_rollouts
-from slime.utils.load_function import load_function
 
 logger = logging.getLogger(__name__)
 
@@ -43,44 +37,53 @@ logger = logging.getLogger(__name__)
 class Run:
     """Inside the context `rollout` and `actor` are up; leaving it saves, stops and reports."""
 
-    rollout: RolloutGroup
-    actor: TrainGroup
-
     def __init__(self, args: Args, *, closing_words: bool = True):
         check_inputs(args)
         self.args, self._closing_words = args, closing_words
         self._checkpoints = Checkpointer(args)
         self._exports = HfExports(args, self._checkpoints)
         self.start_rollout_id = self._checkpoints.start_rollout_id
-        self._holds = [hold_run_folder(args.run_dir)]
-        try:
-            self._open_folders()
+        with ExitStack() as folders:  # a notebook may try again in this process
+            self._open_folders(folders)
             self.complete = self._nothing_left()
             self.recorder = Recorder(args)
-        except BaseException:  # a notebook may try again in this process
-            self._let_go()
-            raise
+            # Left last: what lets go of the folders and says how the run ended.
+            self._last = folders.pop_all()
         for warning in (*args.warnings, *self._checkpoints.warnings):
             self.recorder.message(f"warning: {warning}")
         self.stop_signal = StopSignal(self.recorder.message, _after_a_signal(args))
-        self._owns_ray = False
+        self._resources = ExitStack()
+        self._resources.callback(self.recorder.close)
+        self._resources.callback(self.stop_signal.restore)
+        self._processes: Processes | None = None
         self._started = False
+
+    @property
+    def rollout(self) -> RolloutGroup:
+        assert self._processes is not None, "a complete run starts no processes"
+        return self._processes.rollout
+
+    @property
+    def actor(self) -> TrainGroup:
+        assert self._processes is not None, "a complete run starts no processes"
+        return self._processes.actor
 
     def __enter__(self) -> Run:
         try:
             if not self.complete:
                 with self.recorder.phase("start"):
-                    self._start()
+                    self._processes = self._start()
                 self._complete_export()
         except BaseException as error:
             lost = self._ray_lost()
             self._add_advice(lost or error)
-            self._stop()
-            self._let_go()
+            with self._last:
+                self._resources.close()
             if lost is not None:
                 raise lost from None
             raise
         self._started = True
+        self._last.callback(self._write_report)
         return self
 
     def __exit__(
@@ -91,9 +94,11 @@ class Run:
     ) -> bool:
         stopped = isinstance(error, Terminated)
         lost = self._ray_lost()
-        if lost is not None:
-            self._end_without_ray(lost, error)
-        try:
+        with self._last, self._resources:
+            if lost is not None:
+                self._save_without_ray(error)
+                self._add_advice(lost)
+                raise lost from None
             if stopped:
                 self._save_interrupted()
             elif isinstance(error, Exception) and self._can_save_after(error):
@@ -101,10 +106,6 @@ class Run:
             if (error is None or stopped) and not self.complete:
                 self._checkpoints.finish(self.actor)
             self._add_advice(error)
-        finally:
-            self._stop()
-            self._write_report()
-            self._let_go()
         if (error is None or stopped) and self._closing_words:
             with suppress(OSError):  # of a terminal that was closed
                 print("\n".join(closing_lines(self.args.run_dir)), flush=True)
@@ -167,80 +168,31 @@ class Run:
 
     # ---- parts
 
-    def _open_folders(self) -> None:
+    def _open_folders(self, folders: ExitStack) -> None:
         args = self.args
+        folders.callback(os.close, hold_run_folder(args.run_dir))
         open_run_folder(args, loaded=self._checkpoints.loaded)
         check_outputs(args)
         if args.save and not args.debug_rollout_only:
-            self._holds.append(hold_folder(args.save, "--save"))
+            folders.callback(os.close, hold_folder(args.save, "--save"))
         setup_logging(args.run_dir, role="driver")
         cut_back(args.run_dir, self.start_rollout_id)
 
-    def _start(self) -> None:
-        args = self.args
-        generate = load_function(
-            args.rollout_function_path, flag="--rollout-function-path", protocol=RolloutFunction
-        )
-        evaluate = load_function(
-            args.eval_function_path, flag="--eval-function-path", protocol=RolloutFunction
-        )
-        users = [generate, *([evaluate] if args.eval_interval else [])]
-        needed = any(getattr(function, "needs_engines", True) for function in users)
-        engines = needed and not args.debug_train_only
-        layout = plan_layout(
-            args,
-            with_trainer=not args.debug_rollout_only,
-            with_engines=engines and not args.rollout_external,
-            with_critic=needs_critic(args),
-        )
-        self._owns_ray = connect(self.recorder.message)
-        facts = run_facts(args)
-        self._monitor = RunMonitor(facts)
+    def _start(self) -> Processes:
+        plan = make_plan(self.args)
+        if connect(self.recorder.message):
+            self._resources.callback(local_ray.stop)
+        facts = run_facts(self.args)
+        self._last.callback(_dismiss, RunMonitor(facts))
         self.stop_signal.install()
         if facts.own_ray:
-            self._ray_watch = ProcessWatch(facts.own_ray, self._on_ray_death)
+            watch = ProcessWatch(facts.own_ray, self._on_ray_death)
         else:
-            self._ray_watch = HeadWatch(facts.head)
-        self._placement = placement = Placement(layout)
-        token = secrets.token_hex(16)
-        if args.rollout_external:  # their owner's
-            token = read_env().engine_token or ""
-        several = placement.several_nodes
-        # The router runs in this process's care.
-        set_env(SLIME_SEVERAL_NODES="1" if several else "0")
-        engine_env = actor_env(len(layout.engines), token=token, several_nodes=several)
-        train_env = actor_env(len(layout.trainer), token=token, several_nodes=several)
-        self.rollout = RolloutGroup(
-            args,
-            engine_options=[
-                [
-                    {
-                        **placement.options(bundle, role="engine"),
-                        "runtime_env": {"env_vars": engine_env},
-                    }
-                    for bundle in bundles
-                ]
-                for bundles in layout.engines
-            ],
-            env=engine_env,
-            token=token,
-            recorder=self.recorder,
-            stop_signal=self.stop_signal,
-        )
-        self.actor = TrainGroup(
-            args, placement, env={**train_env, **args.train_env_vars}, recorder=self.recorder
-        )
-        self.rollout.push_weights = self.actor.push_weights
-        self.rollout.never_stops = getattr(generate, "never_stops", False)
-        loaded = self._checkpoints.loaded
-        critic = self._checkpoints.critic_loaded
-        self.actor.start(str(loaded) if loaded else None, str(critic) if critic else None)
-        if loaded:
-            self.rollout.load(str(loaded), self.start_rollout_id - 1)
-        self.rollout.wait()
-        self.actor.wait()
-        self.actor.weight_version = self._checkpoints.weight_version
-        self.rollout.set_parallel(*self.actor.parallel())
+            watch = HeadWatch(facts.head)
+        self._resources.callback(watch.stop)
+        processes = Processes(self.args, plan, self._checkpoints, self.recorder, self.stop_signal)
+        self._resources.callback(processes.stop)
+        return processes
 
     def _save_interrupted(self) -> None:
         """The state after the last training step, taken while the next rollout was under way."""
@@ -302,20 +254,13 @@ class Run:
         process = local_ray.dead_process()
         return LostError(f"{died(process)}: Ray cannot go on without it.") if process else None
 
-    def _end_without_ray(self, lost: LostError, error: BaseException | None) -> None:
-        """Save if the actors still can, report, and say what died."""
-        try:
-            if isinstance(error, Terminated):
-                self._try_to_save()
-            elif error is None:  # the loop has saved; a write may be under way
-                with suppress(Exception):
-                    self._checkpoints.finish(self.actor)
-        finally:
-            self._add_advice(lost)
-            self._stop()
-            self._write_report()
-            self._let_go()
-        raise lost from None
+    def _save_without_ray(self, error: BaseException | None) -> None:
+        """Save if the actors, which survive the GCS for a while, still can."""
+        if isinstance(error, Terminated):
+            self._try_to_save()
+        elif error is None:  # the loop has saved; a write may be under way
+            with suppress(Exception):
+                self._checkpoints.finish(self.actor)
 
     def _add_advice(self, error: BaseException | None) -> None:
         if isinstance(error, BrokenRunError):
@@ -335,43 +280,13 @@ class Run:
         except OSError as error:  # a full disk must not hide how the run itself ended
             logger.warning("no report.html: %s", error)
 
-    def _stop(self) -> None:
-        try:
-            if local_ray.dead_process() is None:
-                self._stop_actors()
-            if "_ray_watch" in self.__dict__:
-                self._ray_watch.stop()
-            if self._owns_ray:
-                local_ray.stop()
-        finally:  # a second Ctrl-C may come inside: the run still ends in its own words
-            self.stop_signal.restore()
-            self.recorder.close()
-            self._dismiss_monitor()
 
-    def _stop_actors(self) -> None:
-        for part in ("rollout", "actor", "_placement"):  # what had come up before an error
-            if part in self.__dict__:
-                self.__dict__[part].stop()
-        self._collect_logs()
-
-    def _dismiss_monitor(self) -> None:
-        """Once the run has said how it ended; Ray may end this process before it can."""
-        if "_monitor" not in self.__dict__:
-            return
-        if local_ray.dead_process() is None:
-            self._monitor.dismiss()
-        else:
-            local_ray.leave_at_exit(self._monitor.dismiss)
-
-    def _let_go(self) -> None:
-        for handle in self._holds:
-            os.close(handle)
-
-    def _collect_logs(self) -> None:
-        if "_placement" in self.__dict__ and self._placement.several_nodes:
-            folder = Path(self.args.run_dir) / "logs"
-            with suppress(RayError):  # the cluster itself may be what broke
-                collect_logs(folder, folder)
+def _dismiss(monitor: RunMonitor) -> None:
+    """Dismiss the monitor once the run has said how it ended; Ray may end this process before it can."""
+    if local_ray.dead_process() is None:
+        monitor.dismiss()
+    else:
+        local_ray.leave_at_exit(monitor.dismiss)
 
 
 def _after_a_signal(args: Args) -> str:

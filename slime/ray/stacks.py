@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -13,20 +14,21 @@ from slime.diagnosis.process_status import Whereabouts, ask
 from slime.diagnosis.stall import Answer
 from slime.ray.remote import Place, Remote
 
+T = TypeVar("T")
 _ASK_TIMEOUT_S = 40.0  # a node may have to start a process for it
 
 
 @dataclass(kw_only=True, frozen=True)
-class Member:
+class Member(Generic[T]):
     """A process of the run under the name its user knows it by."""
 
     label: str
-    remote: Remote[Any]
+    remote: Remote[T]
     rank: int | None = None
     log: str = ""  # name of its file in the run's logs
 
 
-def ask_members(members: list[Member], failed: dict[str, str]) -> list[Answer]:
+def ask_members(members: Sequence[Member[Any]], failed: dict[str, str]) -> list[Answer]:
     """In their order; `failed` are errors that calls ended with, by label."""
     places = {member.label: member.remote.place() for member in members}
     said = _ask_places([place for place in places.values() if place is not None])

@@ -37,6 +37,7 @@ _DEATH_KNOWN_S = 45.0  # Ray finds a dead process at once, a dead node after sev
 _OWNER_KNOWN_S = 10.0
 _LOOK_EVERY_S = 30.0
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class BrokenRunError(UserError):
@@ -53,7 +54,7 @@ class StallError(BrokenRunError):
 
 class Watch:
     def __init__(self, args: Args, say: Callable[[str], None]):
-        self._members: list[Callable[[], list[Member]]] = []
+        self._members: list[Callable[[], list[Member[Any]]]] = []
         self._limits = phase_timeouts(args.phase_timeout_minutes)
         self._say, self._logs = say, Path(args.run_dir) / "logs"
         self._phase: str | None = None
@@ -71,12 +72,12 @@ class Watch:
         finally:
             self._phase = None
 
-    def add(self, members: Callable[[], list[Member]]) -> None:
+    def add(self, members: Callable[[], list[Member[Any]]]) -> None:
         """Processes of the run; asked for anew each time, for engines come and go."""
         self._members.append(members)
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[Member[Any]]:
         return [member for members in self._members for member in members()]
 
     def left_s(self) -> float:
@@ -94,7 +95,9 @@ class Watch:
         if self._phase == "train" and took > self._limits["log_probs"] and self._in_log_probs():
             self._stalled(f"log-probs have taken more than {self._limits['log_probs']:g} s", {})
 
-    def get(self, references: Sequence[ray.ObjectRef[T]], members: Sequence[Member]) -> list[T]:
+    def get(
+        self, references: Sequence[ray.ObjectRef[T]], members: Sequence[Member[Any]]
+    ) -> list[T]:
         """Results of one call of each member; any error ends the wait for all."""
         owners = dict(zip(references, members, strict=True))
         pending = list(references)
@@ -106,7 +109,11 @@ class Watch:
                 self.check()
         return ray.get(list(references))
 
-    def lost(self, member: Member, error: Exception) -> LostError:
+    def call(self, member: Member[T], method: Callable[[T], R]) -> R:
+        """Call a method of one process and wait for its result."""
+        return self.get([member.remote.call(method)], [member])[0]
+
+    def lost(self, member: Member[Any], error: Exception) -> LostError:
         """Name the dead process. Without their raylet all actors of a node seem to have died."""
         process = local_ray.dead_process()
         if process is not None:
@@ -118,7 +125,7 @@ class Watch:
         log = f" Its log: {self._logs / member.log}" if member.log else ""
         return LostError(f"{member.label}{where} died: {_reason(error)}{log}")
 
-    def _settle(self, reference: Any, pending: list[Any], owners: dict[Any, Member]) -> None:
+    def _settle(self, reference: Any, pending: list[Any], owners: dict[Any, Member[Any]]) -> None:
         try:
             ray.get(reference)
         except (RayActorError, OutOfMemoryError) as error:
@@ -142,7 +149,7 @@ class Watch:
                     raise self.lost(asked[reference], death) from error
 
     def _blame(
-        self, first: Member, error: Any, pending: list[Any], owners: dict[Any, Member]
+        self, first: Member[Any], error: Any, pending: list[Any], owners: dict[Any, Member[Any]]
     ) -> None:
         """A lost connection is what others see of a death, a collective that timed out of a stall."""
         failed = {first.label: _first_line(error.cause)}
@@ -160,7 +167,7 @@ class Watch:
             self._stalled("a collective operation got no further", failed)
 
     def _with_survivors(
-        self, lost: LostError, pending: list[Any], owners: dict[Any, Member]
+        self, lost: LostError, pending: list[Any], owners: dict[Any, Member[Any]]
     ) -> LostError:
         """NCCL ends every process that waited too long, so of several deaths the one that lives on may
         be the cause: where it is belongs to the message."""

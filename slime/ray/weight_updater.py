@@ -1,0 +1,125 @@
+"""The one owner of the version of the weights that engines hold.
+
+    train ──▶ trained(): the trainer's weights have no version yet
+    update()             push to all engines ──▶ verify ──▶ admit ──▶ tell the manager the version
+    update_restarted()   the same for engines that were restarted while the others generate
+
+Both push through `_retry`, the only place where an update is tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from ray.exceptions import RayTaskError
+
+from slime.config.arguments import Args
+from slime.core.errors import UserError, WeightMismatchError, WeightSyncError
+from slime.core.reports import SyncReport
+from slime.core.types import EngineInfo
+from slime.ray.engine_group import EngineCallError
+from slime.ray.engines import Engines
+from slime.ray.ranks import Ranks
+from slime.ray.recorder import Recorder
+from slime.utils.sync_http import HttpError
+
+_TRIES = 5  # of one update, each with the engines that are left or were restarted
+
+
+class WeightUpdater:
+    """Gives engines the trainer's weights, one version number per training step that is sent."""
+
+    def __init__(
+        self, args: Args, trainer: Ranks, engines: Engines, recorder: Recorder, *, version: int
+    ):
+        self.args, self._recorder = args, recorder
+        self._trainer, self._engines = trainer, engines
+        self.version = version  # the newest that any engine holds
+        self.trained_version = version  # the one held when the last training step ended
+        self.last_trained: int | None = None  # the rollout the trainer's weights were trained on
+        self._numbered = False  # whether the trainer's weights have a version already
+
+    def trained(self, rollout_id: int) -> None:
+        """Note that the trainer's weights are new."""
+        self.last_trained, self.trained_version = rollout_id, self.version
+        self._numbered = False
+
+    def update(self, rollout_id: int | None = None) -> None:
+        """Give every engine the current weights and verify that it holds them.
+
+        After a rollout that --update-weights-interval skips, engines keep what they have, unless they
+        released their memory and so have nothing.
+        """
+        if not self._trainer or not self._engines:
+            return
+        skipped = rollout_id is not None and (rollout_id + 1) % self.args.update_weights_interval
+        if skipped and not self.args.offload_rollout:
+            return
+        with self._recorder.phase("update_weights"):
+            self._assign_version()
+            self._engines.replace_failed()
+            reports = self._retry(self._push_to_all, before=self._trainer.wake_up)
+            self._engines.admit()
+            self._engines.set_version(self.version, rollout_id)
+        self._recorder.add(reports[0].metrics())
+
+    def update_restarted(self) -> None:
+        """Send engines that were restarted the weights the trainer holds now, under their own version.
+
+        Where the next rollout is generated while this one is trained on, these are newer than what
+        the other engines hold: the update that comes next gives those the same version.
+        """
+        self._assign_version()
+        self._retry(lambda: self._push(self._engines.unsynced))
+        if self.last_trained is not None:
+            self._engines.set_version(self.version, self.last_trained)
+        self._engines.admit()
+
+    def _assign_version(self) -> None:
+        """Count up once per training step that is sent: engines of one version hold equal weights."""
+        if not self._numbered:
+            self.version += 1
+            self._numbered = True
+
+    def _push(self, engines: list[EngineInfo]) -> list[SyncReport]:
+        return self._trainer.all(lambda rank: rank.update_weights(engines, self.version))
+
+    def _push_to_all(self) -> list[SyncReport]:
+        self._engines.resume("weights")
+        reports = self._push(self._engines.infos)
+        if self.args.offload_train:
+            self._trainer.sleep()
+        self._engines.resume("kv_cache")
+        self._engines.check_probe(reports[0].probe)
+        return reports
+
+    def _retry(
+        self, push: Callable[[], list[SyncReport]], before: Callable[[], None] = lambda: None
+    ) -> list[SyncReport]:
+        """Push, and again from the start as long as it fails because an engine did.
+
+        The other engines are left paused meanwhile, with weights of two versions. `before` is called
+        before engines are replaced. A push that did not reach an engine is tried once more even if
+        all of them answer now: one that was frozen and went on takes it again.
+        """
+        for attempt in range(_TRIES):
+            try:
+                return push()
+            except (RayTaskError, HttpError) as error:
+                if isinstance(error, WeightMismatchError) or attempt == _TRIES - 1:
+                    _raise(error)
+                before()
+                known = error.engines if isinstance(error, EngineCallError) else ()
+                replaced = self._engines.replace_failed(paused=True, known=known)
+                unreached = isinstance(error, (HttpError, WeightSyncError)) and attempt == 0
+                if not replaced and not (unreached and self.args.use_fault_tolerance):
+                    _raise(error)
+        raise AssertionError("unreachable")
+
+
+def _raise(error: Exception) -> NoReturn:
+    """Raise a failed call of the driver's own as one sentence; a rank's error keeps its traceback."""
+    if isinstance(error, RayTaskError):
+        raise error
+    raise UserError(str(error)) from error
