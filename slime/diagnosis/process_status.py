@@ -1,11 +1,12 @@
-"""What a process is doing, told to whoever asks on its node, even while a call of it hangs.
+"""The status of a process: its phases, stacks and collectives, readable on its node even while it hangs.
 
-    with doing("train"):                       on any thread; phases nest
+    with in_phase("train"):                    on any thread; phases nest
         ...
-    answer_questions()                         once per process; a thread of its own answers
+    serve_status()                             once per process; a thread of its own answers
+    query_status(pid)                          from another process of the same user
 
-A process that waits inside a C++ collective answers, for the wait leaves Python's lock to others. One
-that holds the lock does not; its stack then comes from a signal handler that needs no lock.
+A process that waits inside a C++ collective answers, for the wait releases the GIL. One that holds the
+GIL does not; its stack then comes from a signal handler that needs no GIL.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 _FRAMES = 12  # innermost ones of a stack
 _SIGNAL = signal.SIGUSR1
-_THREAD = "whereabouts"
-_DUMP = "slime-stack"  # a file without a name, which the handler writes to
+_THREAD = "status-server"
+_DUMP = "slime-stack"  # an anonymous file that the signal handler writes to
 _DUMPED_LINES = 40
 _DUMP_S = 3.0
 _LONGEST_REPLY = 4 * 1024**2  # bytes
 _REPLY_S = 5.0
-_doing: dict[int, list[tuple[str, float]]] = {}  # by thread: what, since when
+_phases: dict[int, list[tuple[str, float]]] = {}  # by thread: name, since when
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -49,51 +50,51 @@ class GroupCount:
 
 
 @dataclass(kw_only=True, frozen=True)
-class Work:
-    """One busy thread: `phases` [["train", 31.5], ["train/steps", 30.9]] with seconds in each."""
+class BusyThread:
+    """One thread inside a phase: `phases` [["train", 31.5], ["train/steps", 30.9]] with seconds in each."""
 
     phases: list[tuple[str, float]]
     stack: list[str]  # outermost first
 
 
 @dataclass(kw_only=True, frozen=True)
-class Whereabouts:
-    """The answer of one process."""
+class ProcessStatus:
+    """A snapshot of one process."""
 
     pid: int
-    work: list[Work] = field(default_factory=list)
+    work: list[BusyThread] = field(default_factory=list)
     groups: list[GroupCount] = field(default_factory=list)
 
 
 @contextlib.contextmanager
-def doing(what: str) -> Iterator[None]:
-    phases = _doing.setdefault(threading.get_ident(), [])
-    phases.append((what, time.monotonic()))
+def in_phase(name: str) -> Iterator[None]:
+    phases = _phases.setdefault(threading.get_ident(), [])
+    phases.append((name, time.monotonic()))
     try:
         yield
     finally:
         phases.pop()
 
 
-def look() -> Whereabouts:
-    """Of this process, now."""
+def snapshot() -> ProcessStatus:
+    """Return the status of this process."""
     frames, now = sys._current_frames(), time.monotonic()
     work = [
-        Work(
-            phases=[(what, round(now - since, 1)) for what, since in phases],
-            stack=_lines(frames[thread]),
+        BusyThread(
+            phases=[(name, round(now - since, 1)) for name, since in phases],
+            stack=_stack_lines(frames[thread]),
         )
-        for thread, phases in [(thread, list(phases)) for thread, phases in list(_doing.items())]
+        for thread, phases in [(thread, list(phases)) for thread, phases in list(_phases.items())]
         if phases and thread in frames
     ]
-    return Whereabouts(pid=os.getpid(), work=work, groups=_groups())
+    return ProcessStatus(pid=os.getpid(), work=work, groups=_groups())
 
 
-def answer_questions() -> None:
-    """Start answering; callable again, to no effect.
+def serve_status() -> None:
+    """Start the thread that answers queries; a second call does nothing.
 
-    Another user may have taken the name of the socket. The process then goes on without one: its stack
-    can still be had by the signal.
+    Another user may have taken the name of the socket. The process then continues without one: its
+    stack can still be read by the signal.
     """
     if any(thread.name == _THREAD for thread in threading.enumerate()):
         return
@@ -113,20 +114,20 @@ def _serve(listener: socket.socket) -> None:
     while True:
         connection, _ = listener.accept()
         with connection, contextlib.suppress(OSError):
-            connection.settimeout(_REPLY_S)  # one that does not read must not keep others waiting
+            connection.settimeout(_REPLY_S)  # a client that does not read must not block others
             if _peer_user(connection) == os.getuid():
-                connection.sendall(json.dumps(asdict(look())).encode())
+                connection.sendall(json.dumps(asdict(snapshot())).encode())
 
 
-def ask(pid: int, timeout_s: float = 5.0) -> Whereabouts | str:
-    """What a process of this node is doing, or in words why it does not say."""
+def query_status(pid: int, timeout_s: float = 5.0) -> ProcessStatus | str:
+    """Return the status of a process on this node, or a sentence why it is unknown."""
     state = process_state(pid)
     if state in ("", "Z"):
         return "has ended"
     if state in ("T", "t"):
         return f"is stopped (kill -CONT {pid} lets it go on)"
     try:
-        return _read(_question(pid, timeout_s))
+        return _parse(_request(pid, timeout_s))
     except (OSError, ValueError):
         dumped = _dumped_stack(pid)
         return "does not answer" + (
@@ -135,14 +136,14 @@ def ask(pid: int, timeout_s: float = 5.0) -> Whereabouts | str:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter: R and S run and wait, T is stopped, D waits for a device; '' is gone."""
+    """Return the kernel's state letter: R runs, S sleeps, D waits for a device, T is stopped; '' is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
 
 
-def _question(pid: int, timeout_s: float) -> str:
+def _request(pid: int, timeout_s: float) -> str:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         connection.connect(_address(pid))
@@ -156,20 +157,20 @@ def _question(pid: int, timeout_s: float) -> str:
         return reply.decode()
 
 
-def _read(text: str) -> Whereabouts:
+def _parse(text: str) -> ProcessStatus:
     facts = json.loads(text)
-    return Whereabouts(
+    return ProcessStatus(
         pid=facts["pid"],
         work=[
-            Work(phases=[(what, s) for what, s in work["phases"]], stack=work["stack"])
-            for work in facts["work"]
+            BusyThread(phases=[(name, s) for name, s in thread["phases"]], stack=thread["stack"])
+            for thread in facts["work"]
         ],
         groups=[GroupCount(**group) for group in facts["groups"]],
     )
 
 
 def _dumped_stack(pid: int) -> str:
-    """From the handler that needs no lock; only of processes that have it: others the signal ends."""
+    """Return the stack written by the signal handler; a process without the handler is not signalled."""
     try:
         files = [f for f in Path(f"/proc/{pid}/fd").iterdir() if _DUMP in os.readlink(f)]
         if not files:
@@ -182,7 +183,7 @@ def _dumped_stack(pid: int) -> str:
 
 
 def _grown(file: Path, before: int) -> str:
-    """What has been written behind `before`, once nothing more seems to come."""
+    """Return what was appended after `before` characters, once the file has stopped growing."""
     deadline, text = time.monotonic() + _DUMP_S, ""
     while time.monotonic() < deadline:
         time.sleep(0.2)
@@ -192,20 +193,20 @@ def _grown(file: Path, before: int) -> str:
     return text
 
 
-def _lines(frame: object) -> list[str]:
+def _stack_lines(frame: object) -> list[str]:
     stack = traceback.extract_stack(frame)[-_FRAMES:]  # type: ignore[arg-type]
     return [f"{f.filename}:{f.lineno} in {f.name}: {f.line or ''}".rstrip(": ") for f in stack]
 
 
 def _groups() -> list[GroupCount]:
-    """Of torch.distributed, where this process uses it."""
+    """Return the collective counts of torch.distributed, if this process uses it."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return []
     world = dist.distributed_c10d._world
     found = []
     for group, name in list(world.pg_names.items()):
-        with contextlib.suppress(RuntimeError):  # a backend that does not count
+        with contextlib.suppress(RuntimeError):  # a backend without sequence numbers
             count = group._get_sequence_number_for_group()
             ranks = sorted(world.pg_group_ranks.get(group, {}))
             found.append(GroupCount(name=str(name), ranks=ranks, count=count))
@@ -213,8 +214,8 @@ def _groups() -> list[GroupCount]:
 
 
 def _address(pid: int) -> str:
-    """In the abstract namespace of this node's network: no file to leave behind."""
-    return f"\0slime-whereabouts-{pid}"
+    """Return the socket's name in the abstract namespace, where no file is left behind."""
+    return f"\0slime-status-{pid}"
 
 
 def _peer_user(connection: socket.socket) -> int:

@@ -19,8 +19,7 @@ from slime.config.flags.spec import option_of
 from slime.config.installed import find_sglang
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo
-from slime.serving.readiness import StartError, wait_until_ready
-from slime.serving.server_process import ServerProcess
+from slime.serving.server_process import ServerProcess, StartError, wait_until_ready
 from slime.utils.addresses import Ports, choose_interface, find_ports, own_host, says_port_taken
 from slime.utils.device import device_id, device_type
 

@@ -13,11 +13,9 @@ from slime.config.arguments import Args
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo
 from slime.ray.engine_handle import EngineHandle
-from slime.ray.external_group import ExternalGroup
-from slime.ray.stacks import Member
-from slime.ray.watch import LostError
-from slime.serving.flush import flush_until_idle
-from slime.serving.health import failed_engines, health_route
+from slime.ray.watch import LostError, Member
+from slime.serving.external import ExternalGroup
+from slime.serving.health import failed_engines, flush_until_idle, health_route
 from slime.serving.router import Router, make_router
 from slime.utils.addresses import own_host
 from slime.utils.engine_keys import remember_key

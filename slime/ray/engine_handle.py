@@ -16,7 +16,7 @@ from slime.core.types import EngineInfo
 from slime.ray.actors import engine_actor
 from slime.ray.engine_actor import EngineActor, PortTakenError
 from slime.ray.remote import Remote
-from slime.ray.stacks import Member
+from slime.ray.watch import Member
 
 _PORT_TRIES = 3
 _NODE_POLL_S = 5.0

@@ -13,11 +13,10 @@ from slime.core.errors import UserError
 from slime.core.reports import Probe
 from slime.core.types import EngineInfo
 from slime.ray.engine_group import EngineCallError, EngineGroup
-from slime.ray.external_group import ExternalGroup
-from slime.ray.recorder import Recorder
-from slime.ray.stacks import Member
-from slime.ray.watch import StallError
-from slime.serving.probe_check import check_probe
+from slime.ray.watch import Member, StallError, Watch
+from slime.runlog.recorder import Recorder
+from slime.serving.external import ExternalGroup
+from slime.serving.health import check_probe
 
 if TYPE_CHECKING:
     from slime.ray.rollout import RolloutManager
@@ -34,9 +33,10 @@ class Engines:
         group: EngineGroup | ExternalGroup,
         manager: Member[RolloutManager],
         recorder: Recorder,
+        watch: Watch,
     ):
         self.args, self._group, self._manager = args, group, manager
-        self._recorder, self._watch = recorder, recorder.watch
+        self._recorder, self._watch = recorder, watch
         self._watch.add(group.members)
 
     def __bool__(self) -> bool:

@@ -26,18 +26,17 @@ from slime.ray.checkpointing import Checkpointer
 from slime.ray.cluster import actor_env, beside_driver
 from slime.ray.engine_group import EngineGroup, make_engine_group
 from slime.ray.engines import Engines
-from slime.ray.external_group import ExternalGroup
 from slime.ray.log_collection import collect_logs
 from slime.ray.placement_group import Layout, Placement, needs_critic, plan_layout
 from slime.ray.ranks import Ranks
-from slime.ray.recorder import Recorder
 from slime.ray.remote import Remote
 from slime.ray.rollout_group import RolloutGroup
-from slime.ray.stacks import Member
 from slime.ray.train_group import TrainGroup
-from slime.ray.watch import Watch
+from slime.ray.watch import Member, Watch
 from slime.ray.weight_updater import WeightUpdater
 from slime.rollout.base_types import RolloutFunction
+from slime.runlog.recorder import Recorder
+from slime.serving.external import ExternalGroup
 from slime.utils.load_function import load_function
 
 if TYPE_CHECKING:
@@ -83,6 +82,7 @@ class Processes:
         recorder: Recorder,
         stop_signal: StopSignal,
     ):
+        watch = Watch(args, recorder.deadline, recorder.message)
         with ExitStack() as stack:
             placement = Placement(plan.layout)
             _on_stop(stack, lambda: _collect_logs(args, placement))
@@ -90,26 +90,26 @@ class Processes:
             token = _engine_token(args)
             # The router is a child of this process.
             set_env(SLIME_SEVERAL_NODES="1" if placement.several_nodes else "0")
-            actor, critic = _create_ranks(args, placement, token, recorder.watch)
+            actor, critic = _create_ranks(args, placement, token, watch)
             _on_stop(stack, actor.stop)
             if critic:
                 _on_stop(stack, critic.stop)
             manager = _create_manager(args, placement, token)
-            recorder.watch.add(lambda: [manager])
+            watch.add(lambda: [manager])
             _on_stop(stack, manager.remote.kill)
             group = _start_engines(args, placement, token)
             _on_stop(stack, group.stop)
-            engines = Engines(args, group, manager, recorder)
+            engines = Engines(args, group, manager, recorder, watch)
             _start_ranks(args, actor, critic, checkpoints)
             if checkpoints.loaded:
-                _load_state(manager, checkpoints, recorder.watch)
+                _load_state(manager, checkpoints, watch)
             engines.wait()
             actor.wait_started()
             if critic:
                 critic.wait_started()
             if actor:
                 sizes = actor.first(lambda rank: rank.parallel_info())
-                recorder.watch.call(
+                watch.call(
                     manager, lambda manager: manager.set_parallel(sizes.dp_size, sizes.cp_size)
                 )
             updater = WeightUpdater(
@@ -124,6 +124,7 @@ class Processes:
                 engines=engines,
                 updater=updater,
                 recorder=recorder,
+                watch=watch,
                 stop_signal=stop_signal,
                 never_stops=plan.never_stops,
             )

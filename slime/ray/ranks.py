@@ -12,8 +12,7 @@ from slime.config.arguments import Args
 from slime.ray.actors import trainer
 from slime.ray.placement_group import Placement
 from slime.ray.remote import Remote, value_of
-from slime.ray.stacks import Member
-from slime.ray.watch import Watch
+from slime.ray.watch import Member, Watch
 
 if TYPE_CHECKING:
     from slime.backends.base import TrainRayActor

@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import RayError
 
 from slime.diagnosis.head_watch import HeadWatch
-from slime.diagnosis.process_status import answer_questions, doing
+from slime.diagnosis.process_status import in_phase, serve_status
 from slime.ray.local_ray import adopt, dead_process, take_variables
 from slime.utils.gc_tuning import collector_off
 
@@ -119,12 +119,12 @@ class _Host:
         self, variables: dict[str, str], load: Callable[[], Any], *args: Any, **kwargs: Any
     ):
         adopt(variables)
-        answer_questions()
+        serve_status()
         if ray.is_initialized():  # asking for the context would start a Ray otherwise
             HeadWatch(ray.get_runtime_context().gcs_address)
         self._error: Exception | None = None
         try:
-            with doing(f"starting {load.__name__}"):
+            with in_phase(f"starting {load.__name__}"):
                 with collector_off():
                     make = load()
                 self._object = make(*args, **kwargs)
@@ -141,7 +141,7 @@ class _Host:
         if self._error is not None:
             raise self._error
         try:
-            with doing(method):
+            with in_phase(method):
                 return getattr(self._object, method)(*args, **kwargs)
         except Exception:
             # The driver hears of the first rank that fails; each one's own log says why it did.

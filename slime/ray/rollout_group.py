@@ -13,9 +13,9 @@ from slime.config.arguments import Args
 from slime.core.reports import RolloutResult
 from slime.diagnosis.stop_signal import StopSignal
 from slime.ray.engines import Engines
-from slime.ray.recorder import Recorder
-from slime.ray.stacks import Member
+from slime.ray.watch import Member, Watch
 from slime.ray.weight_updater import WeightUpdater
+from slime.runlog.recorder import Recorder
 
 if TYPE_CHECKING:
     from slime.ray.rollout import RolloutManager
@@ -35,13 +35,14 @@ class RolloutGroup:
         engines: Engines,
         updater: WeightUpdater,
         recorder: Recorder,
+        watch: Watch,
         stop_signal: StopSignal,
         never_stops: bool,
     ):
         self.args, self.recorder, self.stop_signal = args, recorder, stop_signal
         self.never_stops = never_stops
         self.updater, self._manager, self._engines = updater, manager, engines
-        self._watch = recorder.watch
+        self._watch = watch
         self._last_begun: int | None = None
         self._generating: ray.ObjectRef[RolloutResult] | None = None  # the rollout that was begun
         self._failures_told: set[str] = set()  # datasets; "" for training
@@ -112,7 +113,7 @@ class RolloutGroup:
         """Return the result; meanwhile replace engines that fail and give them the current weights."""
         wait = self.args.rollout_health_check_interval
         first = wait + self.args.rollout_health_check_first_wait
-        while not ray.wait([reference], timeout=min(first, self._watch.left_s()))[0]:
+        while not ray.wait([reference], timeout=min(first, self._watch.deadline.left_s()))[0]:
             first = wait
             self._watch.check()
             # A hook holds the whole process; or it died, which the next look at `reference` tells.

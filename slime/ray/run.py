@@ -20,12 +20,12 @@ from slime.ray import local_ray
 from slime.ray.checkpointing import Checkpointer, HfExports
 from slime.ray.cluster import connect, run_facts
 from slime.ray.processes import Processes, make_plan
-from slime.ray.recorder import Recorder
 from slime.ray.rollout_group import RolloutGroup
 from slime.ray.start_checks import check_inputs, check_outputs
 from slime.ray.train_group import TrainGroup
 from slime.ray.watch import BrokenRunError, LostError
 from slime.runlog.logging import setup_logging
+from slime.runlog.recorder import Recorder
 from slime.runlog.report.page import write_report
 from slime.runlog.run_folder import hold_folder, hold_run_folder, open_run_folder
 from slime.runlog.summary import closing_lines

@@ -10,10 +10,10 @@ from slime.config.arguments import Args
 from slime.core.reports import TrainReport
 from slime.core.types import CriticColumns
 from slime.ray.ranks import Ranks
-from slime.ray.recorder import Recorder
 from slime.ray.rollout_group import RolloutGroup
 from slime.ray.weight_updater import WeightUpdater
 from slime.runlog.export_folder import ExportInfo
+from slime.runlog.recorder import Recorder
 
 if TYPE_CHECKING:
     from slime.backends.base import TrainRayActor

@@ -1,47 +1,59 @@
-"""Waits for the processes of a run, but not forever: a phase has a deadline, a dead process a name.
+"""Waits for the processes of a run, with a deadline per phase and a name for the process that died.
 
-with watch.phase("train"):                 from here on the clock of --phase-timeout-minutes runs
-    watch.get(references, members)         a result per member
+with deadline.enter("train"):              the clock of --phase-timeout-minutes runs
+    watch.get(references, members)         one result per member
 
-      a member died          LostError: which one, where, why
-      a member's call failed because another one died      the same, of that other one
-      the deadline passed    StallError: every process's phase, call and stack, and who is late
+  a member died                     LostError: which one, where, why
+  a call failed because another
+  member died                       LostError, naming that other member
+  the deadline passed               StallError: phase, call and stack of every process, and who is late
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.config.arguments import Args
-from slime.config.flags.run import phase_timeouts
 from slime.core.errors import UserError
+from slime.diagnosis.phase_deadline import PhaseDeadline
+from slime.diagnosis.process_status import ProcessStatus, query_status
 from slime.diagnosis.run_monitor import died, raylet_answers
-from slime.diagnosis.stall import describe
+from slime.diagnosis.stall import MemberStatus, describe
 from slime.ray import local_ray
 from slime.ray.cluster import raylet_socket
-from slime.ray.stacks import Member, ask_members
+from slime.ray.remote import Place, Remote
 
 _CONNECTION = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|DistBackendError|timed out|TCPStore|broken pipe",
     re.I,
 )
-_DEATH_KNOWN_S = 45.0  # Ray finds a dead process at once, a dead node after several silent checks
+_DEATH_KNOWN_S = (
+    45.0  # Ray notices a dead process at once, a dead node after several missed heartbeats
+)
 _OWNER_KNOWN_S = 10.0
-_LOOK_EVERY_S = 30.0
+_POLL_S = 30.0
+_STATUS_TIMEOUT_S = 40.0  # a node may have to start a process for the query
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class BrokenRunError(UserError):
-    """The run cannot go on with the processes it has; the run adds what to type."""
+    """The run cannot continue with the processes it has; the run adds what to type."""
 
 
 class LostError(BrokenRunError):
@@ -49,62 +61,53 @@ class LostError(BrokenRunError):
 
 
 class StallError(BrokenRunError):
-    """A phase took longer than it may."""
+    """A phase took longer than its timeout."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Member(Generic[T]):
+    """A process of the run under the name its user knows it by."""
+
+    label: str
+    remote: Remote[T]
+    rank: int | None = None
+    log: str = ""  # name of its file in the run's logs
 
 
 class Watch:
-    def __init__(self, args: Args, say: Callable[[str], None]):
+    def __init__(self, args: Args, deadline: PhaseDeadline, notify: Callable[[str], None]):
         self._members: list[Callable[[], list[Member[Any]]]] = []
-        self._limits = phase_timeouts(args.phase_timeout_minutes)
-        self._say, self._logs = say, Path(args.run_dir) / "logs"
-        self._phase: str | None = None
-        self._began = 0.0
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """One inside another counts as a part of it."""
-        if self._phase is not None or name not in self._limits:
-            yield
-            return
-        self._phase, self._began = name, time.monotonic()
-        try:
-            yield
-        finally:
-            self._phase = None
+        self.deadline = deadline
+        self._notify, self._logs = notify, Path(args.run_dir) / "logs"
 
     def add(self, members: Callable[[], list[Member[Any]]]) -> None:
-        """Processes of the run; asked for anew each time, for engines come and go."""
+        """Register processes of the run by a function, for engines come and go."""
         self._members.append(members)
 
     @property
     def members(self) -> list[Member[Any]]:
         return [member for members in self._members for member in members()]
 
-    def left_s(self) -> float:
-        """Seconds until the phase is overdue."""
-        if self._phase is None:
-            return float("inf")
-        return max(0.0, self._began + self._limits[self._phase] - time.monotonic())
-
     def check(self) -> None:
         """Raise StallError when the phase is overdue, or log-probs within it."""
-        if self.left_s() == 0:
-            assert self._phase is not None
-            self._stalled(f"{self._phase} has taken more than {self._limits[self._phase]:g} s", {})
-        took = time.monotonic() - self._began
-        if self._phase == "train" and took > self._limits["log_probs"] and self._in_log_probs():
-            self._stalled(f"log-probs have taken more than {self._limits['log_probs']:g} s", {})
+        phase, limits = self.deadline.phase, self.deadline.limits
+        if self.deadline.left_s() == 0:
+            assert phase is not None
+            self._stalled(f"{phase} has taken more than {limits[phase]:g} s", {})
+        late = phase == "train" and self.deadline.elapsed_s() > limits["log_probs"]
+        if late and self._in_log_probs(limits["log_probs"]):
+            self._stalled(f"log-probs have taken more than {limits['log_probs']:g} s", {})
 
     def get(
         self, references: Sequence[ray.ObjectRef[T]], members: Sequence[Member[Any]]
     ) -> list[T]:
-        """Results of one call of each member; any error ends the wait for all."""
+        """Return the results of one call of each member; any error ends the wait for all."""
         owners = dict(zip(references, members, strict=True))
         pending = list(references)
         while pending:
-            done, pending = ray.wait(pending, timeout=min(_LOOK_EVERY_S, self.left_s()))
+            done, pending = ray.wait(pending, timeout=min(_POLL_S, self.deadline.left_s()))
             for reference in done:
-                self._settle(reference, pending, owners)
+                self._raise_error_of(reference, pending, owners)
             if not done:
                 self.check()
         return ray.get(list(references))
@@ -114,7 +117,7 @@ class Watch:
         return self.get([member.remote.call(method)], [member])[0]
 
     def lost(self, member: Member[Any], error: Exception) -> LostError:
-        """Name the dead process. Without their raylet all actors of a node seem to have died."""
+        """Return an error that names the dead process. Without their raylet all actors of a node seem dead."""
         process = local_ray.dead_process()
         if process is not None:
             return LostError(f"{died(process)}: Ray cannot go on without it.")
@@ -125,7 +128,9 @@ class Watch:
         log = f" Its log: {self._logs / member.log}" if member.log else ""
         return LostError(f"{member.label}{where} died: {_reason(error)}{log}")
 
-    def _settle(self, reference: Any, pending: list[Any], owners: dict[Any, Member[Any]]) -> None:
+    def _raise_error_of(
+        self, reference: Any, pending: list[Any], owners: dict[Any, Member[Any]]
+    ) -> None:
         try:
             ray.get(reference)
         except (RayActorError, OutOfMemoryError) as error:
@@ -133,27 +138,27 @@ class Watch:
             raise self._with_survivors(lost, pending, owners) from error
         except RayTaskError as error:
             if isinstance(error.cause, ObjectLostError):
-                self._name_the_dead(error)
+                self._raise_dead_owner(error)
             if pending and _CONNECTION.search(str(error.cause)):
-                self._blame(owners[reference], error, pending, owners)
+                self._find_cause(owners[reference], error, pending, owners)
             raise
 
-    def _name_the_dead(self, error: Exception) -> None:
-        """What one process made for another is lost with it: the rows of a rollout, with its manager."""
-        asked = {member.remote.ping(): member for member in self.members}
-        pending, deadline = list(asked), time.monotonic() + _OWNER_KNOWN_S
+    def _raise_dead_owner(self, error: Exception) -> None:
+        """Raise LostError for a member that died: its objects, such as the rows of a rollout, are lost."""
+        pinged = {member.remote.ping(): member for member in self.members}
+        pending, deadline = list(pinged), time.monotonic() + _OWNER_KNOWN_S
         while pending and time.monotonic() < deadline:
             done, pending = ray.wait(pending, timeout=1.0)
             for reference in done:
                 if death := _death(reference):
-                    raise self.lost(asked[reference], death) from error
+                    raise self.lost(pinged[reference], death) from error
 
-    def _blame(
+    def _find_cause(
         self, first: Member[Any], error: Any, pending: list[Any], owners: dict[Any, Member[Any]]
     ) -> None:
-        """A lost connection is what others see of a death, a collective that timed out of a stall."""
+        """Raise what is behind a lost connection: the death of another member, or a stalled collective."""
         failed = {first.label: _first_line(error.cause)}
-        deadline = time.monotonic() + min(_DEATH_KNOWN_S, self.left_s())
+        deadline = time.monotonic() + min(_DEATH_KNOWN_S, self.deadline.left_s())
         while pending and time.monotonic() < deadline:
             done, pending = ray.wait(pending, timeout=1.0)
             for reference in done:
@@ -169,33 +174,83 @@ class Watch:
     def _with_survivors(
         self, lost: LostError, pending: list[Any], owners: dict[Any, Member[Any]]
     ) -> LostError:
-        """NCCL ends every process that waited too long, so of several deaths the one that lives on may
-        be the cause: where it is belongs to the message."""
+        """Add the status of the members that live on if several died.
+
+        NCCL kills every process that waited too long, so the cause may be the one that survives.
+        """
         done, pending = (
             ray.wait(pending, num_returns=len(pending), timeout=3) if pending else ([], [])
         )
-        died = [owners[reference] for reference in done if _death(reference)]
-        if not died or not pending or "node" in str(lost):
+        dead = [owners[reference] for reference in done if _death(reference)]
+        if not dead or not pending or "node" in str(lost):
             return lost
-        names = ", ".join(member.label for member in died)
-        text = describe(ask_members([owners[reference] for reference in pending], {}))
+        names = ", ".join(member.label for member in dead)
+        text = describe(query_members([owners[reference] for reference in pending], {}))
         return LostError(f"{lost}\nSo did {names}. These live on:\n{text}")
 
-    def _in_log_probs(self) -> bool:
+    def _in_log_probs(self, limit_s: float) -> bool:
+        """Return whether a trainer rank has been in a log-probs phase for more than `limit_s`."""
         ranks = [member for member in self.members if member.rank is not None]
-        for answer in ask_members(ranks, {}):
-            for work in [] if isinstance(answer.said, str) else answer.said.work:
-                for what, seconds in work.phases:
-                    if what.endswith("log_probs") and seconds > self._limits["log_probs"]:
-                        return True
-        return False
+        return any(
+            phase.endswith("log_probs") and seconds > limit_s
+            for member in query_members(ranks, {})
+            if not isinstance(member.status, str)
+            for thread in member.status.work
+            for phase, seconds in thread.phases
+        )
 
     def _stalled(self, what: str, failed: dict[str, str]) -> None:
-        self._say(f"{what}: asking every process where it is")
-        text = describe(ask_members(self.members, failed))
+        self._notify(f"{what}: collecting the status of every process")
+        text = describe(query_members(self.members, failed))
         file = self._logs / "stall.txt"
         file.write_text(f"{what}\n{text}\n")
         raise StallError(f"{what}.\n{text}\nThe same is in {file}.")
+
+
+def query_members(members: Sequence[Member[Any]], failed: dict[str, str]) -> list[MemberStatus]:
+    """Return the status of every member, in order; `failed` are errors that calls ended with, by label."""
+    places = [member.remote.place() for member in members]
+    statuses = _query_places([place for place in places if place is not None])
+    return [
+        MemberStatus(
+            label=member.label,
+            place=str(place) if place is not None else "no process yet",
+            status="has not started" if place is None else statuses[place],
+            rank=member.rank,
+            failed=failed.get(member.label, ""),
+        )
+        for member, place in zip(members, places, strict=True)
+    ]
+
+
+def _query_places(places: list[Place]) -> dict[Place, ProcessStatus | str]:
+    """Query processes by a task on each of their nodes."""
+    statuses: dict[Place, ProcessStatus | str] = dict.fromkeys(
+        places, "cannot be reached: its node is gone"
+    )
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    queries = {}
+    for node in {place.node for place in places} & alive:
+        there = [place for place in places if place.node == node]
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = _query_pids.options(num_cpus=0, scheduling_strategy=strategy)
+        queries[task.remote([place.pid for place in there])] = there
+    done, late = ray.wait(list(queries), num_returns=len(queries), timeout=_STATUS_TIMEOUT_S)
+    for reference in late:
+        statuses.update(
+            dict.fromkeys(queries[reference], "cannot be reached: its node does not answer")
+        )
+    for reference in done:
+        try:
+            statuses.update(zip(queries[reference], ray.get(reference), strict=True))
+        except RayError:  # the node was lost meanwhile
+            continue
+    return statuses
+
+
+@ray.remote(max_retries=0)
+def _query_pids(pids: list[int]) -> list[ProcessStatus | str]:
+    return [query_status(pid) for pid in pids]
 
 
 def _death(reference: Any) -> Exception | None:
@@ -209,7 +264,7 @@ def _death(reference: Any) -> Exception | None:
 
 
 def _reason(error: Exception) -> str:
-    """The line of Ray's long text that says what happened."""
+    """Return the line of Ray's long text that says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [
         line for line in lines if re.search(r"node|exit|kill|died because|signal", line, re.I)

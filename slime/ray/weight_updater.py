@@ -21,7 +21,7 @@ from slime.core.types import EngineInfo
 from slime.ray.engine_group import EngineCallError
 from slime.ray.engines import Engines
 from slime.ray.ranks import Ranks
-from slime.ray.recorder import Recorder
+from slime.runlog.recorder import Recorder
 from slime.utils.sync_http import HttpError
 
 _TRIES = 5  # of one update, each with the engines that are left or were restarted

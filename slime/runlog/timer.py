@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from slime.diagnosis.process_status import doing
+from slime.diagnosis.process_status import in_phase
 
 
 class Timer:
@@ -35,7 +35,7 @@ class Timer:
         self._local.path = path
         started = self._clock()
         try:
-            with doing(path):
+            with in_phase(path):
                 yield
         finally:
             self._local.path = outer

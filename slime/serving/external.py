@@ -1,9 +1,11 @@
-"""Servers somebody else runs: found by their addresses, and checked before any training."""
+"""External engines: servers that somebody else runs, checked before training and used like our own."""
 
 from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,19 +15,22 @@ from slime.config.arguments import Args
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo
 from slime.data.tokenizer import load_tokenizer
+from slime.serving.health import answers, health_route
+from slime.utils.engine_keys import remember_key
 from slime.utils.sync_http import HttpError, get_json, post_json
 
 _TIMEOUT_S = 60.0
-_SPELLING = "The 3 Äpfel cost 4.50 €, {x: [1, 2]}\n\tdef f(): return None"
+_TEXT = "The 3 Äpfel cost 4.50 €, {x: [1, 2]}\n\tdef f(): return None"
 _SIZES = (
     *("hidden_size", "num_hidden_layers", "intermediate_size", "moe_intermediate_size"),
     *("num_attention_heads", "num_key_value_heads", "num_experts", "vocab_size"),
 )
 _OPTION = "--rollout-external-engine-addrs"
-_OF_ANOTHER_KIND = _OPTION + " {url}: this is a server, but not SGLang's or slime's"
+_UNKNOWN_SERVER = _OPTION + " {url}: this is a server, but not SGLang's or slime's"
 
 
 def find_external(args: Args) -> list[EngineInfo]:
+    """Return the engines of --rollout-external-engine-addrs; raise UserError for one that does not fit."""
     urls = [normalise(address) for address in args.rollout_external_engine_addrs or ()]
     found = [_find(args, url) for url in urls]
     _check_all_differ(urls)
@@ -33,7 +38,7 @@ def find_external(args: Args) -> list[EngineInfo]:
 
 
 def normalise(address: str) -> str:
-    """10.0.0.1:30000 and http://10.0.0.1:30000/ are the same."""
+    """Spell 10.0.0.1:30000 and http://10.0.0.1:30000/ the same way."""
     return (address if "://" in address else f"http://{address}").rstrip("/")
 
 
@@ -46,11 +51,11 @@ def _find(args: Args, url: str) -> EngineInfo:
             raise UserError(f"{_OPTION} {url}: no engine answers there ({error})") from error
         if error.status in (401, 403):
             raise UserError(
-                f"{_OPTION} {url}: the engine wants its key: set SLIME_ENGINE_TOKEN to it"
+                f"{_OPTION} {url}: the engine requires its API key: set SLIME_ENGINE_TOKEN to it"
             ) from error
-        raise UserError(_OF_ANOTHER_KIND.format(url=url)) from error
+        raise UserError(_UNKNOWN_SERVER.format(url=url)) from error
     if not isinstance(model, dict) or "weight_version" not in model:
-        raise UserError(_OF_ANOTHER_KIND.format(url=url))
+        raise UserError(_UNKNOWN_SERVER.format(url=url))
     _check_model(args, url, model)
     _check_tokenizer(args, url)
     ranks = server.get("tp_size", 1) * server.get("pp_size", 1)
@@ -60,7 +65,7 @@ def _find(args: Args, url: str) -> EngineInfo:
 
 
 def version_warning(engines: list[EngineInfo]) -> str | None:
-    """Two versions do not compute quite the same; None where all are alike."""
+    """Return a warning if versions differ, for two versions do not compute quite the same."""
     versions = {f"{engine.kind} {engine.version}" for engine in engines}
     if len(versions) < 2:
         return None
@@ -69,7 +74,7 @@ def version_warning(engines: list[EngineInfo]) -> str | None:
 
 
 def _check_all_differ(urls: list[str]) -> None:
-    """Two names of one server: it would be asked to join a weight update twice, and wait for itself."""
+    """Refuse two addresses of one server: it would join a weight update twice and wait for itself."""
     seen: dict[tuple[Any, ...], str] = {}
     for url in urls:
         parts = urlsplit(url)
@@ -96,17 +101,17 @@ def _check_model(args: Args, url: str, model: dict[str, Any]) -> None:
 
 
 def _config_of(model_path: str) -> dict[str, Any]:
-    """Servers do not tell a model's sizes: they are known where its folder is on this machine too."""
+    """Return the model's config if its folder is on this machine too: servers do not report a model's sizes."""
     with suppress(OSError, ValueError):
         return json.loads((Path(model_path) / "config.json").read_text())
     return {}
 
 
 def _check_tokenizer(args: Args, url: str) -> None:
-    """The engine is given a text, and says which tokens it made of it."""
+    """Compare the tokens that the engine makes of a text with those of --hf-checkpoint's tokenizer."""
     tokenizer = load_tokenizer(args.hf_checkpoint)
     body = {
-        "text": _SPELLING,
+        "text": _TEXT,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
         "return_logprob": True,
         "logprob_start_len": 0,
@@ -118,9 +123,86 @@ def _check_tokenizer(args: Args, url: str) -> None:
     try:
         there = [entry[1] for entry in reply["meta_info"]["input_token_logprobs"]]
     except (KeyError, TypeError) as error:
-        raise UserError(_OF_ANOTHER_KIND.format(url=url)) from error
-    if there != list(tokenizer.encode(_SPELLING)):
+        raise UserError(_UNKNOWN_SERVER.format(url=url)) from error
+    if there != list(tokenizer.encode(_TEXT)):
         raise UserError(
             f"{_OPTION} {url} has another tokenizer than --hf-checkpoint {args.hf_checkpoint}: start it "
             "with the tokenizer of the model that is trained"
         )
+
+
+class ExternalGroup:
+    """Engines that this run neither starts nor stops; one that does not answer is left out until it does.
+
+    The same interface as `slime.ray.engine_group.EngineGroup`.
+    """
+
+    def __init__(self, args: Args, *, token: str):
+        self.args, self.token = args, token
+        self.unsynced: list[EngineInfo] = []
+        self.all: list[EngineInfo] = []
+        self._silent: set[int] = set()
+
+    def start(self) -> None:
+        """Do nothing: they run already."""
+
+    def wait(self, say: Callable[[str], None] = lambda text: None) -> None:
+        remember_key(map(normalise, self.args.rollout_external_engine_addrs or ()), self.token)
+        self.all = find_external(self.args)
+        for info in self.all:
+            say(f"{info.kind} engine at {info.url} (version {info.version})")
+        if warning := version_warning(self.all):
+            say(warning)
+
+    def last_words(self) -> str:
+        """Return nothing: they are up, or the run ends at once."""
+        return ""
+
+    @property
+    def count(self) -> int:
+        return len(self.all)
+
+    def members(self) -> list[Any]:
+        """Return none: they are no processes of this run."""
+        return []
+
+    @property
+    def infos(self) -> list[EngineInfo]:
+        return [info for index, info in enumerate(self.all) if index not in self._silent]
+
+    def failed(self, *, paused: bool = False) -> list[int]:
+        timeout, route = self.args.rollout_health_check_timeout, health_route(paused)
+        with ThreadPoolExecutor(max(1, self.count)) as pool:
+            healthy = list(pool.map(lambda info: answers(info.url, timeout, route), self.all))
+        return [i for i, ok in enumerate(healthy) if not ok or i in self._silent]
+
+    def restart(self, index: int, say: Callable[[str], None] = lambda text: None) -> str:
+        """Leave an engine out that does not answer, or take it back once it does again."""
+        info = self.all[index]
+        self.unsynced = [other for other in self.unsynced if other != info]
+        route = health_route(paused=index in self._silent)  # an update may have left it so
+        if not answers(info.url, self.args.rollout_health_check_timeout, route):
+            self._silent.add(index)
+            return f"the engine at {info.url} does not answer; going on without it"
+        self._silent.discard(index)
+        self.unsynced.append(info)
+        return f"the engine at {info.url} answers again"
+
+    def admit(self) -> None:
+        """Note that all of them hold the current weights."""
+        self.unsynced = []
+
+    def route(self, urls: list[str]) -> str | None:
+        """Return no router: requests go to the engines directly."""
+        return None
+
+    def router_lost(self) -> bool:
+        return False
+
+    def release(self) -> None:
+        """Do nothing: their memory is their owner's."""
+
+    def resume(self, tag: str) -> None: ...
+
+    def stop(self) -> None:
+        self.all, self.unsynced = [], []

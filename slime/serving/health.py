@@ -1,13 +1,21 @@
-"""Whether an engine still works: its processes live and its server answers in time."""
+"""Checks of engines over HTTP: do they answer, are they idle, do they compute what the trainer computes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from statistics import fmean
 from typing import Protocol
 
+from slime.core.errors import WeightMismatchError
+from slime.core.reports import Probe
 from slime.core.types import EngineInfo
-from slime.utils.sync_http import HttpError, get_json
+from slime.utils.sync_http import HttpError, get_json, post_json
+
+_FLUSH_TIMEOUT_S = 60.0
+_FLUSH_POLL_S = 0.05
+_PROBE_TIMEOUT_S = 120.0
 
 
 class HasProcesses(Protocol):
@@ -21,7 +29,7 @@ def failed_engines(
     timeout: float,
     route: str = "/health",
 ) -> list[int]:
-    """Indices of the engines that are dead or hung."""
+    """Return the indices of the engines that are dead or hang."""
     if not handles:
         return []
     with ThreadPoolExecutor(len(handles)) as pool:
@@ -34,10 +42,10 @@ def failed_engines(
 
 
 def health_route(paused: bool) -> str:
-    """What a server that works answers in time.
+    """Return the route that a working server answers in time.
 
-    SGLang's /health generates a token, which a paused server does not; its /server_info asks the
-    scheduler too, and is answered meanwhile.
+    SGLang's /health generates a token, which a paused server does not. Its /server_info asks the
+    scheduler too and is answered even then.
     """
     return "/server_info" if paused else "/health"
 
@@ -52,3 +60,52 @@ def answers(url: str, timeout: float, route: str = "/health") -> bool:
 
 def _healthy(handle: HasProcesses, info: EngineInfo, timeout: float, route: str) -> bool:
     return handle.alive(timeout) and answers(info.url, timeout, route)
+
+
+def flush_until_idle(
+    url: str,
+    token: str | None,
+    timeout_s: float = _FLUSH_TIMEOUT_S,
+    *,
+    answer_timeout_s: float = _FLUSH_TIMEOUT_S,
+) -> None:
+    """Flush a server's cache, which succeeds only once the server is idle, within `timeout_s`.
+
+    SGLang exits when its memory is released while a request is running, so a flush goes first. A working
+    server answers each attempt at once, so one that takes longer than `answer_timeout_s` hangs.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            post_json(f"{url}/flush_cache", {}, token=token, timeout=answer_timeout_s)
+            return
+        except HttpError as error:
+            if error.status != 400 or time.monotonic() > deadline:
+                raise
+        time.sleep(_FLUSH_POLL_S)
+
+
+def check_probe(engine: EngineInfo, probe: Probe) -> None:
+    """Raise WeightMismatchError if the engine's log-probs of the probe's tokens are not the trainer's."""
+    found = _probe_log_probs(engine.url, probe)
+    # The mean: a single improbable token is off by half a unit in bf16 with the right weights.
+    gap = fmean(abs(a - b) for a, b in zip(found, probe.log_probs, strict=True))
+    if not gap <= probe.tolerance:
+        raise WeightMismatchError(
+            f"engine {engine.url} does not compute what the trainer computes: log-probs of the probe "
+            f"tokens differ by {gap:.3g} on average (allowed {probe.tolerance:g}); its weights are not those that "
+            "were sent, or its model differs"
+        )
+
+
+def _probe_log_probs(url: str, probe: Probe) -> list[float]:
+    """Ask for each token as the one generated next: engines divide only those logits by the temperature."""
+    tokens = list(probe.tokens)
+    body = {
+        "input_ids": [tokens[:end] for end in range(1, len(tokens))],
+        "sampling_params": {"temperature": probe.temperature, "max_new_tokens": 1},
+        "return_logprob": True,
+        "token_ids_logprob": [[token] for token in tokens[1:]],
+    }
+    replies = post_json(f"{url}/generate", body, timeout=_PROBE_TIMEOUT_S)
+    return [reply["meta_info"]["output_token_ids_logprobs"][0][0][0] for reply in replies]

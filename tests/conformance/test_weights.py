@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from slime.core.errors import WeightMismatchError
 from slime.core.reports import Probe
 from slime.core.types import EngineInfo
-from slime.serving.health import answers, health_route
-from slime.serving.probe_check import check_probe
+from slime.serving.health import answers, check_probe, health_route
 from slime.utils.sync_http import post_json
 from slime.weights.disk_transport import DiskTransport
 from slime.weights.distributed_transport import DistributedTransport

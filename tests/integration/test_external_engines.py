@@ -62,7 +62,7 @@ def test_an_engine_of_another_size(server, tmp_path):
 
 def test_one_engine_by_two_names(model, server):
     other = server.url.replace("127.0.0.1", "localhost")
-    with pytest.raises(UserError, match="the engine wants its key: set SLIME_ENGINE_TOKEN"):
+    with pytest.raises(UserError, match="the engine requires its API key: set SLIME_ENGINE_TOKEN"):
         find_external(external(model, server.url, other))
     remember_key([other], server.token)
     with pytest.raises(UserError, match=rf"{server.url} and {other} are the same engine"):

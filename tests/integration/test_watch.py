@@ -7,9 +7,9 @@ import time
 import pytest
 import ray
 
+from slime.diagnosis.phase_deadline import PhaseDeadline
 from slime.ray.remote import Remote
-from slime.ray.stacks import Member
-from slime.ray.watch import LostError, Watch
+from slime.ray.watch import LostError, Member, Watch
 from tests.args import make_args
 
 
@@ -37,7 +37,8 @@ def test_the_owner_of_lost_rows_is_named(local_ray, tmp_path):
         Member(label="rollout manager", remote=maker),
         Member(label="trainer rank 0", remote=reader, rank=0),
     ]
-    watch = Watch(make_args(run_dir=str(tmp_path)), print)
+    args = make_args(run_dir=str(tmp_path))
+    watch = Watch(args, PhaseDeadline(args), print)
     watch.add(lambda: members)
     rows = maker.get(lambda maker: maker.make(), timeout=240)
     place = maker.place(timeout=240)

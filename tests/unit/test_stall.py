@@ -4,8 +4,8 @@ import pytest
 
 from slime.config.flags.run import PHASE_MINUTES, phase_timeouts
 from slime.core.errors import ConfigError
-from slime.diagnosis.process_status import GroupCount, Whereabouts, Work
-from slime.diagnosis.stall import Answer, describe, waited_for
+from slime.diagnosis.process_status import BusyThread, GroupCount, ProcessStatus
+from slime.diagnosis.stall import MemberStatus, describe, late_members
 
 TP = ((0, 1), (2, 3))
 DP = ((0, 2), (1, 3))
@@ -17,13 +17,15 @@ def answer(rank, begun, stack=("train.py:1 in step",)):
     for kind, count in zip((TP, DP), begun, strict=True):
         (ranks,) = (group for group in kind if rank in group)
         groups.append(GroupCount(name=f"{ranks}", ranks=list(ranks), count=count))
-    work = [Work(phases=[("train", 30.0), ("train/steps", 29.0)], stack=list(stack))]
-    said = Whereabouts(pid=100 + rank, work=work, groups=groups)
-    return Answer(label=f"trainer rank {rank}", place=f"pid {100 + rank}", said=said, rank=rank)
+    work = [BusyThread(phases=[("train", 30.0), ("train/steps", 29.0)], stack=list(stack))]
+    status = ProcessStatus(pid=100 + rank, work=work, groups=groups)
+    return MemberStatus(
+        label=f"trainer rank {rank}", place=f"pid {100 + rank}", status=status, rank=rank
+    )
 
 
 def labels(answers):
-    return [one.label for one in waited_for(answers)]
+    return [one.label for one in late_members(answers)]
 
 
 @pytest.mark.parametrize("late", range(4))
@@ -39,9 +41,11 @@ def test_nobody_is_blamed_while_all_are_equally_far():
     assert labels([answer(r, (8, 5)) for r in range(4)]) == []
 
 
-def test_who_cannot_answer_is_waited_for_first():
+def test_who_cannot_answer_is_late_members_first():
     answers = [answer(0, (8, 5)), answer(1, (7, 4))]
-    answers.append(Answer(label="trainer rank 2", place="pid 102", said="is stopped", rank=2))
+    answers.append(
+        MemberStatus(label="trainer rank 2", place="pid 102", status="is stopped", rank=2)
+    )
     assert labels(answers) == ["trainer rank 2"]
 
 

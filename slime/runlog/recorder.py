@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from slime.config.arguments import Args
-from slime.ray.watch import Watch
+from slime.diagnosis.phase_deadline import PhaseDeadline
 from slime.runlog.flops import peak_flops, throughput_metrics
 from slime.runlog.live import LiveDisplay
 from slime.runlog.timer import Timer
@@ -23,7 +23,7 @@ class Recorder:
         self._timer = Timer()
         self._tracker = Tracker(args, args.run_dir)
         self._display = LiveDisplay(args)
-        self.watch = Watch(args, self.message)
+        self.deadline = PhaseDeadline(args)
         self._metrics: dict[str, float] = {}
         self.failed_phase: str | None = None  # the outermost one that an error left
         cards = gpus()
@@ -38,7 +38,7 @@ class Recorder:
     def phase(self, name: str) -> Iterator[None]:
         self.failed_phase = None
         try:
-            with self._timer.phase(name), self._display.phase(name), self.watch.phase(name):
+            with self._timer.phase(name), self._display.phase(name), self.deadline.enter(name):
                 yield
         except BaseException:
             self.failed_phase = name

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from slime.diagnosis.process_status import Whereabouts, ask, process_state
+from slime.diagnosis.process_status import ProcessStatus, process_state, query_status
 from tests.other_user import NOBODY, as_user, needs_root
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 _START = (
-    "import time\nfrom slime.diagnosis.process_status import answer_questions, doing\nanswer_questions()\n"
+    "import time\nfrom slime.diagnosis.process_status import serve_status, in_phase\nserve_status()\n"
     "def up(): print('up', flush=True)\n"
 )
 
@@ -45,7 +45,7 @@ def ask_until(pid: int, looked_for, **options):
     """A process gets on a little after it is up; what it says once it is there, or in the end."""
     deadline = time.monotonic() + 60
     while True:
-        said = ask(pid, **options)
+        said = query_status(pid, **options)
         if looked_for(said) or time.monotonic() > deadline:
             return said
 
@@ -57,18 +57,18 @@ def wait_for_state(pid: int, letter: str) -> None:
 
 def test_a_sleeping_process_tells_phase_and_stack(child):
     pid = child(
-        "def nap():\n up(); time.sleep(60)\nwith doing('train'), doing('train/steps'):\n nap()"
+        "def nap():\n up(); time.sleep(60)\nwith in_phase('train'), in_phase('train/steps'):\n nap()"
     )
     said = ask_until(pid, lambda said: "in nap'" in str(said))
-    assert isinstance(said, Whereabouts) and said.pid == pid
+    assert isinstance(said, ProcessStatus) and said.pid == pid
     (work,) = said.work
     assert [what for what, _ in work.phases] == ["train", "train/steps"]
     assert work.stack[-1].endswith("in nap")
 
 
 def test_a_phase_that_is_over_is_not_told(child):
-    said = ask(child("with doing('train'):\n pass\nup(); time.sleep(60)"))
-    assert isinstance(said, Whereabouts) and said.work == []
+    said = query_status(child("with in_phase('train'):\n pass\nup(); time.sleep(60)"))
+    assert isinstance(said, ProcessStatus) and said.work == []
 
 
 def test_one_that_holds_the_lock_still_shows_its_stack(child):
@@ -81,15 +81,15 @@ def test_a_stopped_and_an_ended_process(child):
     pid = child("up(); time.sleep(60)")
     os.kill(pid, signal.SIGSTOP)
     wait_for_state(pid, "T")
-    assert ask(pid) == f"is stopped (kill -CONT {pid} lets it go on)"
+    assert query_status(pid) == f"is stopped (kill -CONT {pid} lets it go on)"
     os.kill(pid, signal.SIGKILL)
     wait_for_state(pid, "Z")
-    assert ask(pid) == "has ended"
+    assert query_status(pid) == "has ended"
 
 
 _LATE = (
-    "import sys\nfrom slime.diagnosis.process_status import answer_questions\nprint('here', flush=True)\n"
-    "sys.stdin.readline()\nanswer_questions()\nprint('up', flush=True)\nsys.stdin.readline()\n"
+    "import sys\nfrom slime.diagnosis.process_status import serve_status\nprint('here', flush=True)\n"
+    "sys.stdin.readline()\nserve_status()\nprint('up', flush=True)\nsys.stdin.readline()\n"
 )
 
 
@@ -107,11 +107,11 @@ def test_a_socket_that_another_user_has_taken(forged):
         as_user(NOBODY, _impersonate, process.pid, forged)
         os._exit(0)
     try:
-        wait_for(lambda: f"@slime-whereabouts-{process.pid}" in Path("/proc/net/unix").read_text())
+        wait_for(lambda: f"@slime-status-{process.pid}" in Path("/proc/net/unix").read_text())
         process.stdin.write(b"go\n")
         process.stdin.flush()
         assert process.stdout.readline() == b"up\n"
-        said = ask(process.pid, timeout_s=5)
+        said = query_status(process.pid, timeout_s=5)
         assert isinstance(said, str) and said.startswith("does not answer")
     finally:
         process.kill()
@@ -122,7 +122,7 @@ def test_a_socket_that_another_user_has_taken(forged):
 def _impersonate(pid: int, forged: bytes) -> None:
     """Answer one question in the place of the process, without end."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(f"\0slime-whereabouts-{pid}")
+        listener.bind(f"\0slime-status-{pid}")
         listener.listen(1)
         listener.settimeout(60)
         connection, _ = listener.accept()
@@ -134,9 +134,9 @@ def _impersonate(pid: int, forged: bytes) -> None:
 def test_an_answer_that_does_not_end_is_given_up(child):
     """Also of a process of the same user."""
     body = (
-        "import socket, os, threading\nfrom slime.diagnosis import process_status as whereabouts\n"
-        "whereabouts.look = lambda: whereabouts.Whereabouts(pid=1, groups=[], work=[whereabouts.Work("
+        "import socket, os, threading\nfrom slime.diagnosis import process_status\n"
+        "process_status.snapshot = lambda: process_status.ProcessStatus(pid=1, groups=[], work=[process_status.BusyThread("
         "phases=[], stack=['x' * 2**23])])\nup(); time.sleep(60)"
     )
-    said = ask(child(body))
+    said = query_status(child(body))
     assert isinstance(said, str) and said.startswith("does not answer")
