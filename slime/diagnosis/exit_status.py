@@ -1,4 +1,4 @@
-"""The outermost boundary of a command: an error becomes text for people and an exit status."""
+"""The outermost boundary of a command: an error becomes a message and an exit status."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def run_command(work: Callable[[], int]) -> int:
-    """Return what `work` does, or print its error and return a status.
+    """Return the status of `work`, or print its error and return an exit status.
 
-    A mistake of the user's and a full disk are one paragraph, anything else a traceback; what `add_advice`
-    added comes last.
+    A user's mistake and a full disk are one paragraph, anything else is a traceback; the text of
+    `add_advice` comes last.
     """
     try:
         return work()
@@ -40,7 +40,7 @@ def run_command(work: Callable[[], int]) -> int:
 
 
 def add_advice(error: BaseException, advice: str) -> None:
-    """Have `run_command` print this behind the error."""
+    """Have `run_command` print this after the error."""
     notes = getattr(error, "__notes__", [])
     vars(error)["__notes__"] = [*notes, advice]  # what add_note() of Python 3.11 does
 

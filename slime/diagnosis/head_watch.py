@@ -1,7 +1,7 @@
-"""Ends a process whose Ray head is gone, so that none is left waiting on a node nobody looks at.
+"""Exits a process whose Ray head is gone, so that no process is left waiting on another node.
 
-Ray hears at once of a head whose processes died, but not of one whose host is off or cut off: no connection
-is closed then, and it would wait many minutes. A knock at the head's door tells.
+Ray notices at once that the head's processes died, but not that its host is off or unreachable: no
+connection is closed then, and it would wait for many minutes. So the head's port is probed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from slime.diagnosis.ray_processes import RayProcess
 
 logger = logging.getLogger(__name__)
 
-_KNOCK_S = 5.0
+_PROBE_TIMEOUT_S = 5.0
 _PROCESS_POLL_S = 0.1
-_KNOCKS = 6  # while Ray's patience lasts
+_PROBES = 6  # within Ray's own timeout
 
 
-def answers(address: str, timeout: float = _KNOCK_S) -> bool:
-    """Whether somebody listens at HOST:PORT."""
+def answers(address: str, timeout: float = _PROBE_TIMEOUT_S) -> bool:
+    """Return whether a process listens at HOST:PORT."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=timeout).close()
@@ -34,8 +34,7 @@ def answers(address: str, timeout: float = _KNOCK_S) -> bool:
 
 
 class HeadWatch:
-    """From now until `stop` this process ends with status 1 once the head has not answered for as long as
-    Ray itself would look for it."""
+    """Until `stop`, exit this process with status 1 once the head has not answered for Ray's own timeout."""
 
     def __init__(self, address: str):
         self._address, self._stopped = address, threading.Event()
@@ -45,22 +44,26 @@ class HeadWatch:
         self._stopped.set()
 
     def _watch(self) -> None:
-        patience = read_env().head_timeout_s
-        heard = time.monotonic()
-        silent = False  # only a knock tells: this process itself may have stood still
-        while not silent or time.monotonic() - heard < patience:
-            if self._stopped.wait(patience / _KNOCKS):
+        timeout = read_env().head_timeout_s
+        last_answer = time.monotonic()
+        failed = (
+            False  # by a probe, not by the clock alone: this process itself may have been stopped
+        )
+        while not failed or time.monotonic() - last_answer < timeout:
+            if self._stopped.wait(timeout / _PROBES):
                 return
-            silent = not answers(self._address)
-            if not silent:
-                heard = time.monotonic()
-        logger.error("Ray's head at %s is silent for %.0f s: ending", self._address, patience)
+            failed = not answers(self._address)
+            if not failed:
+                last_answer = time.monotonic()
+        logger.error(
+            "Ray's head at %s has not answered for %.0f s: exiting", self._address, timeout
+        )
         if not self._stopped.is_set():
-            os._exit(1)  # whatever the other threads wait for will not come
+            os._exit(1)  # the other threads wait for replies that will not come
 
 
 class ProcessWatch:
-    """Calls `on_death` once, from a thread, with the first of these processes that is gone."""
+    """Calls `on_death` once, from a thread, with the first of these processes that has died."""
 
     def __init__(self, processes: list[RayProcess], on_death: Callable[[RayProcess], None]):
         self._processes, self._on_death = processes, on_death

@@ -1,4 +1,4 @@
-"""The folder of a Ray that this run started: its token, sockets and logs, closed to other users."""
+"""The folder of a Ray that this run started: its token, sockets and logs, inaccessible to other users."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PREFIX = "slime-ray-"
 # A socket's path may have 107 bytes. Below this folder Ray needs up to 68:
 # /ray/session_2026-11-16_09-56-42_172399_4194304/sockets/plasma_store
 _LONGEST = 107 - 68
-_YOUNG_S = 60.0  # one this new may not have been locked by its maker yet
+_YOUNG_S = 60.0  # its creator may not have locked a newer one yet
 
 
 class PrivateFolder:
@@ -30,16 +30,16 @@ class PrivateFolder:
         self.token_path = self.path / "token"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with os.fdopen(os.open(self.token_path, flags, 0o600), "w") as file:
-            os.fchmod(file.fileno(), 0o600)  # whatever the umask says
+            os.fchmod(file.fileno(), 0o600)  # regardless of the umask
             file.write(secrets.token_hex(32))
 
     @property
     def ray_path(self) -> Path:
-        """Ray's own folder, which it opens to everybody."""
+        """Return Ray's own folder, which Ray makes accessible to everybody."""
         return self.path / "ray"
 
     def keep_logs(self) -> Path:
-        """Move Ray's logs to a folder that stays until the next start."""
+        """Move Ray's logs to a folder that is kept until the next start; return it."""
         kept = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}logs-", dir=self.path.parent))
         for logs in self.ray_path.glob("session_2*/logs"):
             shutil.move(logs, kept)
@@ -50,7 +50,7 @@ class PrivateFolder:
 
 
 def remove_stale_folders(parent: Path) -> None:
-    """Remove this user's folders whose makers were killed together with their keepers."""
+    """Remove this user's folders whose runs were killed together with their keepers."""
     for path in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # removed meanwhile, or another user's
             handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -64,7 +64,7 @@ def remove_stale_folders(parent: Path) -> None:
 
 
 def _parent() -> Path:
-    """TMPDIR if a socket's path fits below it, else /tmp."""
+    """Return TMPDIR if a socket's path fits below it, else /tmp."""
     chosen = Path(tempfile.gettempdir())
     fits = len(os.fsencode(chosen)) + len(f"/{_PREFIX}12345678") <= _LONGEST
     return chosen if fits else Path("/tmp")

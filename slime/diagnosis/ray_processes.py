@@ -1,9 +1,9 @@
-"""The processes of a Ray that this run started: watched by pid, ended by session.
+"""The processes of a Ray that this run started: watched by pid, killed by session.
 
     driver ──pipe──▶ keeper (a process of its own, standard library only)
       one line per process that Ray's start makes, each the leader of a session of its own
-      end of file: the driver has stopped Ray, or is gone, however that came about. The keeper ends what
-      is left of those sessions and removes Ray's folder.
+      end of file: the driver has stopped Ray, or is gone for any reason. The keeper kills what is left of
+      those sessions and removes Ray's folder.
 
 The raylet starts Ray's agents and workers, which stay in its session. Without the keeper some of them
 would outlive a killed driver for a minute.
@@ -25,7 +25,7 @@ from pathlib import Path
 from slime.config.env import child_env, read_env
 
 _ROOT = Path(__file__).resolve().parents[2]
-_GRACE_S = 0.5  # for processes that end by themselves once the raylet is gone
+_GRACE_S = 0.5  # for processes that exit by themselves once the raylet is gone
 _LIMIT_S = 20.0
 _POLL_S = 0.02
 
@@ -72,7 +72,7 @@ def end_sessions(leaders: list[RayProcess], grace_s: float = _GRACE_S) -> None:
 
 
 class Keeper:
-    """Ends Ray's processes and removes its folder after `close`, or after this process."""
+    """Kills Ray's processes and removes its folder after `close`, or when this process is gone."""
 
     def __init__(self, folder: Path):
         self.processes: list[RayProcess] = []
@@ -81,7 +81,7 @@ class Keeper:
             [sys.executable, "-S", "-m", "slime.diagnosis.ray_processes", str(folder)],
             stdin=subprocess.PIPE,
             env=child_env(PYTHONPATH=os.pathsep.join(path for path in paths if path)),
-            start_new_session=True,  # what ends the driver's process group must not end it too
+            start_new_session=True,  # signals to the driver's process group must not reach it
         )
 
     def add(self, name: str, pid: int) -> None:
@@ -101,7 +101,7 @@ class Keeper:
 
 def main(folder: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends when the driver does
+        signal.signal(number, signal.SIG_IGN)  # it exits when the driver does
     leaders = [RayProcess(**json.loads(line)) for line in sys.stdin if line.endswith("\n")]
     end_sessions(leaders)
     shutil.rmtree(folder, ignore_errors=True)
@@ -126,7 +126,7 @@ def _read_stat(pid: int) -> _Stat | None:
 
 
 def _is_reused(leader: RayProcess) -> bool:
-    """Whether the pid belongs to another process by now: then none of the session is left."""
+    """Return whether another process has the pid by now: then none of the session is left."""
     stat = _read_stat(leader.pid)
     return stat is not None and stat.started != leader.started
 

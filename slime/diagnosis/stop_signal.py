@@ -11,15 +11,15 @@ from typing import Any
 
 
 class Terminated(Exception):
-    """A signal asked for an end while the work in hand could be dropped."""
+    """A signal requested a stop during work that may be dropped."""
 
 
 class StopSignal:
-    """Remembers the signal; raises Terminated only inside `interruptible()`.
+    """Records the signal; raises Terminated only inside `interruptible()`.
 
-    Generation and evaluation are dropped at once, for the checkpoint holds the state before them. A
+    Generation and evaluation are dropped at once, because the checkpoint holds the state before them. A
     training step is finished first: the loop reads `received` after it. A second Ctrl-C does not wait.
-    `then` is what the user is told that happens next.
+    `then` tells the user what happens next.
     """
 
     def __init__(self, notify: Callable[[str], None], then: str = "saving, then stopping"):
@@ -31,7 +31,7 @@ class StopSignal:
         self._old: dict[int, Any] = {}
 
     def install(self) -> None:
-        """After connecting to Ray, which installs a handler of its own that ends the process."""
+        """Install the handlers; call it after connecting to Ray, whose own handler exits the process."""
         numbers = [signal.SIGTERM, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
             numbers.append(signal.SIGHUP)
@@ -41,7 +41,7 @@ class StopSignal:
     def interruptible(self) -> Iterator[None]:
         try:
             self._interruptible = True
-            if self.received:  # looked at second: one that comes in between is not missed
+            if self.received:  # checked second, so that a signal in between is not missed
                 raise Terminated
             yield
         except KeyboardInterrupt:
@@ -50,9 +50,9 @@ class StopSignal:
             self._interruptible = False
 
     def fail(self, reason: str, *, at_once: bool) -> None:
-        """From any thread: end the run as a signal would, because of `reason`.
+        """Stop the run as a signal would, because of `reason`; callable from any thread.
 
-        `at_once` also drops a training step: what it waits for will not come.
+        `at_once` also drops a training step, whose processes are lost.
         """
         self._failure, self._drop_work = reason, at_once
         os.kill(os.getpid(), signal.SIGTERM)
@@ -70,5 +70,5 @@ class StopSignal:
         why = self._failure or signal.Signals(number).name
         self._notify(f"{why}: {self._then}")
         if self._interruptible:
-            # Inside its calls Ray looks for this exception alone: any other ends them in a SystemError.
+            # Ray handles only this exception inside its calls: any other becomes a SystemError.
             raise KeyboardInterrupt

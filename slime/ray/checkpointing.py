@@ -1,7 +1,7 @@
 """Saves and resumes a whole run: trainer, data position and buffer, weight version.
 
 The critic of PPO is the folder `critic` inside each checkpoint, or with --critic-save a checkpoint of
-its own there, which counts before the run's does.
+its own there, which is committed before the run's.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from slime.runlog.checkpoint_folder import (
 )
 from slime.runlog.export_folder import ExportInfo, export_info, mark_outdated, recover_export
 
-_LITTLE = 1 << 30
+_LOW_SPACE = 1 << 30
 
 
 class Checkpointer:
-    """Knows where a run starts, and makes each of its checkpoints complete or absent."""
+    """Determines where a run starts and writes its checkpoints atomically."""
 
     def __init__(self, args: Args):
         self.args = args
@@ -39,14 +39,16 @@ class Checkpointer:
         if self.loaded and meta:
             check_quickly(self.loaded, meta)
         self.warnings: list[str] = []
-        if args.load and not self.loaded:  # as in the run scripts, whose --load is their --save
-            self.warnings.append(f"--load {args.load} holds no checkpoint: the run starts anew")
+        if args.load and not self.loaded:  # normal in run scripts, whose --load is their --save
+            self.warnings.append(
+                f"--load {args.load} holds no checkpoint: the run starts from scratch"
+            )
         if meta and meta.train_backend != args.train_backend:
             raise ConfigError(
                 f"--load {self.loaded} was written by the {meta.train_backend} backend; "
                 f"use --train-backend {meta.train_backend}"
             )
-        if meta and meta.release:  # nothing to continue: the trainer takes the weights itself
+        if meta and meta.release:  # nothing to resume: the trainer loads the weights itself
             self.loaded = meta = None
         self.weight_version = meta.weight_version if meta else 0
         self.start_rollout_id = meta.rollout_id + 1 if meta else 0
@@ -69,7 +71,7 @@ class Checkpointer:
         self._saved = meta.rollout_id if meta and args.load == args.save else None
 
     def save(self, rollout_id: int, actor: TrainGroup, rollout: RolloutGroup) -> None:
-        """Write the state after training on `rollout_id`; with --async-save `finish` makes it count."""
+        """Write the state after training on `rollout_id`; with --async-save, `finish` commits it."""
         if self._folder is None or rollout_id == self._saved:
             return
         self.finish(actor)
@@ -90,7 +92,7 @@ class Checkpointer:
             self.finish(actor)
 
     def finish(self, actor: TrainGroup) -> None:
-        """Wait for a save in the background and make it count."""
+        """Wait for a save in the background and commit it."""
         if self._pending is None or self._folder is None:
             return
         meta, self._pending = self._pending, None
@@ -106,7 +108,7 @@ class Checkpointer:
         self._saved = meta.rollout_id
 
     def how_to_continue(self) -> str:
-        """What to type after the run broke off."""
+        """Return what to type to resume the run."""
         return how_to_continue(self.args.save, self.args.load)
 
     def _begin_critic(self, rollout_id: int, path: Path) -> str:
@@ -116,7 +118,7 @@ class Checkpointer:
         return str(path / CRITIC)
 
     def _find_critic(self, rollout_id: int) -> Path | None:
-        """The critic of the checkpoint that is continued."""
+        """Return the critic of the checkpoint that is resumed."""
         if not needs_critic(self.args) or self.loaded is None:
             return None
         folders = [f for f in (self.args.critic_load, self.args.critic_save) if f]
@@ -131,11 +133,11 @@ class Checkpointer:
 
     def _failed(self, rollout_id: int, error: Exception) -> UserError:
         assert self._folder is not None
-        room = _free_words(self._folder.root)
+        free = _free_space(self._folder.root)
         self._folder.discard(rollout_id)
         if self._critic_folder:
             self._critic_folder.discard(rollout_id)
-        if isinstance(error, BrokenRunError):  # whose words say more
+        if isinstance(error, BrokenRunError):  # whose message says more
             return error
         good = self._folder.rollout_ids()
         last = (
@@ -145,18 +147,18 @@ class Checkpointer:
         )
         cause = str(error.__cause__ or error).strip().splitlines()[-1]
         return UserError(
-            f"could not save rollout {rollout_id} to {self._folder.root}: {cause}{room}; {last}. "
+            f"could not save rollout {rollout_id} to {self._folder.root}: {cause}{free}; {last}. "
             f"Fix the problem and resume with --load {self._folder.root}"
         )
 
 
-def _free_words(folder: Path) -> str:
-    """What libraries raise where a disk is full says so rarely."""
+def _free_space(folder: Path) -> str:
+    """Return the free space if it is little: errors of libraries on a full disk rarely say so."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
         return ""
-    return f" ({free / 2**20:.0f} MiB are free there)" if free < _LITTLE else ""
+    return f" ({free / 2**20:.0f} MiB are free there)" if free < _LOW_SPACE else ""
 
 
 class HfExports:
@@ -167,7 +169,7 @@ class HfExports:
 
     @property
     def each(self) -> bool:
-        """Whether every checkpoint has an export of its own, in place of the last one alone."""
+        """Return whether every checkpoint gets an export of its own, not the last one alone."""
         return "{rollout_id" in (self._args.save_hf or "")
 
     def path(self, rollout_id: int) -> Path:
@@ -185,7 +187,7 @@ class HfExports:
         return saved if due and (info is None or info.rollout_id != saved) else None
 
     def mark_outdated(self, rollout_id: int) -> None:
-        """An export of an earlier training on the same rollout no longer counts."""
+        """Mark an export of an earlier training on the same rollout as stale."""
         if self._args.save_hf:
             mark_outdated(self.path(rollout_id), rollout_id)
 

@@ -1,4 +1,4 @@
-"""Connects to Ray: the cluster this job was submitted to, or one of its own on this machine."""
+"""Connects to Ray, the cluster of this job or one started on this machine, and prepares its actors."""
 
 from __future__ import annotations
 
@@ -21,58 +21,62 @@ from slime.core.errors import UserError
 from slime.diagnosis.run_monitor import RunFacts
 from slime.ray import local_ray
 
-_KNOCK_S = 10.0
-_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # as gRPC begins
+_PROBE_TIMEOUT_S = 10.0
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
+    (0, 0, 0, 4, 0, 0, 0, 0, 0)
+)  # a gRPC client's preface
 
 
-def connect(say: Callable[[str], None] = lambda text: None) -> bool:
-    """Join or start a cluster; True when this process started it and must end it.
+def connect(notify: Callable[[str], None] = lambda text: None) -> bool:
+    """Join a cluster, or start one; return whether this process started it and must stop it.
 
-    `say` is told where the dashboard of a cluster is that was joined.
+    `notify` gets the address of the dashboard of a cluster that was joined.
     """
     if ray.is_initialized():
         return False
-    log_messages_of_ray()
+    redirect_ray_messages()
     if read_env().ray_address:
         context = join(read_env().ray_address or "auto", logging_level=logging.WARNING)
         if context.dashboard_url:
-            say(f"Ray dashboard: http://{context.dashboard_url}")
+            notify(f"Ray dashboard: http://{context.dashboard_url}")
         return False
     local_ray.start()
     return True
 
 
 def join(address: str, *, logging_level: Any) -> Any:
-    """Ray's context of a cluster that runs already, or one sentence why it cannot be joined."""
+    """Return Ray's context of a running cluster; raise UserError with one sentence why it cannot be joined."""
     try:
-        _knock(address)  # Ray itself would try for a minute
+        _probe_head(address)  # Ray itself would try for a minute
         return ray.init(address=address, log_to_driver=False, logging_level=logging_level)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        hint = f"Look with `ray status --address {address}` on its head; a cluster with a token wants it "
+        hint = (
+            f"Run `ray status --address {address}` on its head; a cluster with a token requires it "
+        )
         hint += "here too (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)"
         if address.startswith("http"):
             hint = "This is the dashboard's address: give the head's, HOST:6379"
         raise UserError(f"no Ray cluster at {address}: {line}. {hint}") from error
 
 
-def _knock(address: str) -> None:
-    """Raise OSError where no Ray head can be."""
+def _probe_head(address: str) -> None:
+    """Raise OSError if no Ray head listens at HOST:PORT."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdigit() and "/" not in host):
         return
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S) as head:
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S) as head:
         head.sendall(_HTTP2)
-        with suppress(TimeoutError):  # a busy one
-            said = head.recv(5)  # gRPC answers with a frame, whose first byte is 0
-            if said.decode("latin-1").isprintable():
+        with suppress(TimeoutError):  # a busy head
+            reply = head.recv(5)  # gRPC answers with a frame, whose first byte is 0
+            if reply.decode("latin-1").isprintable():
                 raise OSError("no Ray head answers there, perhaps its dashboard: the head has 6379")
 
 
-def log_messages_of_ray() -> None:
-    """Have Ray's messages about dead workers and nodes written to the log, not to the terminal.
+def redirect_ray_messages() -> None:
+    """Write Ray's messages about dead workers and nodes to the log instead of the terminal.
 
-    There they would come, in colours, before the sentence that says which process of the run it was.
+    There they would precede the sentence that says which process of the run died.
     """
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = _log_message
@@ -87,7 +91,7 @@ def _log_message(data: dict[str, Any], **options: Any) -> None:
 
 
 def run_facts(args: Args) -> RunFacts:
-    """What is to be known of this driver should it end without a word."""
+    """Return what the monitor needs to explain the end of this driver."""
     return RunFacts(
         pid=os.getpid(),
         host=ray.util.get_node_ip_address(),
@@ -100,14 +104,14 @@ def run_facts(args: Args) -> RunFacts:
 
 
 def raylet_socket() -> str:
-    """The path of the socket at which this node's raylet listens."""
+    """Return the path of the socket at which this node's raylet listens."""
     node = worker._global_node
     assert node is not None, "Ray is connected"
     return node.raylet_socket_name
 
 
 def actor_env(processes: int, *, token: str, several_nodes: bool) -> dict[str, str]:
-    """Environment of an actor: threads, keys, importable hooks."""
+    """Return the environment of an actor: threads, keys, importable hooks."""
     threads = read_env().omp_num_threads or max(1, (os.cpu_count() or 1) // max(1, processes))
     paths = [os.getcwd(), *sys.path[:1], read_env().python_path]
     return {
@@ -116,7 +120,7 @@ def actor_env(processes: int, *, token: str, several_nodes: bool) -> dict[str, s
         "GOMP_SPINCOUNT": "30000",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "TQDM_DISABLE": "1",  # bars of libraries; progress is the display's business
+        "TQDM_DISABLE": "1",  # progress is shown by the live display
         "SLIME_ENGINE_TOKEN": token,
         "SLIME_RM_TOKEN": read_env().rm_token or "",
         "SLIME_SEVERAL_NODES": "1" if several_nodes else "0",
@@ -125,6 +129,6 @@ def actor_env(processes: int, *, token: str, several_nodes: bool) -> dict[str, s
 
 
 def beside_driver() -> NodeAffinitySchedulingStrategy:
-    """Puts an actor on the node of this process."""
+    """Return the strategy that puts an actor on the node of this process."""
     node = ray.get_runtime_context().get_node_id()
     return NodeAffinitySchedulingStrategy(node, soft=False)

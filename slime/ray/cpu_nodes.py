@@ -1,4 +1,4 @@
-"""The nodes of the cluster in a fixed order, and who sits on which where there is no GPU to count."""
+"""The nodes of the cluster in a fixed order, and the node of each bundle where no GPU limits a node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Node:
 
 
 def alive_nodes(*, first: str) -> list[Node]:
-    """By address, the node with the id `first` before all others."""
+    """Return the nodes sorted by address, the one with the id `first` before all others."""
     nodes = [
         Node(id=node["NodeID"], address=node["NodeManagerAddress"])
         for node in ray.nodes()
@@ -31,7 +31,7 @@ def alive_nodes(*, first: str) -> list[Node]:
 
 
 def node_of_bundle(layout: Layout, nodes: list[Node]) -> list[Node]:
-    """The trainer's bundles in equal parts on its nodes, what is left over the other nodes, engine by engine."""
+    """Spread the trainer's bundles evenly over its nodes, and the engines over the other nodes."""
     if len(nodes) < layout.trainer_nodes:
         raise ConfigError(
             f"--actor-num-nodes {layout.trainer_nodes}: the Ray cluster has {len(nodes)}; start Ray on "

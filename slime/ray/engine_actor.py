@@ -1,4 +1,4 @@
-"""One inference engine, or one node of it: a server process started, watched and ended by a Ray actor."""
+"""One inference engine, or one node of it: a Ray actor that starts, watches and stops a server process."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from slime.utils.device import device_id, device_type
 
 _START_TIMEOUT_S = 3600  # as with SGLang: reading a large model from a slow disk
 _SEARCHED_LINES = 300
-# The number of GPUs is slime's business: --sglang-tp-size is --rollout-num-gpus-per-engine.
+# The number of GPUs is set by slime: --sglang-tp-size is --rollout-num-gpus-per-engine.
 _SERVER_OPTIONS = sorted(HONOURED - {"tp_size", "random_seed"})
 
 
 class PortTakenError(UserError):
-    """Somebody else took a port between its choice and its use; another choice may do."""
+    """Another process took a port between its choice and its use: retry with other ports."""
 
 
 class EngineActor:
-    """Keeps hold of one server's process; several threads call it."""
+    """Owns one server process; called from several threads."""
 
     def __init__(self, args: Args, index: int, rank: int = 0, count: int = 1):
         self.args, self.index = args, index
         self.node = Node(host=own_host(), rank=rank, count=count)
-        choose_interface()  # for the server too, which inherits it
+        choose_interface()  # the server inherits it
         self.process: ServerProcess | None = None
         logs = Path(args.run_dir) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ class EngineActor:
         self._config = self._file.with_suffix(".yaml")
 
     def where(self) -> tuple[str, list[str]]:
-        """The address of this node, and the GPUs Ray gave this actor as CUDA_VISIBLE_DEVICES has them."""
+        """Return this node's address and the GPUs that Ray gave this actor, as in CUDA_VISIBLE_DEVICES."""
         return self.node.host, [str(number) for number in ray.get_gpu_ids()]
 
     def find_ports(self) -> Ports:
@@ -68,7 +68,7 @@ class EngineActor:
     def start_sglang(
         self, ports: Ports, meeting_host: str, devices: list[str], gpus: list[str]
     ) -> EngineInfo | None:
-        """Start SGLang on `gpus` of this node; the first node of an engine says how to reach it.
+        """Start SGLang on `gpus` of this node; the first node of an engine returns how to reach it.
 
         `devices` are the ids of all GPUs of the engine.
         """
@@ -97,7 +97,7 @@ class EngineActor:
         return None
 
     def remove_config(self) -> None:
-        """Delete the file with the key; every node's server has read it once the engine answers."""
+        """Delete the file with the key, which every node's server has read once the engine answers."""
         self._config.unlink(missing_ok=True)
 
     def device_id(self) -> str:
@@ -149,7 +149,7 @@ class EngineActor:
     def _fail(self, reason: str) -> None:
         assert self.process is not None
         lines = self.process.last_lines()
-        # SGLang complains of a port in the middle of much else that it says while it ends.
+        # SGLang logs the port error in the middle of many other lines.
         taken = says_port_taken(self.process.last_lines(_SEARCHED_LINES)) or says_port_taken(reason)
         kind = PortTakenError if taken else UserError
         raise kind(f"engine {self.index} {reason}; {self.log_path} ends with\n{lines}")
@@ -157,8 +157,8 @@ class EngineActor:
     def _write_config(self, label: str) -> str:
         """Write the run's key and the server's label to a file that only this user can read.
 
-        A command line can be read by everybody. Whoever knows the label could take the server's port
-        before it does and pass for it.
+        Every user can read a command line, and whoever knows the label could take the server's port
+        first and impersonate it.
         """
         self.remove_config()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -170,7 +170,7 @@ class EngineActor:
 
 
 def engine_command(args: Args, *, index: int, host: str, port_file: Path) -> list[str]:
-    """The command line of one of this run's embedded engines."""
+    """Return the command line of one embedded engine of this run."""
     command = [sys.executable, "-m", "slime.engine.server"]
     command += ["--model-path", args.hf_checkpoint, "--host", host, "--port", "0"]
     command += ["--port-file", str(port_file)]
@@ -183,7 +183,7 @@ def engine_command(args: Args, *, index: int, host: str, port_file: Path) -> lis
             command += [flag, str(value)]
     if "--dtype" not in command:
         command += ["--dtype", {"fp32": "float32", "bf16": "bfloat16"}[args.precision]]
-    # With one seed for all, two of them would give two samples of a group the same tokens.
+    # With one seed for all, two engines would give two samples of a group the same tokens.
     given = args.sglang_random_seed
     seed = (args.rollout_seed if given is None else given) + index
     return [*command, "--random-seed", str(seed)]

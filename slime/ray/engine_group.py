@@ -1,4 +1,4 @@
-"""All engines of a run: started together, found again after one died, told to free or take memory."""
+"""The engines that a run starts: started together, restarted one by one, releasing and resuming memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from slime.utils.engine_keys import remember_key
 from slime.utils.sync_http import HttpError, post_json
 
 _CONTROL_TIMEOUT_S = 120
-_WORD_EVERY_S = 20.0
-_START_RETRIES = 3  # for all engines together: actors that die again and again have a cause
+_MESSAGE_EVERY_S = 20.0
+_START_RETRIES = 3  # for all engines together: actors that die repeatedly have a cause
 # SGLang decodes one step ahead of what it reads, and unmaps its cache without waiting for that step: seen
 # on an H200 as an illegal memory access in one release of seventy.
 _LAST_STEP_S = 0.3
@@ -51,39 +51,41 @@ class EngineGroup:
 
     def __init__(self, args: Args, options: list[list[dict[str, Any]]], *, token: str):
         self.args, self.options, self.token = args, options, token
-        self.unsynced: list[EngineInfo] = []  # started again, without the current weights so far
+        self.unsynced: list[EngineInfo] = []  # restarted, without the current weights so far
         self.all: list[EngineInfo] = []
-        self._down: set[int] = set()  # could not be started again, so far
+        self._down: set[int] = set()  # could not be restarted so far
         self._router: Router | None = None
         self._handles: list[EngineHandle] = []
         self._starting: list[Future[EngineInfo]] = []
         self._start_retries = _START_RETRIES
-        self._released: dict[str, set[str]] = {}  # url -> what it gave away; a new engine: nothing
+        self._released: dict[
+            str, set[str]
+        ] = {}  # url -> what it has released; a new engine: nothing
 
     def start(self) -> None:
-        """Have every server started; `wait` says when they are up."""
+        """Start every server in the background; `wait` returns when they are up."""
         self._handles = [EngineHandle(self.args, i, o) for i, o in enumerate(self.options)]
         self._starting = [_start(handle) for handle in self._handles]
 
-    def wait(self, say: Callable[[str], None] = lambda text: None) -> None:
-        """Until every engine answers; meanwhile `say` hears what the slow ones are doing."""
+    def wait(self, notify: Callable[[str], None] = lambda text: None) -> None:
+        """Return once every engine answers; meanwhile report the last log line of the slow ones."""
         begun = time.monotonic()
-        next_word = begun + _WORD_EVERY_S
+        next_message = begun + _MESSAGE_EVERY_S
         while True:
-            up = [self._is_up(index, say) for index in range(len(self._starting))]
+            up = [self._is_up(index, notify) for index in range(len(self._starting))]
             if all(up):
                 break
             time.sleep(0.05)
-            if time.monotonic() > next_word:
-                next_word += _WORD_EVERY_S
+            if time.monotonic() > next_message:
+                next_message += _MESSAGE_EVERY_S
                 for index in self._not_up():
                     line = self._handles[index].last_lines(1)
-                    say(f"engine {index} is starting ({time.monotonic() - begun:.0f} s): {line}")
+                    notify(f"engine {index} is starting ({time.monotonic() - begun:.0f} s): {line}")
         self.all = [future.result() for future in self._starting]
         remember_key([info.url for info in self.all], self.token)
 
-    def _is_up(self, index: int, say: Callable[[str], None]) -> bool:
-        """Start an engine again whose actor died; a server that cannot start is raised."""
+    def _is_up(self, index: int, notify: Callable[[str], None]) -> bool:
+        """Restart an engine whose actor died; raise the error of a server that cannot start."""
         future = self._starting[index]
         if not future.done():
             return False
@@ -95,14 +97,14 @@ class EngineGroup:
         if not self.args.use_fault_tolerance or not self._start_retries:
             raise LostError(what) from error
         self._start_retries -= 1
-        say(f"{what} Starting it again")
+        notify(f"{what} Starting it again")
         self._handles[index].stop()()
-        self._handles[index].make()
+        self._handles[index].create_actors()
         self._starting[index] = _start(self._handles[index])
         return False
 
-    def last_words(self) -> str:
-        """Of the servers that are not up yet."""
+    def last_log_lines(self) -> str:
+        """Return the end of the log of each server that is not up yet."""
         return "\n".join(
             f"engine {index} is not up; its log ends with\n{self._handles[index].last_lines(15)}"
             for index in self._not_up()
@@ -124,26 +126,24 @@ class EngineGroup:
         return [info for index, info in enumerate(self.all) if index not in self._down]
 
     def failed(self, *, paused: bool = False) -> list[int]:
-        """Engines that died or hang."""
+        """Return the indices of engines that died or hang."""
         timeout = self.args.rollout_health_check_timeout
-        # SGLang's health check generates a token, which needs the memory it may have given away.
-        route = "/model_info" if self._gave_away() else health_route(paused)
+        # SGLang's health check generates a token, which needs the memory it may have released.
+        route = "/model_info" if self._has_released() else health_route(paused)
         return failed_engines(self._handles, self.all, timeout=timeout, route=route)
 
-    def restart(self, index: int, say: Callable[[str], None] = lambda text: None) -> str:
-        """Start a fresh server in the place of a failed one; return a line that says how it went.
+    def restart(self, index: int, notify: Callable[[str], None] = lambda text: None) -> str:
+        """Start a new server in place of a failed one; return a line that says how it went.
 
-        `say` hears of it before, for a start takes from seconds to many minutes.
-
-        It holds `--hf-checkpoint` until the next update. Whatever goes wrong, the actor's death
+        `notify` is called first, because a start takes from seconds to many minutes. The server holds `--hf-checkpoint` until the next update. Whatever goes wrong, the actor's death
         included, leaves the engine down until the next health check tries again.
         """
         if index not in self._down:
-            say(f"engine {index} failed: it is dead, hangs, or failed a call; starting it again")
+            notify(f"engine {index} failed: it is dead, hangs, or failed a call; starting it again")
         self.unsynced = [info for info in self.unsynced if info != self.all[index]]
         self._released.pop(self.all[index].url, None)
         self._handles[index].stop()()
-        self._handles[index].make()
+        self._handles[index].create_actors()
         try:
             self.all[index] = self._handles[index].start()
             remember_key([self.all[index].url], self.token)
@@ -159,11 +159,11 @@ class EngineGroup:
         return f"engine {index} failed and was started again"
 
     def admit(self) -> None:
-        """All of them hold the current weights."""
+        """Note that all of them hold the current weights."""
         self.unsynced = []
 
     def route(self, urls: list[str]) -> str | None:
-        """Have the router, where there is one, use these engines; its address."""
+        """Make the router, if there is one, use these engines; return its address."""
         if self._router is None:
             self._router = make_router(self.args, len(self._handles), own_host(), self.token)
         if self._router is None:
@@ -177,7 +177,7 @@ class EngineGroup:
         return self._router is not None and not self._router.alive()
 
     def release(self) -> None:
-        """Give the device's memory to the trainer; the engines must be idle.
+        """Release the device's memory to the trainer; the engines must be idle.
 
         Raises EngineCallError for engines that did not; the others have released theirs, or do so in
         the next call.
@@ -193,7 +193,7 @@ class EngineGroup:
     def resume(self, tag: str) -> None:
         """Take back the memory that was released.
 
-        SGLang ends itself if it is asked for more than that, or if the memory is not free any more.
+        SGLang exits if it is asked for more than that, or if the memory is no longer free.
         """
         without = [info for info in self.infos if tag in self._released.get(info.url, ())]
         try:
@@ -223,7 +223,7 @@ class EngineGroup:
         post_json(info.url + route, body, token=self.token, timeout=_CONTROL_TIMEOUT_S)
 
     def _on_each(self, engines: list[EngineInfo], call: Callable[[EngineInfo], None]) -> None:
-        """Run `call` on all of them at once; one that fails does not keep the others from it."""
+        """Run `call` on all of them concurrently; one that fails does not stop the others."""
         with ThreadPoolExecutor(max(1, len(engines))) as pool:
             calls = [pool.submit(call, info) for info in engines]
         failed: dict[int, str] = {}
@@ -238,7 +238,7 @@ class EngineGroup:
     def _last_lines(self, engines: list[int]) -> str:
         return "\n".join(self._handles[index].last_lines(15) for index in engines)
 
-    def _gave_away(self) -> bool:
+    def _has_released(self) -> bool:
         return any(self._released.get(info.url) for info in self.infos)
 
     def stop(self) -> None:
@@ -250,7 +250,7 @@ class EngineGroup:
 
 
 def _start(handle: EngineHandle) -> Future[EngineInfo]:
-    """In a thread of its own, which nobody waits for at the end."""
+    """Start an engine in a thread that is not joined when the run ends."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
     future = pool.submit(handle.start)
     pool.shutdown(wait=False)
@@ -258,5 +258,5 @@ def _start(handle: EngineHandle) -> Future[EngineInfo]:
 
 
 def _first_line(error: BaseException) -> str:
-    """What happened, without Ray's traceback."""
+    """Return what happened, without Ray's traceback."""
     return (str(getattr(error, "cause", error)).splitlines() or [type(error).__name__])[0]

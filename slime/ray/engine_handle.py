@@ -1,4 +1,4 @@
-"""The driver's handle on one engine: the actors of its nodes, started, asked and ended together."""
+"""The driver's handle on one engine: the actors of its nodes, started, called and stopped together."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class EngineHandle:
         self.args, self.index, self._options = args, index, options
         self._nodes = nodes_of_engine(len(options), args.num_gpus_per_node)
         self._actors: list[Remote[EngineActor]] = []
-        self.make()
+        self.create_actors()
 
-    def make(self) -> None:
+    def create_actors(self) -> None:
         self._actors = [
             self._actor(self._options[gpus[0]], rank) for rank, gpus in enumerate(self._nodes)
         ]
 
     def start(self) -> EngineInfo:
-        """Returns once the engine answers."""
+        """Start the servers and return once the engine answers."""
         self._check_placed()
         if self.args.rollout_engine == "slime":
             return self._actors[0].get(lambda engine: engine.start())
@@ -64,15 +64,15 @@ class EngineHandle:
         ]
 
     def _check_placed(self) -> None:
-        """Without this, one whose node is gone would be waited for forever."""
+        """Raise UserError if an actor is not placed in time: one whose node is gone would be waited for forever."""
         if any(actor.place(timeout=_PLACE_TIMEOUT_S) is None for actor in self._actors):
             raise UserError(
-                f"no node has room for engine {self.index} within {_PLACE_TIMEOUT_S:.0f} s: see "
+                f"no node had room for engine {self.index} within {_PLACE_TIMEOUT_S:.0f} s: see "
                 "`ray status`; a node that was lost comes back with `ray start --address=...`"
             )
 
     def alive(self, timeout: float) -> bool:
-        """Whether the processes of all nodes live."""
+        """Return whether the server processes of all nodes are alive."""
         try:
             return all(
                 ray.get(
@@ -83,7 +83,7 @@ class EngineHandle:
             return False
 
     def last_lines(self, count: int) -> str:
-        """What the first node's server wrote last."""
+        """Return the last lines of the first node's log."""
         with suppress(*_GONE):
             return self._actors[0].get(
                 lambda engine: engine.last_lines(count), timeout=_ASK_TIMEOUT_S
@@ -91,8 +91,8 @@ class EngineHandle:
         return ""
 
     def stop(self) -> Callable[[], None]:
-        """End the servers, then the actors; the call that is returned waits for it."""
-        # One that found no place has no server, and would not answer.
+        """Stop the servers, then the actors; call the returned function to wait for it."""
+        # An actor that was never placed has no server and would not answer.
         placed = [actor for actor in self._actors if actor.place() is not None]
         stopping = [actor.call(lambda engine: engine.stop()) for actor in placed]
 
@@ -121,7 +121,7 @@ class EngineHandle:
         return info
 
     def _check_other_nodes(self, started: list[ray.ObjectRef]) -> None:
-        """The first node would wait for one that ended until its own deadline."""
+        """Raise UserError for another node that exited: the first one would wait for it until its own timeout."""
         for rank, (actor, reference) in enumerate(zip(self._actors, started, strict=True)):
             if rank and ray.wait([reference], timeout=0)[0]:
                 ray.get(reference)
@@ -134,7 +134,7 @@ class EngineHandle:
         ray.get([actor.call(lambda engine: engine.stop()) for actor in self._actors])
 
     def _gpus(self) -> tuple[list[list[str]], list[str]]:
-        """By node the GPUs its server may see, and the ids of all devices of the engine."""
+        """Return by node the GPUs its server may see, and the ids of all devices of the engine."""
         first = {gpus[0]: actor for gpus, actor in zip(self._nodes, self._actors, strict=True)}
         extra = {
             number: self._actor(options, 0)
@@ -152,11 +152,11 @@ class EngineHandle:
             hosts = {places[number][0] for number in gpus}
             if len(hosts) > 1:
                 raise UserError(
-                    f"engine {self.index} should sit on nodes of {len(gpus)} GPUs, but Ray placed these "
+                    f"engine {self.index} needs nodes of {len(gpus)} GPUs, but Ray placed these "
                     f"on {', '.join(sorted(hosts))}: set --num-gpus-per-node to what a node has"
                 )
         return [[gpu for n in gpus for gpu in places[n][1]] for gpus in self._nodes], devices
 
     def _actor(self, options: dict[str, Any], rank: int) -> Remote[EngineActor]:
-        options = {**options, "max_concurrency": 4}  # asked for its log while it starts
+        options = {**options, "max_concurrency": 4}  # its log is read while it starts
         return Remote(options, engine_actor, self.args, self.index, rank, len(self._nodes))

@@ -57,7 +57,7 @@ class Engines:
         try:
             self._group.wait(self._on_start_message)
         except StallError as error:
-            error.args = (f"{error}\n{self._group.last_words()}",)
+            error.args = (f"{error}\n{self._group.last_log_lines()}",)
             raise
         self.admit()
 

@@ -1,11 +1,11 @@
-"""A Ray of this run's own on this machine: private, in a session of its own, with few processes.
+"""Starts a private Ray on this machine, with few processes, in a session of its own.
 
-Its sockets listen on 127.0.0.1 only and take a token that is made for it; token, session folder and logs
-lie in a folder that no other user can enter. Signals to the driver's process group do not reach it, and
-its processes end with the driver (ray_processes.py).
+Its sockets listen on 127.0.0.1 only and require a token made for it; token, session folder and logs are in
+a folder that no other user can enter. Signals to the driver's process group do not reach it, and its
+processes end with the driver (ray_processes.py).
 
-A Python process that imports Ray costs half a second of a core. Ray would start three of them that serve a
-cluster of many users, and each actor with variables of its own by way of one more.
+A Python process that imports Ray costs half a second of a core. Ray would start three of them to serve a
+cluster of many users, and one more for each actor with environment variables of its own.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _FIRST_WITH_TOKENS = (2, 52)
 _LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 2 * 1024**3
 _LEAST_OBJECT_STORE_BYTES = 128 * 1024**2
-# Started at once; by default as many as num_cpus, one after another here.
+# Started concurrently; by default as many as num_cpus, which is 1 here.
 _WORKERS_AT_ONCE = 16
 _CONNECT_EVERY_MS = 50  # Ray's processes to each other; by default once a second, 10 times
 _CONNECT_TRIES = 200
-# Read when a library is imported or later, so a process can set them itself.
+# Read when a library is imported or later, so the actor can set them itself.
 _LATE_VARIABLES = {
     "GOMP_SPINCOUNT",
     "HF_HUB_OFFLINE",
@@ -56,7 +56,7 @@ _own: _LocalRay | None = None
 
 
 class _LocalRay:
-    """What must be undone when this run's Ray is stopped."""
+    """The folder, keeper and environment of this run's Ray, restored by `close`."""
 
     def __init__(self) -> None:
         self.folder = PrivateFolder()
@@ -64,7 +64,7 @@ class _LocalRay:
         self._before = replace_env(
             {
                 "RAY_AUTH_MODE": "token",
-                "RAY_AUTH_TOKEN": None,  # would come before the file
+                "RAY_AUTH_TOKEN": None,  # would take precedence over the file
                 "RAY_AUTH_TOKEN_PATH": str(self.folder.token_path),
             }
         )
@@ -79,7 +79,7 @@ class _LocalRay:
 
 
 def start() -> None:
-    """Start it and connect to it. It ends with `stop`, or within seconds of this process."""
+    """Start Ray and connect to it. It ends with `stop`, or within seconds after this process."""
     global _address, _own
     check_version(ray.__version__)
     _own = own = _LocalRay()
@@ -101,7 +101,7 @@ def start() -> None:
                 },
             )
         _check_private()
-    except Exception as error:  # Ray raises it bare where its processes do not come up
+    except Exception as error:  # Ray raises a bare Exception if its processes do not come up
         logs = own.folder.keep_logs()
         ray.shutdown()
         own.close()
@@ -110,16 +110,16 @@ def start() -> None:
             raise
         raise UserError(
             f"Ray could not be started here: {error} It writes to {logs.parent} (TMPDIR) and to /dev/shm: "
-            f"both must be writable and have room; its logs are in {logs}"
+            f"both must be writable and have free space; its logs are in {logs}"
         ) from error
     _address = ray.get_runtime_context().gcs_address
 
 
 def stop() -> None:
-    """Stop it; afterwards none of its processes and files are left.
+    """Stop Ray; afterwards none of its processes and files are left.
 
-    A Ray that has lost its GCS or raylet would keep a caller waiting for a minute: the keeper ends it
-    after this process.
+    With its GCS or raylet dead, a shutdown would block for a minute: the keeper kills the rest after this
+    process.
     """
     global _address, _own
     if dead_process() is not None:
@@ -136,14 +136,14 @@ def processes() -> list[RayProcess]:
 
 
 def dead_process() -> RayProcess | None:
-    """Return the GCS or the raylet of this run's own Ray if it is gone while it is needed."""
+    """Return the GCS or the raylet of this run's own Ray if it has died while it is needed."""
     return next((process for process in processes() if not process.running()), None)
 
 
 def leave_at_exit(first: Callable[[], None]) -> None:
-    """Have this process end with status 1 as soon as it exits, without Ray's own exit handler.
+    """Exit with status 1 without Ray's own exit handler, which would wait for the lost process.
 
-    That handler would wait for the lost process. `first` is called before.
+    `first` is called before.
     """
     atexit.register(_leave, first)
 
@@ -156,7 +156,7 @@ def _leave(first: Callable[[], None]) -> None:
 
 
 def check_version(installed: str) -> None:
-    """Refuse a Ray that lets everybody who reaches its ports run code."""
+    """Refuse a version of Ray that lets everybody who reaches its ports run code."""
     release = tuple(int(part) for part in installed.split(".")[:2])
     if release < _FIRST_WITH_TOKENS:
         raise UserError(
@@ -166,7 +166,7 @@ def check_version(installed: str) -> None:
 
 
 def take_variables(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Split an actor's variables: what Ray sets by its runtime_env, and what the actor can `adopt` itself.
+    """Split an actor's variables into those that Ray sets by runtime_env and those the actor can `adopt` itself.
 
     Ray writes every runtime_env to a log that other users can read, so variables that look secret are
     always arguments of the actor. In a Ray of this run's own the others are too, unless one of them must
@@ -188,7 +188,7 @@ def take_variables(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, s
 
 
 def adopt(variables: dict[str, str]) -> None:
-    """In the actor, before it imports anything that reads them."""
+    """Set the variables in the actor, before it imports anything that reads them."""
     set_env(**variables)
     paths = variables.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in paths if path and path not in sys.path]
@@ -200,22 +200,22 @@ def _is_connected() -> bool:
 
 @contextmanager
 def _only_needed(keeper: Keeper) -> Iterator[None]:
-    """Start a head inside in the way Ray has no option for.
+    """Patch Ray for what it has no option for while its head starts inside.
 
-    Left out are the autoscaler, the reader of log files for `log_to_driver`, the server of the dashboard
-    (with `include_dashboard=False` it gathers statistics) and the HTTP side of the dashboard's agent. Its
-    sockets listen on loopback, as Ray's on macOS do. Its processes lead sessions of their own.
+    Not started are the autoscaler, the log monitor of `log_to_driver`, the dashboard's server (with
+    `include_dashboard=False` it gathers statistics) and the HTTP part of the dashboard's agent. Sockets
+    listen on loopback, as Ray's do on macOS. Processes lead sessions of their own.
     """
     with ExitStack() as undo:
         for owner, name, replacement in (
             (node.Node, "start_monitor", _nothing),
             (node.Node, "start_log_monitor", _nothing),
-            (node.Node, "start_api_server", _say_no_dashboard),
+            (node.Node, "start_api_server", _register_no_dashboard),
             (utils, "get_dashboard_dependency_error", lambda: ImportError("not wanted")),
             (ray_constants, "ENABLE_RAY_CLUSTER", False),
             (services, "ConsolePopen", _in_own_session(keeper)),
         ):
-            if name in vars(owner):  # a Ray that has it no more starts what it likes
+            if name in vars(owner):  # a version of Ray without it starts what it likes
                 undo.callback(setattr, owner, name, vars(owner)[name])
                 setattr(owner, name, replacement)
         yield
@@ -233,13 +233,13 @@ def _in_own_session(keeper: Keeper) -> type:
 
 
 def _read_authentication_again() -> None:
-    """Have Ray's C++ side read RAY_AUTH_* again, which it keeps from the first use on."""
+    """Have Ray's C++ side read RAY_AUTH_* again, which it caches at its first use."""
     _RAYLET.Config.initialize("")
     _RAYLET.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _check_private() -> None:
-    """Refuse to go on where this version of Ray did not do as it was told."""
+    """Refuse to continue if this version of Ray ignored the patches."""
     mode = _RAYLET.get_authentication_mode()
     address = ray.util.get_node_ip_address()
     if mode != _RAYLET.AuthenticationMode.TOKEN or address != _LOOPBACK:
@@ -253,8 +253,8 @@ def _nothing(head: node.Node) -> None:
     pass
 
 
-def _say_no_dashboard(head: node.Node, **kwargs: Any) -> None:
-    """Or the agent would look for its address and complain once a second."""
+def _register_no_dashboard(head: node.Node, **kwargs: Any) -> None:
+    """Store that there is no dashboard: the agent would search its address and log an error every second."""
     key = ray_constants.DASHBOARD_ADDRESS.encode()
     space = ray_constants.KV_NAMESPACE_DASHBOARD
     client = head.get_gcs_client()
@@ -263,7 +263,7 @@ def _say_no_dashboard(head: node.Node, **kwargs: Any) -> None:
 
 
 def _object_store_bytes() -> int:
-    """At most 2 GiB, and a quarter of /dev/shm, so that weight transfer has room beside it, and of memory."""
+    """Return at most 2 GiB and a quarter of memory and of /dev/shm, which weight transfers need too."""
     stats = os.statvfs("/dev/shm")
     room = min(stats.f_bavail * stats.f_frsize, available_memory()) // 4
     return max(_LEAST_OBJECT_STORE_BYTES, min(_OBJECT_STORE_BYTES, room))

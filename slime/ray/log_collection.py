@@ -1,4 +1,4 @@
-"""Logs of nodes that do not share the run's folder, brought to the driver's node when the run ends."""
+"""Copies logs of nodes that do not share the run's folder to the driver's node when the run ends."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-_LARGEST = 16 * 1024**2  # of a longer file its end
+_LARGEST = 16 * 1024**2  # only the end of a longer file
 _TIMEOUT_S = 30.0  # a node that is cut off must not keep the run from ending
 
 
 def collect_logs(there: Path, here: Path) -> list[str]:
-    """Copy what other nodes have in the folder `there` and this one does not have in `here`.
+    """Copy logs that other nodes have in the folder `there` and this one lacks in `here`.
 
-    The names of what came; with a shared filesystem nothing is missing.
+    Return the names of copied files; with a shared filesystem none is missing.
     """
     known = [path.name for path in here.iterdir()]
     mine = ray.get_runtime_context().get_node_id()
@@ -27,7 +27,7 @@ def collect_logs(there: Path, here: Path) -> list[str]:
     if not asked:
         return came
     for answer in ray.wait(asked, num_returns=len(asked), timeout=_TIMEOUT_S)[0]:
-        with suppress(RayError):  # a node that went away meanwhile
+        with suppress(RayError):  # the node was lost meanwhile
             for name, content in ray.get(answer).items():
                 _write_private(here / name, content)
                 came.append(name)
@@ -46,7 +46,7 @@ def _on(node: str) -> dict[str, object]:
 
 @ray.remote(max_retries=0)
 def _read_others(folder: str, known: list[str]) -> dict[str, bytes]:
-    """On another node: the ends of its log files that are not known."""
+    """Return the ends of this node's log files that are not known."""
     paths = [path for path in Path(folder).glob("*.log") if path.name not in known]
     return {path.name: _end_of(path) for path in paths}
 

@@ -1,4 +1,4 @@
-"""Who sits on which device: one Ray placement group, one bundle per GPU (or CPU slot).
+"""Which process gets which device: one Ray placement group, one bundle per GPU (or CPU slot).
 
 disaggregated, 2 trainer ranks, 2 engines      bundle  0  1 | 2  3
                                                trainer 0  1 |
@@ -7,8 +7,8 @@ colocated, 2 ranks, 2 engines                  bundle  0  1
                                                trainer 0  1
                                                engine  0  1
 
-The critic of PPO has one process on each device of the trainer. Nodes without a GPU have slots without
-end, so there the trainer's nodes are named one by one and engines get the others, see cpu_nodes.py.
+The critic of PPO has one process on each device of the trainer. Nodes without a GPU have unlimited slots,
+so there the trainer's nodes are named one by one and engines get the others, see cpu_nodes.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from slime.ray.cpu_nodes import Node, alive_nodes, node_of_bundle
 
 # A slot is a process, not a core: any layout can be rehearsed on a laptop.
 _CPU_SLOT = 0.01
-_GPU_SHARES = {"actor": 0.4, "critic": 0.25, "engine": 0.3}  # of one GPU when several sit on it
+_GPU_SHARES = {
+    "actor": 0.4,
+    "critic": 0.25,
+    "engine": 0.3,
+}  # of one GPU that several processes share
 _ON_NODE = 0.0001  # of the resource every node has one of
 _READY_TIMEOUT_S = 600
 
@@ -50,7 +54,7 @@ def plan_layout(
     with_engines: bool = True,
     with_critic: bool = False,
 ) -> Layout:
-    """Bundles for each role; pure arithmetic on the cluster flags."""
+    """Return the bundles of each role; pure arithmetic on the cluster flags."""
     train = args.actor_num_nodes * args.actor_num_gpus_per_node if with_trainer else 0
     rollout = args.rollout_num_gpus if with_engines else 0
     first = 0 if args.colocate else train
@@ -87,7 +91,7 @@ class Placement:
         self.several_nodes = len({node.id for node in nodes} | {_driver_node()}) > 1
 
     def options(self, bundle: int, *, role: str) -> dict:
-        """Ray options that put an actor of `role` on a bundle."""
+        """Return the Ray options that put an actor of `role` on a bundle."""
         trains = bundle in self.layout.trainer
         shared = trains and (
             self.layout.with_critic or any(bundle in b for b in self.layout.engines)
@@ -102,7 +106,7 @@ class Placement:
         }
 
     def stop(self) -> None:
-        """Give the devices back to the cluster."""
+        """Release the devices."""
         ray.util.remove_placement_group(self.group)
 
     def _reserve(self) -> None:
@@ -126,10 +130,10 @@ class Placement:
         ]
 
     def _numbered(self) -> tuple[list[int], list[Node]]:
-        """Ray's number of each of our bundles, and its node.
+        """Return Ray's index of each of our bundles, and its node.
 
-        Ranks of one node must be neighbours, whatever order Ray filled the nodes in; the fullest nodes
-        come first, for the trainer needs whole ones.
+        Ranks of one node must be neighbours, whatever order Ray filled the nodes in. The fullest nodes
+        come first, because the trainer needs whole ones.
         """
         table = placement_group_table(self.group)["bundles_to_node_id"]
         nodes = {node.id: node for node in alive_nodes(first=_driver_node())}

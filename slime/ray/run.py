@@ -1,4 +1,4 @@
-"""One run from start to end: its folder, its processes, its checkpoints and its closing words."""
+"""One run from start to end: its folder, its processes, its checkpoints and its summary."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Run:
             self._open_folders(folders)
             self.complete = self._nothing_left()
             self.recorder = Recorder(args)
-            # Left last: what lets go of the folders and says how the run ended.
+            # Closed last: releases the folders after the run has reported its end.
             self._last = folders.pop_all()
         for warning in (*args.warnings, *self._checkpoints.warnings):
             self.recorder.message(f"warning: {warning}")
@@ -107,22 +107,22 @@ class Run:
                 self._checkpoints.finish(self.actor)
             self._add_advice(error)
         if (error is None or stopped) and self._closing_words:
-            with suppress(OSError):  # of a terminal that was closed
+            with suppress(OSError):  # the terminal may be closed
                 print("\n".join(closing_lines(self.args.run_dir)), flush=True)
         return stopped
 
     def due(self, interval: int | None, rollout_id: int) -> bool:
-        """Every `interval` rollouts, and after the last one."""
+        """Return whether this is an `interval`-th rollout, or the last one."""
         if not interval:
             return False
         return (rollout_id + 1) % interval == 0 or rollout_id + 1 == self.args.num_rollout
 
     def update_due(self, rollout_id: int) -> bool:
-        """Whether the engines get new weights after this rollout."""
+        """Return whether the engines get new weights after this rollout."""
         return (rollout_id + 1) % self.args.update_weights_interval == 0
 
     def first_eval(self) -> None:
-        """Evaluate before any training; after a resume only where the old run died before doing so."""
+        """Evaluate before any training; after a resume only if the old run died before doing so."""
         before = self.start_rollout_id - 1
         if self._lacks_eval(before):
             self.rollout.eval(before)
@@ -137,13 +137,13 @@ class Run:
         return self.due(args.eval_interval, rollout_id)
 
     def _nothing_left(self) -> bool:
-        """Whether nothing is left to train, to evaluate or to export, so that no process has to start."""
+        """Return whether nothing is left to train, evaluate or export, so that no process has to start."""
         done = self.start_rollout_id >= self.args.num_rollout
         exported = self._exports.missing() is None
         return done and exported and not self._lacks_eval(self.start_rollout_id - 1)
 
     def save_if_due(self, rollout_id: int, *, stopping: bool = False) -> None:
-        """A checkpoint every `--save-interval` rollouts and after the last one.
+        """Save a checkpoint every `--save-interval` rollouts and after the last one.
 
         The HF export comes with the last, and with each where it has a folder of its own.
         """
@@ -195,7 +195,7 @@ class Run:
         return processes
 
     def _save_interrupted(self) -> None:
-        """The state after the last training step, taken while the next rollout was under way."""
+        """Save the state after the last training step, while the next rollout is running."""
         last = self.actor.last_trained
         if last is not None:
             with self.recorder.phase("save"):
@@ -205,7 +205,7 @@ class Run:
             self._export_hf(last)
 
     def _can_save_after(self, error: Exception) -> bool:
-        """Whether the trainer still holds exactly the state after the last training step, and answers."""
+        """Return whether the trainer answers and holds exactly the state after the last training step."""
         if isinstance(error, BrokenRunError) or self.actor.last_trained is None:
             return False
         phase = self.recorder.failed_phase
@@ -213,7 +213,7 @@ class Run:
         return phase in ("generate", "eval") or (phase == "update_weights" and not rank_failed)
 
     def _try_to_save(self) -> None:
-        """After an error that is told in any case."""
+        """Save after an error, which is reported in any case."""
         try:
             self._save_interrupted()
             self._checkpoints.finish(self.actor)
@@ -222,14 +222,14 @@ class Run:
             self.recorder.message(f"warning: the last rollout could not be saved: {reason}")
 
     def _save(self, rollout_id: int) -> None:
-        """Write a checkpoint; an export of an earlier training on the same rollout no longer counts."""
+        """Write a checkpoint, which makes an earlier export of the same rollout stale."""
         self._exports.mark_outdated(rollout_id)
         self._checkpoints.save(rollout_id, self.actor, self.rollout)
 
     def _complete_export(self) -> None:
-        """Export the checkpoint this run continues, where an earlier start did not live to do it.
+        """Export the checkpoint this run resumes, if an earlier start died before it did.
 
-        That is due for the last rollout, and for each where exports have folders of their own.
+        That is due for the last rollout, and for each one if exports have folders of their own.
         """
         missing = self._exports.missing()
         if missing is not None:
@@ -245,12 +245,12 @@ class Run:
                 self._exports.write(rollout_id, self.actor)
 
     def _on_ray_death(self, process: RayProcess) -> None:
-        """Called from a thread. Actors survive the GCS for a minute and can save; not so the raylet."""
+        """Stop the run, from a thread. Actors survive the GCS for a minute and can save, but not the raylet."""
         can_save = process.name == "gcs_server" and self._started
         self.stop_signal.fail(died(process), at_once=not can_save)
 
     def _ray_lost(self) -> LostError | None:
-        """The error to raise when a process of the run's own Ray has died."""
+        """Return the error to raise if a process of the run's own Ray has died."""
         process = local_ray.dead_process()
         return LostError(f"{died(process)}: Ray cannot go on without it.") if process else None
 
@@ -258,7 +258,7 @@ class Run:
         """Save if the actors, which survive the GCS for a while, still can."""
         if isinstance(error, Terminated):
             self._try_to_save()
-        elif error is None:  # the loop has saved; a write may be under way
+        elif error is None:  # the loop has saved; a background write may be running
             with suppress(Exception):
                 self._checkpoints.finish(self.actor)
 
@@ -269,7 +269,7 @@ class Run:
             add_advice(error, self._checkpoints.how_to_continue())
 
     def _needs_advice(self, error: Exception) -> bool:
-        """A start that is refused has left nothing to continue, and a failed save says what to do."""
+        """Return whether to add how to resume: a refused start left nothing, a failed save says it itself."""
         if isinstance(error, UserError):
             return self.recorder.failed_phase not in ("start", "save")
         return not isinstance(error, Terminated)
@@ -282,7 +282,7 @@ class Run:
 
 
 def _dismiss(monitor: RunMonitor) -> None:
-    """Dismiss the monitor once the run has said how it ended; Ray may end this process before it can."""
+    """Dismiss the monitor once the run has reported its end; with a dead Ray, when the process exits."""
     if local_ray.dead_process() is None:
         monitor.dismiss()
     else:

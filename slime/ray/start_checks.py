@@ -1,4 +1,4 @@
-"""What is looked at before any process of a run starts: hooks, model, data, and the folders to write to."""
+"""Checks before any process of a run starts: hooks, model, data, and the folders to write to."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_inputs(args: Args) -> None:
 
 
 def check_what_is_here(args: Args) -> None:
-    """Check hooks, and the files of a run that may be meant for another machine, as far as it has them."""
+    """Check hooks and those files that exist here, for a run that may be meant for another machine."""
     check_hooks(args)
     if any(Path(args.hf_checkpoint).glob("*.safetensors*")):
         check_weights(args.hf_checkpoint)
@@ -43,7 +43,7 @@ def check_what_is_here(args: Args) -> None:
 
 
 def check_outputs(args: Args) -> None:
-    """Where the first checkpoint will go, which may be hours away."""
+    """Check the folders of checkpoints, the first of which may be hours away."""
     for flag, folder in (("--save", args.save), ("--critic-save", args.critic_save)):
         if folder and not args.debug_rollout_only:
             check_writable(folder, flag)
@@ -59,7 +59,7 @@ def check_outputs(args: Args) -> None:
 
 
 def _check_data(args: Args, *, only_existing: bool = False) -> None:
-    """Find an unusable row; a data source of the user's reads its own data."""
+    """Raise on an unusable row; a user's data source reads its own data."""
 
     def skipped(text: str) -> bool:
         spec = DataSpec.parse(text)
@@ -81,7 +81,7 @@ def _check_data(args: Args, *, only_existing: bool = False) -> None:
 
 
 def _takes_messages(args: Args, rollout_function: str) -> bool:
-    """Whether the template, or code of the user's, makes tokens of a list of messages."""
+    """Return whether the chat template, or the user's code, turns a list of messages into tokens."""
     plain = (
         rollout_function in (PLAIN_ROLLOUT, ASYNC_ROLLOUT)
         and args.custom_generate_function_path is None

@@ -146,15 +146,15 @@ class ExternalGroup:
     def start(self) -> None:
         """Do nothing: they run already."""
 
-    def wait(self, say: Callable[[str], None] = lambda text: None) -> None:
+    def wait(self, notify: Callable[[str], None] = lambda text: None) -> None:
         remember_key(map(normalise, self.args.rollout_external_engine_addrs or ()), self.token)
         self.all = find_external(self.args)
         for info in self.all:
-            say(f"{info.kind} engine at {info.url} (version {info.version})")
+            notify(f"{info.kind} engine at {info.url} (version {info.version})")
         if warning := version_warning(self.all):
-            say(warning)
+            notify(warning)
 
-    def last_words(self) -> str:
+    def last_log_lines(self) -> str:
         """Return nothing: they are up, or the run ends at once."""
         return ""
 
@@ -176,7 +176,7 @@ class ExternalGroup:
             healthy = list(pool.map(lambda info: answers(info.url, timeout, route), self.all))
         return [i for i, ok in enumerate(healthy) if not ok or i in self._silent]
 
-    def restart(self, index: int, say: Callable[[str], None] = lambda text: None) -> str:
+    def restart(self, index: int, notify: Callable[[str], None] = lambda text: None) -> str:
         """Leave an engine out that does not answer, or take it back once it does again."""
         info = self.all[index]
         self.unsynced = [other for other in self.unsynced if other != info]

@@ -1,7 +1,7 @@
-"""sglang-router in front of several engines: cache-aware choice of the engine for each request.
+"""sglang-router in front of several engines: it chooses the engine of each request by cached prefix.
 
-It sees only /generate; abort, pause and weights go to every engine directly. It asks its clients for the
-run's key and sends it to the engines.
+It gets only /generate; abort, pause and weight updates go to every engine directly. Its clients need the
+run's key, which it sends to the engines too.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _START_TIMEOUT_S = 60.0
 _WORKER_TIMEOUT_S = 120.0
 _PORT_TRIES = 3
 _POLL_S = 0.2
-# The router takes its key as an option only, and the command line of a process is public: the option is
-# added inside of the process, from a variable of its environment.
+# The router takes its key only as an option, and every user can read a command line: the option is added
+# inside the process, from its environment.
 _LAUNCH = (
     "import os, sys; from sglang_router.launch_router import main; "
     "sys.argv += ['--api-key', os.environ['SLIME_ENGINE_TOKEN']]; main()"
@@ -36,7 +36,7 @@ _LAUNCH = (
 
 @cache
 def router_python(python: str) -> str | None:
-    """The interpreter, if it has sglang-router."""
+    """Return the interpreter if it has sglang-router."""
     ask = "import importlib.util as u; raise SystemExit(u.find_spec('sglang_router') is None)"
     return python if subprocess.run([python, "-c", ask]).returncode == 0 else None
 
@@ -104,7 +104,7 @@ class Router:
         return self._process is not None and self._process.status() is None
 
     def set_workers(self, urls: list[str]) -> None:
-        """Route to exactly these from now on; returns once the router knows them to be healthy."""
+        """Route to exactly these from now on; return once the router has found them healthy."""
         known = self._workers()
         for url in known.keys() - set(urls):
             delete_json(f"{self.url}/workers/{known[url]['id']}", timeout=_START_TIMEOUT_S)
@@ -122,7 +122,9 @@ class Router:
 
     def stop(self) -> None:
         if self._process is not None:
-            self._process.stop(timeout_s=1.0)  # it would wait for requests that nobody needs
+            self._process.stop(
+                timeout_s=1.0
+            )  # it would wait for requests that are not needed any more
 
     def _routes_to(self, urls: list[str]) -> bool:
         found = self._workers()
@@ -144,7 +146,7 @@ class Router:
 
 
 def make_router(args: Args, num_engines: int, host: str, token: str) -> Router | None:
-    """For several SGLang engines, where sglang-router is installed; else requests are spread here."""
+    """Return a router for several SGLang engines if sglang-router is installed; else the pool spreads requests."""
     if args.rollout_engine != "sglang" or num_engines < 2:
         return None
     install = find_sglang()

@@ -108,7 +108,7 @@ def test_a_checkpoint_without_a_critic_is_refused_for_ppo(tmp_path):
 
 def test_an_empty_load_and_a_finished_run_are_said(tmp_path):
     (said,) = checkpointer(tmp_path).warnings
-    assert said == f"--load {tmp_path} holds no checkpoint: the run starts anew"
+    assert said == f"--load {tmp_path} holds no checkpoint: the run starts from scratch"
     checkpointer(tmp_path).save(2, Trainer(), Rollout())
     assert checkpointer(tmp_path, num_rollout=4).warnings == []
     (said,) = checkpointer(tmp_path, num_rollout=3).warnings
