@@ -1,4 +1,4 @@
-"""The synchronous loop: generate, train, give the new weights back.
+"""The synchronous loop: generate, train, send the new weights to the engines.
 
         ┌──────────── rollout.generate ◀───────────┐
         ▼                                          │
@@ -19,7 +19,7 @@ from slime.diagnosis.exit_status import run_command
 
 
 def train(args: Args, *, closing_words: bool = True) -> int:
-    """Run to the end, or to a signal; the process's exit status."""
+    """Train to the end, or until a signal; return the exit status."""
     from slime.ray.run import Run
 
     with Run(args, closing_words=closing_words) as run:

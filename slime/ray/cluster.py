@@ -1,4 +1,4 @@
-"""Connects to Ray, the cluster of this job or one started on this machine, and prepares its actors."""
+"""Connects to Ray, the cluster of this job or one started on this machine; collects logs of its nodes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,9 +23,10 @@ from slime.diagnosis.run_monitor import RunFacts
 from slime.ray import local_ray
 
 _PROBE_TIMEOUT_S = 10.0
-_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
-    (0, 0, 0, 4, 0, 0, 0, 0, 0)
-)  # a gRPC client's preface
+_LARGEST = 16 * 1024**2  # bytes of a log; only the end of a longer one is copied
+_LOGS_TIMEOUT_S = 30.0  # an unreachable node must not keep the run from ending
+# A gRPC client starts with this preface.
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 
 
 def connect(notify: Callable[[str], None] = lambda text: None) -> bool:
@@ -51,10 +53,8 @@ def join(address: str, *, logging_level: Any) -> Any:
         return ray.init(address=address, log_to_driver=False, logging_level=logging_level)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        hint = (
-            f"Run `ray status --address {address}` on its head; a cluster with a token requires it "
-        )
-        hint += "here too (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)"
+        hint = f"Run `ray status --address {address}` on its head; a cluster with a token requires "
+        hint += "it here too (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)"
         if address.startswith("http"):
             hint = "This is the dashboard's address: give the head's, HOST:6379"
         raise UserError(f"no Ray cluster at {address}: {line}. {hint}") from error
@@ -132,3 +132,46 @@ def beside_driver() -> NodeAffinitySchedulingStrategy:
     """Return the strategy that puts an actor on the node of this process."""
     node = ray.get_runtime_context().get_node_id()
     return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def collect_logs(there: Path, here: Path) -> list[str]:
+    """Copy logs that other nodes have in the folder `there` and this one lacks in `here`.
+
+    Return the names of copied files; with a shared filesystem none is missing.
+    """
+    known = [path.name for path in here.iterdir()]
+    mine = ray.get_runtime_context().get_node_id()
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != mine]
+    asked = [_read_others.options(**_on(node)).remote(str(there), known) for node in others]
+    came: list[str] = []
+    if not asked:
+        return came
+    for answer in ray.wait(asked, num_returns=len(asked), timeout=_LOGS_TIMEOUT_S)[0]:
+        with suppress(RayError):  # the node was lost meanwhile
+            for name, content in ray.get(answer).items():
+                _write_private(here / name, content)
+                came.append(name)
+    return sorted(came)
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    """Write a new file that only this user can read: engines log their settings, keys among them."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
+def _on(node: str) -> dict[str, object]:
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
+@ray.remote(max_retries=0)
+def _read_others(folder: str, known: list[str]) -> dict[str, bytes]:
+    """Return the ends of this node's log files that are not known."""
+    paths = [path for path in Path(folder).glob("*.log") if path.name not in known]
+    return {path.name: _end_of(path) for path in paths}
+
+
+def _end_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _LARGEST))
+        return file.read()

@@ -23,10 +23,9 @@ from slime.diagnosis.stop_signal import StopSignal
 from slime.ray import local_ray
 from slime.ray.actors import rollout_manager
 from slime.ray.checkpointing import Checkpointer
-from slime.ray.cluster import actor_env, beside_driver
+from slime.ray.cluster import actor_env, beside_driver, collect_logs
 from slime.ray.engine_group import EngineGroup, make_engine_group
 from slime.ray.engines import Engines
-from slime.ray.log_collection import collect_logs
 from slime.ray.placement_group import Layout, Placement, needs_critic, plan_layout
 from slime.ray.ranks import Ranks
 from slime.ray.remote import Remote

@@ -7,7 +7,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from slime.ray.log_collection import _LARGEST, _on, _read_others, collect_logs
+from slime.ray.cluster import _LARGEST, _on, _read_others, collect_logs
 
 
 @pytest.fixture
