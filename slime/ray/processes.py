@@ -46,7 +46,7 @@ _MANAGER_THREADS = 4  # generate, and a save or a question meanwhile
 
 @dataclass(kw_only=True, frozen=True)
 class Plan:
-    """What a run starts, known before Ray is."""
+    """What a run starts; made before Ray is, so that a wrong flag is refused first."""
 
     layout: Layout
     never_stops: bool  # whether the rollout function generates between rollouts too
@@ -96,8 +96,9 @@ class Processes:
             manager = _create_manager(args, placement, token)
             watch.add(lambda: [manager])
             _on_stop(stack, manager.remote.kill)
-            group = _start_engines(args, placement, token)
+            group = _create_engines(args, placement, token)
             _on_stop(stack, group.stop)
+            group.start()
             engines = Engines(args, group, manager, recorder, watch)
             _start_ranks(args, actor, critic, checkpoints)
             if checkpoints.loaded:
@@ -170,15 +171,13 @@ def _create_manager(args: Args, placement: Placement, token: str) -> Member[Roll
     return Member(label="rollout manager", remote=remote, log="rollout.log")
 
 
-def _start_engines(args: Args, placement: Placement, token: str) -> EngineGroup | ExternalGroup:
+def _create_engines(args: Args, placement: Placement, token: str) -> EngineGroup | ExternalGroup:
     env = {"env_vars": _env(placement, len(placement.layout.engines), token)}
     options = [
         [{**placement.options(b, role="engine"), "runtime_env": env} for b in bundles]
         for bundles in placement.layout.engines
     ]
-    group = make_engine_group(args, options, token=token)
-    group.start()
-    return group
+    return make_engine_group(args, options, token=token)
 
 
 def _start_ranks(args: Args, actor: Ranks, critic: Ranks | None, checkpoints: Checkpointer) -> None:
