@@ -1,0 +1,163 @@
+"""Versions and retries of weight updates, with a trainer and engines that are played."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from slime.core.errors import UserError, WeightMismatchError
+from slime.core.reports import SyncReport
+from slime.core.types import EngineInfo
+from slime.ray.engine_group import EngineCallError
+from slime.ray.weight_updater import WeightUpdater
+from slime.utils.sync_http import HttpError
+from tests.args import make_args
+
+ENGINES = [EngineInfo(url=f"http://engine{i}", device_ids=(f"gpu{i}",)) for i in range(2)]
+
+
+class PlayedTrainer:
+    """`errors`: raised by the first pushes, one each; `pushes` are (engines, version)."""
+
+    def __init__(self, *errors: Exception):
+        self.errors, self.pushes, self.woken = list(errors), [], 0
+
+    def all(self, method) -> list[SyncReport]:
+        return [method(self)]
+
+    def update_weights(self, engines: list[EngineInfo], version: int) -> SyncReport:
+        self.pushes.append((list(engines), version))
+        if self.errors:
+            raise self.errors.pop(0)
+        return SyncReport(
+            version=version,
+            nbytes=8,
+            num_tensors=1,
+            num_buckets=1,
+            num_engines=len(engines),
+            seconds=1.0,
+            checksum_seconds=0.1,
+        )
+
+    def wake_up(self) -> None:
+        self.woken += 1
+
+
+class PlayedEngines:
+    """`failures`: the indices that each check finds failed, one list after the other."""
+
+    def __init__(self, *failures: list[int]):
+        self.infos, self.unsynced = list(ENGINES), []
+        self.failures, self.told, self.admitted = list(failures), [], 0
+
+    def replace_failed(self, *, paused: bool = False, known=()) -> list[int]:
+        found = self.failures.pop(0) if self.failures else []
+        return sorted({*found, *known})
+
+    def admit(self) -> None:
+        self.admitted += 1
+
+    def set_version(self, version: int, rollout_id: int | None) -> None:
+        self.told.append((version, rollout_id))
+
+    def resume(self, tag: str) -> None: ...
+
+    def check_probe(self, probe: Any) -> None: ...
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+
+    def phase(self, name: str):
+        return nullcontext()
+
+    def add(self, metrics: dict[str, float]) -> None:
+        self.metrics |= metrics
+
+
+def make(trainer: PlayedTrainer, engines: PlayedEngines, version: int = 0, **flags) -> Any:
+    args = make_args(**{"use_fault_tolerance": True, **flags})
+    played: Any = (trainer, engines, Recorder())
+    return WeightUpdater(args, *played, version=version)
+
+
+def test_every_step_that_is_sent_has_a_version_of_its_own():
+    trainer, engines = PlayedTrainer(), PlayedEngines()
+    updater = make(trainer, engines, version=5)  # of the checkpoint
+    updater.update()
+    updater.trained(3)
+    assert updater.trained_version == 6
+    updater.update(3)
+    assert [version for _, version in trainer.pushes] == [6, 7]
+    assert engines.told == [(6, None), (7, 3)] and engines.admitted == 2
+
+
+def test_a_skipped_rollout_sends_nothing():
+    trainer = PlayedTrainer()
+    updater = make(trainer, PlayedEngines(), update_weights_interval=2)
+    updater.trained(0)
+    updater.update(0)
+    assert trainer.pushes == []
+    updater.trained(1)
+    updater.update(1)
+    assert [version for _, version in trainer.pushes] == [1]
+
+
+def test_restarted_engines_get_the_weights_of_the_trainer_and_the_next_update_the_same_version():
+    trainer, engines = PlayedTrainer(), PlayedEngines()
+    updater = make(trainer, engines)
+    updater.update()
+    updater.trained(0)
+    engines.unsynced = ENGINES[:1]
+    updater.update_restarted()
+    updater.update(0)
+    assert trainer.pushes == [(ENGINES, 1), (ENGINES[:1], 2), (ENGINES, 2)]
+    assert engines.told == [(1, None), (2, 0), (2, 0)]
+
+
+def test_an_update_is_repeated_with_the_engines_that_were_replaced():
+    trainer = PlayedTrainer(RayTaskError("update_weights", "", ValueError("connection reset")))
+    engines = PlayedEngines([], [1])  # before the update, after the failure
+    updater = make(trainer, engines)
+    updater.update()
+    assert len(trainer.pushes) == 2 and trainer.woken == 1 and engines.admitted == 1
+
+
+def test_an_update_that_reached_no_engine_is_tried_once_more_without_a_failed_engine():
+    lost = HttpError("http://engine0 does not answer")
+    trainer = PlayedTrainer(lost)
+    make(trainer, PlayedEngines()).update()
+    assert len(trainer.pushes) == 2
+    trainer = PlayedTrainer(lost, lost)
+    with pytest.raises(UserError, match="does not answer"):
+        make(trainer, PlayedEngines()).update()
+    assert len(trainer.pushes) == 2
+
+
+@pytest.mark.parametrize("flags", [{}, {"use_fault_tolerance": False}])
+def test_an_error_that_no_engine_explains_is_raised_at_once(flags):
+    error = RayTaskError("update_weights", "", ValueError("a bug"))
+    trainer = PlayedTrainer(error)
+    with pytest.raises(RayTaskError):
+        make(trainer, PlayedEngines(), **flags).update()
+    assert len(trainer.pushes) == 1
+
+
+def test_engines_that_fail_every_time_end_the_update():
+    trainer = PlayedTrainer(*[EngineCallError("engine 1 is gone", [1]) for _ in range(9)])
+    with pytest.raises(UserError, match="engine 1 is gone"):
+        make(trainer, PlayedEngines()).update()
+    assert len(trainer.pushes) == 5
+
+
+def test_wrong_weights_are_never_sent_again():
+    error = RayTaskError("update_weights", "", WeightMismatchError("checksums differ"))
+    error = error.as_instanceof_cause()  # as Ray raises it
+    trainer = PlayedTrainer(error)
+    with pytest.raises(WeightMismatchError):
+        make(trainer, PlayedEngines([0], [0])).update()
+    assert len(trainer.pushes) == 1
