@@ -145,11 +145,16 @@ class Checkpointer:
             if good
             else "there is no earlier checkpoint"
         )
-        cause = str(error.__cause__ or error).strip().splitlines()[-1]
+        cause = _last_line(error)
         return UserError(
             f"could not save rollout {rollout_id} to {self._folder.root}: {cause}{free}; {last}. "
             f"Fix the problem and resume with --load {self._folder.root}"
         )
+
+
+def _last_line(error: Exception) -> str:
+    """Return the end of an actor's traceback, which names the error."""
+    return str(error.__cause__ or error).strip().splitlines()[-1]
 
 
 def _free_space(folder: Path) -> str:
@@ -200,7 +205,7 @@ class HfExports:
         except (BrokenRunError, UserError):
             raise
         except Exception as error:
-            cause = str(error.__cause__ or error).strip().splitlines()[-1]
+            cause = _last_line(error)
             raise UserError(
                 f"could not write --save-hf {path}: {cause}.\n{self._checkpoints.how_to_continue()}"
             ) from error

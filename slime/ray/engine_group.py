@@ -13,7 +13,7 @@ from slime.config.arguments import Args
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo
 from slime.ray.engine_handle import EngineHandle
-from slime.ray.watch import LostError, Member
+from slime.ray.watch import LostError, Member, first_line
 from slime.serving.external import ExternalGroup
 from slime.serving.health import failed_engines, flush_until_idle, health_route
 from slime.serving.router import Router, make_router
@@ -93,7 +93,7 @@ class EngineGroup:
         if not isinstance(error, RayActorError):
             future.result()
             return True
-        what = f"engine {index} died while it started: {_first_line(error)}"
+        what = f"engine {index} died while it started: {first_line(error)}"
         if not self.args.use_fault_tolerance or not self._start_retries:
             raise LostError(what) from error
         self._start_retries -= 1
@@ -152,7 +152,7 @@ class EngineGroup:
             waits = "" if self.infos else "; no engine is left, so generation waits"
             return (
                 f"engine {index} failed and could not be started again so far: "
-                f"{_first_line(error)}{waits}"
+                f"{first_line(error)}{waits}"
             )
         self._down.discard(index)
         self.unsynced.append(self.all[index])
@@ -255,8 +255,3 @@ def _start(handle: EngineHandle) -> Future[EngineInfo]:
     future = pool.submit(handle.start)
     pool.shutdown(wait=False)
     return future
-
-
-def _first_line(error: BaseException) -> str:
-    """Return what happened, without Ray's traceback."""
-    return (str(getattr(error, "cause", error)).splitlines() or [type(error).__name__])[0]

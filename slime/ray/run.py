@@ -23,7 +23,7 @@ from slime.ray.processes import Processes, make_plan
 from slime.ray.rollout_group import RolloutGroup
 from slime.ray.start_checks import check_inputs, check_outputs
 from slime.ray.train_group import TrainGroup
-from slime.ray.watch import BrokenRunError, LostError
+from slime.ray.watch import BrokenRunError, LostError, first_line
 from slime.runlog.logging import setup_logging
 from slime.runlog.recorder import Recorder
 from slime.runlog.report.page import write_report
@@ -218,8 +218,9 @@ class Run:
             self._save_interrupted()
             self._checkpoints.finish(self.actor)
         except Exception as failure:
-            reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
-            self.recorder.message(f"warning: the last rollout could not be saved: {reason}")
+            self.recorder.message(
+                f"warning: the last rollout could not be saved: {first_line(failure)}"
+            )
 
     def _save(self, rollout_id: int) -> None:
         """Write a checkpoint, which makes an earlier export of the same rollout stale."""

@@ -157,7 +157,7 @@ class Watch:
         self, first: Member[Any], error: Any, pending: list[Any], owners: dict[Any, Member[Any]]
     ) -> None:
         """Raise what is behind a lost connection: the death of another member, or a stalled collective."""
-        failed = {first.label: _first_line(error.cause)}
+        failed = {first.label: first_line(error)}
         deadline = time.monotonic() + min(_DEATH_KNOWN_S, self.deadline.left_s())
         while pending and time.monotonic() < deadline:
             done, pending = ray.wait(pending, timeout=1.0)
@@ -167,7 +167,7 @@ class Watch:
                 except RayActorError as death:
                     raise self.lost(owners[reference], death) from death
                 except RayTaskError as other:
-                    failed[owners[reference].label] = _first_line(other.cause)
+                    failed[owners[reference].label] = first_line(other)
         if pending:
             self._stalled("a collective operation got no further", failed)
 
@@ -272,5 +272,7 @@ def _reason(error: Exception) -> str:
     return (telling or lines or ["no reason is known"])[0]
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+def first_line(error: BaseException) -> str:
+    """Return what happened in one line, without Ray's traceback around the error of an actor."""
+    cause = getattr(error, "cause", error)
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[0][:300]
