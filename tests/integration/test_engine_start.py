@@ -87,10 +87,10 @@ def test_a_server_that_cannot_start_ends_in_its_own_last_words(start, tmp_path):
 def test_a_server_that_is_not_up_is_asked_for_its_last_words(start, tmp_path):
     group = start(["silent"], wait=False)
     deadline = time.monotonic() + 180
-    while "start 0: silent" not in group.last_words():
-        assert time.monotonic() < deadline, group.last_words()
+    while "start 0: silent" not in group.last_log_lines():
+        assert time.monotonic() < deadline, group.last_log_lines()
         time.sleep(0.2)
-    assert group.last_words().startswith("engine 0 is not up; its log ends with\n")
+    assert group.last_log_lines().startswith("engine 0 is not up; its log ends with\n")
 
 
 def test_the_key_of_the_control_routes_is_on_no_command_line(start, tmp_path):
@@ -156,8 +156,8 @@ def test_an_actor_that_dies_while_its_engine_is_started_again_is_replaced_later(
 def test_an_actor_that_dies_in_the_first_start_is_replaced(start, tmp_path):
     group, told = start(["silent", "serve"], wait=False), []
     deadline = time.monotonic() + 180
-    while "start 0: silent" not in group.last_words():
-        assert time.monotonic() < deadline, group.last_words()
+    while "start 0: silent" not in group.last_log_lines():
+        assert time.monotonic() < deadline, group.last_log_lines()
         time.sleep(0.2)
     place = group.members()[0].remote.place()
     assert place is not None
