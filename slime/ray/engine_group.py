@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError
@@ -18,6 +18,7 @@ from slime.serving.external import ExternalGroup
 from slime.serving.health import failed_engines, flush_until_idle, health_route
 from slime.serving.router import Router, make_router
 from slime.utils.addresses import own_host
+from slime.utils.concurrency import run_all, start_in_thread
 from slime.utils.engine_keys import remember_key
 from slime.utils.sync_http import HttpError, post_json
 
@@ -65,7 +66,7 @@ class EngineGroup:
     def start(self) -> None:
         """Start every server in the background; `wait` returns when they are up."""
         self._handles = [EngineHandle(self.args, i, o) for i, o in enumerate(self.options)]
-        self._starting = [_start(handle) for handle in self._handles]
+        self._starting = [start_in_thread(handle.start) for handle in self._handles]
 
     def wait(self, notify: Callable[[str], None] = lambda text: None) -> None:
         """Return once every engine answers; meanwhile report the last log line of the slow ones."""
@@ -100,7 +101,7 @@ class EngineGroup:
         notify(f"{what} Starting it again")
         self._handles[index].stop()()
         self._handles[index].create_actors()
-        self._starting[index] = _start(self._handles[index])
+        self._starting[index] = start_in_thread(self._handles[index].start)
         return False
 
     def last_log_lines(self) -> str:
@@ -224,10 +225,8 @@ class EngineGroup:
 
     def _on_each(self, engines: list[EngineInfo], call: Callable[[EngineInfo], None]) -> None:
         """Run `call` on all of them concurrently; one that fails does not stop the others."""
-        with ThreadPoolExecutor(max(1, len(engines))) as pool:
-            calls = [pool.submit(call, info) for info in engines]
         failed: dict[int, str] = {}
-        for info, future in zip(engines, calls, strict=True):
+        for info, future in zip(engines, run_all(engines, call), strict=True):
             try:
                 future.result()
             except HttpError as error:
@@ -247,11 +246,3 @@ class EngineGroup:
         for wait in [handle.stop() for handle in self._handles]:
             wait()
         self._handles, self.all = [], []
-
-
-def _start(handle: EngineHandle) -> Future[EngineInfo]:
-    """Start an engine in a thread that is not joined when the run ends."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="engine-start")
-    future = pool.submit(handle.start)
-    pool.shutdown(wait=False)
-    return future

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from slime.core.errors import UserError
 from slime.core.types import EngineInfo
 from slime.data.tokenizer import load_tokenizer
 from slime.serving.health import answers, health_route
+from slime.utils.concurrency import call_all
 from slime.utils.engine_keys import remember_key
 from slime.utils.sync_http import HttpError, get_json, post_json
 
@@ -172,8 +172,7 @@ class ExternalGroup:
 
     def failed(self, *, paused: bool = False) -> list[int]:
         timeout, route = self.args.rollout_health_check_timeout, health_route(paused)
-        with ThreadPoolExecutor(max(1, self.count)) as pool:
-            healthy = list(pool.map(lambda info: answers(info.url, timeout, route), self.all))
+        healthy = call_all(self.all, lambda info: answers(info.url, timeout, route))
         return [i for i, ok in enumerate(healthy) if not ok or i in self._silent]
 
     def restart(self, index: int, notify: Callable[[str], None] = lambda text: None) -> str:

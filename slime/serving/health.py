@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
 from typing import Protocol
 
 from slime.core.errors import WeightMismatchError
 from slime.core.reports import Probe
 from slime.core.types import EngineInfo
+from slime.utils.concurrency import call_all
 from slime.utils.sync_http import HttpError, get_json, post_json
 
 _FLUSH_TIMEOUT_S = 60.0
@@ -30,14 +30,8 @@ def failed_engines(
     route: str = "/health",
 ) -> list[int]:
     """Return the indices of the engines that are dead or hang."""
-    if not handles:
-        return []
-    with ThreadPoolExecutor(len(handles)) as pool:
-        checks = [
-            pool.submit(_healthy, handle, info, timeout, route)
-            for handle, info in zip(handles, infos, strict=True)
-        ]
-        healthy = [check.result() for check in checks]
+    pairs = list(zip(handles, infos, strict=True))
+    healthy = call_all(pairs, lambda pair: _healthy(pair[0], pair[1], timeout, route))
     return [index for index, ok in enumerate(healthy) if not ok]
 
 

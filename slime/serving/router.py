@@ -19,6 +19,7 @@ from slime.config.installed import find_sglang
 from slime.core.errors import UserError
 from slime.serving.server_process import ServerProcess
 from slime.utils.addresses import find_port, says_port_taken
+from slime.utils.concurrency import wait_until
 from slime.utils.engine_keys import remember_key
 from slime.utils.sync_http import HttpError, delete_json, get_json, post_json
 
@@ -111,14 +112,11 @@ class Router:
         for url in set(urls) - known.keys():
             body = {"url": url, "api_key": self._token}
             post_json(f"{self.url}/workers", body, timeout=_START_TIMEOUT_S)
-        deadline = time.monotonic() + _WORKER_TIMEOUT_S
-        while not self._routes_to(urls):
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"sglang-router does not accept the engines {', '.join(urls)}; its log is "
-                    f"{self.log_path}"
-                )
-            time.sleep(_POLL_S)
+        if not wait_until(lambda: self._routes_to(urls), _WORKER_TIMEOUT_S, every_s=_POLL_S):
+            raise UserError(
+                f"sglang-router does not accept the engines {', '.join(urls)}; its log is "
+                f"{self.log_path}"
+            )
 
     def stop(self) -> None:
         if self._process is not None:
