@@ -59,7 +59,7 @@ def test_a_sleeping_process_tells_phase_and_stack(child):
     pid = child(
         "def nap():\n up(); time.sleep(60)\nwith in_phase('train'), in_phase('train/steps'):\n nap()"
     )
-    said = ask_until(pid, lambda said: "in nap'" in str(said))
+    said = ask_until(pid, lambda said: "in nap']" in str(said))
     assert isinstance(said, ProcessStatus) and said.pid == pid
     (work,) = said.work
     assert [what for what, _ in work.phases] == ["train", "train/steps"]
