@@ -1,4 +1,4 @@
-"""What happens to samples: data source, rollout function, rewards by group, and the way to the trainer.
+"""The rollout manager: data source, rollout function, group rewards, and the batches of the trainer ranks.
 
 data source ──▶ rollout function ──▶ groups ──▶ rewards by group ──▶ one RolloutBatch
      ▲               │  ▲                                               │ dealt by dp_schedule
@@ -47,7 +47,7 @@ _OF_SAMPLING = ("rollout/reward_mean", "rollout/zero_std_groups")
 
 
 class RolloutManager:
-    """A Ray actor; `generate` runs in one of its threads, so a save can be asked for meanwhile."""
+    """Runs in an actor with several threads: `save` can be called while `generate` runs."""
 
     def __init__(self, args: Args, token: str):
         open_process_log(args.run_dir, "rollout")
@@ -74,17 +74,19 @@ class RolloutManager:
         config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
         self.shape = ModelShape.from_hf_config(config)
         self.dp_size, self.cp_size = 1, 1
-        self._first_version: int | None = None  # of weights whose first rollout is not begun yet
+        self._first_version: int | None = None  # of weights whose first rollout has not begun yet
         # The state when the generation of a rollout began, by that rollout's id.
         self._states_before: dict[int, dict[str, Any] | None] = {}
 
     def set_engines(self, urls: list[str], router: str | None = None) -> None:
-        """Generate with these from now on, by way of `router` if there is one; requests under way on
-        others fail over."""
+        """Send requests to these engines from now on, through `router` if there is one.
+
+        Running requests on other engines are retried on these.
+        """
         self.pool.set_urls(urls, router)
 
     def set_weight_version(self, version: int, next_rollout_id: int | None) -> None:
-        """The engines hold `version` from now on; the rollout that it trains on first, if known."""
+        """Note that engines hold `version`, and the rollout that it generates first, if known."""
         if next_rollout_id is None:
             self._first_version = version
         else:
@@ -146,13 +148,13 @@ class RolloutManager:
         return {} if hook and hook(rollout_id, self.args, output.data, metrics) else metrics
 
     def silence(self) -> str | None:
-        """A line for the user if no sample has come for long."""
+        """Return a warning if no sample has finished for long."""
         return self.context.progress.stall_warning()
 
     # ---- checkpoint
 
     def save(self, path: str, rollout_id: int, *, before_generate: bool = False) -> None:
-        """Write the data position and buffer; `before_generate`: as when the next rollout was begun."""
+        """Write the data position and buffer; with `before_generate`, those when the next rollout began."""
         after = rollout_id + 1
         begun = before_generate and after in self._states_before
         state = self._states_before[after] if begun else self._state(rollout_id)
@@ -183,11 +185,11 @@ class RolloutManager:
         return load_function(path, flag=flag, protocol=protocol) if path else None
 
     def _state(self, last_trained: int) -> dict[str, Any] | None:
-        """None for a user's data source that keeps its state by itself."""
+        """Return the data source's state; None for a user's data source that saves its state itself."""
         if not hasattr(self.data_source, "state_dict"):
             return None
         return run(self._read_state(last_trained))
 
     async def _read_state(self, last_trained: int) -> dict[str, Any]:
-        """On the event loop, where generation takes groups: not in the middle of it."""
+        """Read the state on the event loop, where generation takes groups, so that it is consistent."""
         return self.data_source.state_dict(last_trained)
