@@ -3,8 +3,8 @@
 usage: python benchmarks/colocate_gpu.py [--rollouts 100] [--model DIR] [--max-response-len 64]
        python benchmarks/colocate_gpu.py --run-dir DIR COMMAND...   any run that leaves its folder there
 
-Engine and trainer take turns on one card. While the run goes on, the card's used memory and the host
-memory of each process are looked at ten and two times a second; a rollout's figure is the most that was
+Engine and trainer share one GPU and offload in turn. During the run, the GPU's used memory and the host
+memory of each process are sampled ten and two times a second; a rollout's figure is the most that was
 seen in it. The mean over rollouts 10..19 is compared with the mean over the last ten: what grows with
 every rollout shows there, what is taken once does not. Without a GPU only the host's memory is watched.
 The last lines are `RATIO colocate_<what>_growth <last / first>`.
@@ -154,7 +154,7 @@ def rollout_ends(run_dir: Path) -> list[float]:
 
 
 def peaks(readings: Readings, ends: list[float]) -> dict[str, list[float]]:
-    """By what holds it: the most seen in each rollout that was looked at."""
+    """Return by owner of the memory the maximum of each sampled rollout."""
     result: dict[str, list[float]] = {}
     for start, end in itertools.pairwise(ends):
         inside = [values for at, values in readings if start <= at < end]

@@ -4,7 +4,7 @@
 
 256 requests at once, prompts and outputs uniform in 100..1024, ignore_eos, temperature 0.6, seeded, with
 log-probs; random weights of a Qwen3 shape in bf16. "first token" is a pass of the same prompts with one
-new token each: median and last over the 256. "limit" is what the card could do if every step read the
+new token each: median and last over the 256. "limit" is what the GPU could do if every step read the
 KV cache and the weights once at 4.3 TB/s and prompts ran at 790 TFLOP/s. Without SGLang in the run the
 ratio is to the figure recorded for SGLang 0.5.16 with flashinfer and log-probs on an H200.
 """

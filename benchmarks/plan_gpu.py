@@ -6,7 +6,7 @@ usage: python benchmarks/plan_gpu.py [--cases engine 0.6B-fsdp 4B-megatron 0.6B-
 Training: `benchmarks/train_gpu.py` in a process of its own, two micro-batches of 16384 tokens, and
 torch.cuda.max_memory_allocated of a step that is not the first; predicted are the items of the plan's
 training phase that the allocator counts (all but the CUDA context). Engine: the embedded one with
-Qwen3-0.6B's shape and half of the card, by nvidia-smi after 64 requests, and the tokens of its KV cache.
+Qwen3-0.6B's shape and half of the GPU, by nvidia-smi after 64 requests, and the tokens of its KV cache.
 A case that would not end in time is left out and said so. Lines `RATIO plan_gpu_<name>` are predicted /
 measured.
 """
@@ -146,7 +146,7 @@ def engine_plan(checkpoint: Path, machine: Machine) -> Plan:
 
 
 def used_memory() -> int:
-    """Bytes in use on the card, of all processes."""
+    """Return the bytes in use on the GPU by all processes."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.check_output(command, text=True).splitlines()[0]) * 2**20
 

@@ -42,7 +42,7 @@ class OthersWatch:
 
 
 def wait_quiet(window: float, limit: float, share: float) -> None:
-    """Until nobody uses more than `share` of all cores for a window; gives up after `limit` seconds."""
+    """Wait until other processes use at most `share` of all cores for a window, or for `limit` seconds."""
     end = time.monotonic() + limit
     while time.monotonic() < end:
         before = _busy_seconds()

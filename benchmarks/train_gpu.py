@@ -7,7 +7,7 @@ usage: python benchmarks/train_gpu.py [--shapes 0.6B 4B 30B-A3B-4L] [--backends 
 Random weights of Qwen3's shapes, bf16 with fp32 master weights and moments, packed micro-batches of
 `--tokens` tokens; a step is forward, backward, clipping and AdamW over `--micro-batches` of them. FLOPs
 are counted from the shape, nothing that is computed twice counts. MFU is against the rate of a large
-bf16 matrix product measured in the same run; the share of the data sheet's figure stands beside it.
+bf16 matmul measured in the same run; the share of the data sheet's figure is printed beside it.
 30B-A3B-4L is four layers of the MoE; the backend megatron-loop computes its experts one after another, as
 megatron-core's own module does. megatron-local is made of our layers, megatron-te of TransformerEngine's.
 MFU of FP8 is against the bf16 rate too, so it may pass 1. Each backend runs in a process of its own: they
@@ -92,7 +92,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{time.strftime('%Y-%m-%d')} torch {torch.__version__}, {name}")
     print(
-        f"bf16 matrix product {peak / 1e12:.0f} TFLOP/s; {args.micro_batches} micro-batches of "
+        f"bf16 matmul {peak / 1e12:.0f} TFLOP/s; {args.micro_batches} micro-batches of "
         f"{args.tokens} tokens, samples of {args.sample_len}, recompute {args.recompute}",
         flush=True,
     )
@@ -118,7 +118,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--sample-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--recompute", action="store_true", help="activations of each layer anew")
+    parser.add_argument(
+        "--recompute", action="store_true", help="recompute the activations of each layer"
+    )
     parser.add_argument(
         "--profile", help="write a table of the operations of one step to this file"
     )
@@ -250,7 +252,7 @@ def write_model(folder: Path, shape: str) -> Path:
     model.save_pretrained(folder / shape)
     del model
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # the workers need all of the card
+        torch.cuda.empty_cache()  # the workers need the whole GPU
     return folder / shape
 
 

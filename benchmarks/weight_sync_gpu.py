@@ -3,10 +3,10 @@
 usage: python benchmarks/weight_sync_gpu.py [--shapes 0.6B 4B] [--rounds 5] [--buffer-size BYTES ...] [--profile]
 
 An FSDP trainer in this process (fp32 master weights, sent in bf16) and the engine's server in another,
-both on one card, random weights of Qwen3's shapes. One update is all of it: pausing the engine, casting
+both on one GPU, random weights of Qwen3's shapes. One update is all of it: pausing the engine, casting
 and packing, the engine's copies, its prefix cache dropped, the checksums of both sides compared,
 generation resumed. The first one is warm-up; the median of `--rounds` counts. "device copy" is the rate of
-copying the same bytes within the card, the limit there is. Without a GPU it runs over shared memory, with
+copying the same bytes within the GPU, the upper limit. Without a GPU it runs over shared memory, with
 `--shapes tiny` in seconds; `--shapes tiny-deep --buffer-size 400000`, as many tensors and about as many
 buckets as 4B, measures what an update costs besides the copies (sums apart: a CPU takes them one by one).
 Several sizes of `--buffer-size` are measured one after another on the same two processes, and the best one
@@ -113,7 +113,7 @@ def make_arguments(model: Path) -> Any:
 
 @contextlib.contextmanager
 def serve(model: Path) -> Iterator[EngineInfo]:
-    """A small KV cache: the trainer has the rest of the card."""
+    """Use a small KV cache: the trainer has the rest of the GPU."""
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     words = ["--dtype", dtype, "--skip-tokenizer-init", "--max-total-tokens", "20000"]
     token = os.environ["SLIME_ENGINE_TOKEN"]

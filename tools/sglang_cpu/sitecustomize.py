@@ -60,11 +60,11 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__dict__["__version__"] = "0.0.0"
 
 
-class Mended(importlib.abc.MetaPathFinder):
-    """Modules of SGLang that are changed as soon as they have been read."""
+class PatchFinder(importlib.abc.MetaPathFinder):
+    """Patches modules of SGLang right after they are executed."""
 
     def find_spec(self, name, path=None, target=None):
-        if name not in MENDED:
+        if name not in PATCHES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
@@ -72,7 +72,7 @@ class Mended(importlib.abc.MetaPathFinder):
 
             def exec_module(module):
                 original(module)
-                MENDED[name](module)
+                PATCHES[name](module)
 
             spec.loader.exec_module = exec_module
         return spec
@@ -84,7 +84,7 @@ def pin_nothing(module):
 
 
 def multiply_in_torch(module):
-    """The products of FP8 layers, which SGLang's kernels for AMX do: weights unpacked, in full precision."""
+    """Replace the FP8 matmuls, which SGLang implements for AMX, by dequantised ones in fp32."""
     import torch
 
     def by_block(x, weight, scales, block, bias, dtype, is_vnni):
@@ -135,10 +135,10 @@ def _wide(bias):
 
 
 _FP8 = "sglang.srt.layers.quantization"
-MENDED = {
+PATCHES = {
     "sglang.srt.mem_cache.pool_host.common": pin_nothing,
     f"{_FP8}.fp8": multiply_in_torch,
     f"{_FP8}.compressed_tensors.compressed_tensors": allow_channels,
     f"{_FP8}.compressed_tensors.schemes.compressed_tensors_w8a8_fp8": multiply_channels_in_torch,
 }
-sys.meta_path[:0] = [Mended(), StandIns()]
+sys.meta_path[:0] = [PatchFinder(), StandIns()]
