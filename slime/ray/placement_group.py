@@ -8,11 +8,12 @@ colocated, 2 ranks, 2 engines                  bundle  0  1
                                                engine  0  1
 
 The critic of PPO has one process on each device of the trainer. Nodes without a GPU have unlimited slots,
-so there the trainer's nodes are named one by one and engines get the others, see cpu_nodes.py.
+so there the trainer's nodes are named one by one and engines get the others, see `node_of_bundle`.
 """
 
 from __future__ import annotations
 
+import ipaddress
 from collections import Counter
 from dataclasses import dataclass
 
@@ -23,17 +24,18 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.config.arguments import Args
 from slime.core.errors import ConfigError, UserError
-from slime.ray.cpu_nodes import Node, alive_nodes, node_of_bundle
 
 # A slot is a process, not a core: any layout can be rehearsed on a laptop.
 _CPU_SLOT = 0.01
-_GPU_SHARES = {
-    "actor": 0.4,
-    "critic": 0.25,
-    "engine": 0.3,
-}  # of one GPU that several processes share
+_GPU_SHARES = {"actor": 0.4, "critic": 0.25, "engine": 0.3}  # of a GPU with several processes
 _ON_NODE = 0.0001  # of the resource every node has one of
 _READY_TIMEOUT_S = 600
+
+
+@dataclass(kw_only=True, frozen=True)
+class Node:
+    id: str
+    address: str
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -155,6 +157,33 @@ class Placement:
                 f"{sum(map(len, self.layout.engines))} for rollout), the Ray cluster has {have}; "
                 "lower --actor-num-gpus-per-node / --rollout-num-gpus, or add --colocate"
             )
+
+
+def alive_nodes(*, first: str) -> list[Node]:
+    """Return the nodes sorted by address, the one with the id `first` before all others."""
+    nodes = [
+        Node(id=node["NodeID"], address=node["NodeManagerAddress"])
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda n: (n.id != first, int(ipaddress.ip_address(n.address))))
+
+
+def node_of_bundle(layout: Layout, nodes: list[Node]) -> list[Node]:
+    """Spread the trainer's bundles evenly over its nodes, and the engines over the other nodes."""
+    if len(nodes) < layout.trainer_nodes:
+        raise ConfigError(
+            f"--actor-num-nodes {layout.trainer_nodes}: the Ray cluster has {len(nodes)}; start Ray on "
+            "more of them (ray start --address=...), or lower it"
+        )
+    trained = len(layout.trainer)
+    per_node = trained // layout.trainer_nodes
+    others = nodes[layout.trainer_nodes :] or nodes
+    rest = layout.num_bundles - trained
+    per_engine = len(layout.engines[0]) if layout.engines else 1
+    return [nodes[number // per_node] for number in range(trained)] + [
+        others[number // per_engine % len(others)] for number in range(rest)
+    ]
 
 
 def _driver_node() -> str:

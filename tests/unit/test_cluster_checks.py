@@ -6,7 +6,7 @@ from dataclasses import replace
 from slime.cli.doctor import cluster_checks as checks
 from slime.cli.doctor.cluster import NodeLostError, measure_links
 from slime.cli.doctor.node_probe import NodeFacts
-from slime.ray.cpu_nodes import Node
+from slime.ray.placement_group import Node
 
 NODE = NodeFacts(
     address="10.0.0.1",

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.core.errors import ConfigError
-from slime.ray.cpu_nodes import Node, node_of_bundle
-from slime.ray.placement_group import plan_layout
+from slime.ray.placement_group import Node, node_of_bundle, plan_layout
 
 
 def flags(nodes=1, per_node=2, rollout=2, per_engine=1, colocate=False):

@@ -22,7 +22,7 @@ from slime.cli.doctor.node_probe import INTERFACE_VARIABLES, NodeFacts, NodeProb
 from slime.config.env import child_env, read_env
 from slime.core.errors import UserError
 from slime.ray.cluster import join
-from slime.ray.cpu_nodes import Node, alive_nodes
+from slime.ray.placement_group import Node, alive_nodes
 
 P = ParamSpec("P")
 T = TypeVar("T")
