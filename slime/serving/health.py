@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Protocol
@@ -12,9 +11,9 @@ from slime.core.reports import Probe
 from slime.core.types import EngineInfo
 from slime.utils.concurrency import call_all
 from slime.utils.sync_http import HttpError, get_json, post_json
+from slime.weights.engine_client import retry_flush
 
 _FLUSH_TIMEOUT_S = 60.0
-_FLUSH_POLL_S = 0.05
 _PROBE_TIMEOUT_S = 120.0
 
 
@@ -68,15 +67,11 @@ def flush_until_idle(
     SGLang exits when its memory is released while a request is running, so a flush goes first. A working
     server answers each attempt at once, so one that takes longer than `answer_timeout_s` hangs.
     """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            post_json(f"{url}/flush_cache", {}, token=token, timeout=answer_timeout_s)
-            return
-        except HttpError as error:
-            if error.status != 400 or time.monotonic() > deadline:
-                raise
-        time.sleep(_FLUSH_POLL_S)
+
+    def flush() -> None:
+        post_json(f"{url}/flush_cache", {}, token=token, timeout=answer_timeout_s)
+
+    retry_flush(flush, timeout_s)
 
 
 def check_probe(engine: EngineInfo, probe: Probe) -> None:

@@ -60,8 +60,8 @@ def transfer_timeout_s(nbytes: int) -> float:
     return _MIN_TRANSFER_TIMEOUT_S + nbytes / _MIN_BYTES_PER_S
 
 
-def flush_until_idle(flush: Callable[[], Any], timeout_s: float) -> None:
-    """Call `flush` until the server accepts it: it answers 400 while requests are under way."""
+def retry_flush(flush: Callable[[], Any], timeout_s: float) -> None:
+    """Repeat `flush` until the server accepts it: it answers 400 while requests are running."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -214,7 +214,7 @@ class EngineClient:
         def flush() -> None:
             self._result(started.pop() if started else self._start("POST", "/flush_cache", {}))
 
-        flush_until_idle(flush, _FLUSH_TIMEOUT_S)
+        retry_flush(flush, _FLUSH_TIMEOUT_S)
 
     def _start_checksums(self) -> Call:
         timeout = transfer_timeout_s(self.nbytes)
