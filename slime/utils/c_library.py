@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
-_HEADER = Path(__file__).with_name("float_math.h")
 # Sums may be reordered, which vectorization needs, but NaN and infinity keep their meaning. OpenMP is
 # torch's: a library of this name is already loaded, so both share one thread pool.
 _FLAGS = [
@@ -41,7 +40,7 @@ def load_library(source: Path) -> ctypes.CDLL | None:
 def _compile(compiler: str, source: Path, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        command = [compiler, *_FLAGS, f"-I{_HEADER.parent}", str(source), "-o", str(built), "-lm"]
+        command = [compiler, *_FLAGS, str(source), "-o", str(built), "-lm"]
         subprocess.run(command, check=True, capture_output=True)
         built.replace(path)
 
@@ -64,5 +63,5 @@ def _fingerprint(compiler: str, source: Path) -> str:
         if line.startswith(("flags", "Features")):
             cpu = line
             break
-    text = f"{compiler} {_FLAGS} {cpu}\n{_HEADER.read_text()}{source.read_text()}"
+    text = f"{compiler} {_FLAGS} {cpu}\n{source.read_text()}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from slime.backends.fsdp_utils.attention import packed_attention
+from slime.backends.fsdp_utils.attention import PACKED_ATTENTION, packed_attention
 from slime.backends.fsdp_utils.fused_norm import fuse_norms
 from slime.backends.kernels.packed_attention import packed_layout
-from slime.backends.kernels.rms_norm import rms_norm
 from slime.core.errors import UserError
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
+SHAPE = {
+    "vocab_size": 32,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE)),
+    "llama with biases": (
+        LlamaForCausalLM,
+        LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    ),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=10)),
+    "qwen3 with a window": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=16, **SLIDING)),
+}
+EQUAL, PADDED = [6, 6, 6], [1, 10, 9, 5, 9]  # samples of like lengths are padded to the longest
 
 
 def _layout(lens: list[int]):
@@ -91,12 +120,14 @@ class FakeRMSNorm(nn.Module):
         return (self.weight + self.offset) * (x * torch.rsqrt(variance + self.variance_epsilon))
 
 
-def test_rms_norm_has_the_value_and_gradient_of_its_definition():
+def test_fused_norm_has_the_value_and_gradient_of_its_definition():
     torch.manual_seed(0)
     norm = FakeRMSNorm(16, 0.0)
     x = torch.randn(2, 5, 16, requires_grad=True)
     upstream = torch.randn(2, 5, 16)
-    expected, found = norm(x), rms_norm(x, norm.weight, 1e-5)
+    expected = norm(x)
+    assert fuse_norms(norm) == 1
+    found = norm(x)
     torch.testing.assert_close(found, expected)
     for ours, theirs in zip(
         torch.autograd.grad((found * upstream).sum(), [x, norm.weight]),
@@ -116,3 +147,45 @@ def test_only_norms_that_compute_the_same_are_replaced():
     expected = model(x)
     assert fuse_norms(model) == 2
     torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("lens", [EQUAL, PADDED], ids=["equal", "padded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_models_equal_hugging_face_sample_by_sample(name: str, lens: list[int]):
+    theirs = _random_model(*MODELS[name])
+    ours = copy.deepcopy(theirs)
+    ours.set_attn_implementation(PACKED_ATTENTION)
+    theirs.set_attn_implementation("eager")
+    assert fuse_norms(ours) >= 5  # two per layer and the final one
+    samples = [torch.randint(32, (length,)) for length in lens]
+    expected = torch.cat(
+        [theirs(input_ids=sample[None], use_cache=False).logits[0] for sample in samples]
+    )
+    found = ours(
+        input_ids=torch.cat(samples)[None],
+        position_ids=torch.cat([torch.arange(length) for length in lens])[None],
+        use_cache=False,
+        packed=packed_layout(lens, torch.device("cpu")),
+    ).logits[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    upstream = torch.randn_like(expected)
+    (expected * upstream).sum().backward()
+    (found * upstream).sum().backward()
+    mine = dict(ours.named_parameters())
+    for key, param in theirs.named_parameters():
+        _assert_close_to_largest(mine[key].grad, param.grad, key)
+
+
+def _random_model(model_class: type, config) -> nn.Module:
+    torch.manual_seed(0)
+    model = model_class(config)
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.5)
+    return model
+
+
+def _assert_close_to_largest(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    """Within 1e-5 of the largest entry: sums of floats have no better relative precision."""
+    largest = float(expected.abs().max())
+    difference = float((found.double() - expected.double()).abs().max())
+    assert difference <= 1e-5 * largest, f"{name}: off by {difference}, largest is {largest}"

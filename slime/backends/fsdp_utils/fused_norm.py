@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slime.backends.kernels.rms_norm import rms_norm
-
 
 def fuse_norms(hf: nn.Module) -> int:
     """Replace the forward of every module that computes w * x / rms(x); how many there were.
@@ -38,7 +36,8 @@ class _Fused:
         self._module = module
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_states, self._module.weight, _eps(self._module))
+        weight = self._module.weight
+        return F.rms_norm(hidden_states, weight.shape, weight, _eps(self._module))
 
 
 def _eps(module: nn.Module) -> float | None:

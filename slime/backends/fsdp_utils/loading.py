@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from slime.backends.fsdp_utils.cpu_layers import fuse_layers
 from slime.backends.fsdp_utils.fused_layers import fuse_mlps, fuse_rotation
 from slime.backends.fsdp_utils.fused_norm import fuse_norms
 from slime.backends.fsdp_utils.model import (
@@ -106,8 +105,6 @@ def build_model(
     if device_type() == "cuda":
         fuse_mlps(hf)
         fuse_rotation(hf)
-    elif compute_dtype == torch.float32:
-        fuse_layers(hf)
     head = HeadOptions(
         temperature=args.rollout_temperature, chunk_size=args.log_probs_chunk_size, padded=padded
     )

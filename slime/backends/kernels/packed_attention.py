@@ -146,11 +146,11 @@ def _padded(
 ) -> torch.Tensor:
     if layout.gather is not None:
         query, key, value = (x.index_select(0, layout.gather) for x in (query, key, value))
-    out = attend_groups(query, key, value, layout, scale=scale, window=window, sinks=sinks)
+    out = _attend_groups(query, key, value, layout, scale=scale, window=window, sinks=sinks)
     return out if layout.scatter is None else out.index_select(0, layout.scatter)
 
 
-def attend_groups(
+def _attend_groups(
     query: torch.Tensor,  # [padded positions, heads, D]
     key: torch.Tensor,
     value: torch.Tensor,
