@@ -10,10 +10,11 @@ from typing import NoReturn
 
 import torch
 
-from slime.backends.hf_folder import FILE_BYTES, Bucket, write_hf_folder
+from slime.backends.hf_folder import FILE_BYTES, write_hf_folder
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
 from slime.core.errors import ConfigError
 from slime.runlog.checkpoint_folder import CheckpointFolder
+from slime.weights.buckets import NamedTensor
 
 install_cpu_adapter()
 
@@ -24,6 +25,8 @@ from slime.backends.megatron_utils.hf_weights.families import padded_weight_map 
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.rules import Rule, WeightMap  # noqa: E402
 from slime.backends.megatron_utils.model_config import read_config  # noqa: E402
+
+Bucket = list[NamedTensor]
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _READ_BYTES = 1 << 30  # of a checkpoint at a time
