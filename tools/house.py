@@ -8,8 +8,9 @@ and the default rollout function. It is computed from the syntax trees, starting
 
 - a function, class or constant is on the path if code on the path refers to it by name;
 - a method is on the path if its class is known and code on the path mentions an attribute of its
-  name. Known are the classes on the path and those that constructors of known classes refer to;
-- annotations, imports under `TYPE_CHECKING`, re-exports and constructors do not count;
+  name. Known are the classes on the path, and those that known classes refer to in constructors,
+  in the types of constructors' parameters and in the types of fields;
+- other annotations, imports under `TYPE_CHECKING`, re-exports and constructors do not count;
 - `ELSEWHERE` is not followed: the engine, what is settled before a run starts, what only records,
   and what another flag would choose.
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import cached_property
@@ -70,6 +72,7 @@ class Definition:
     attributes: set[tuple[str, str]] = field(default_factory=set)  # (first name of the chain, last)
     dotted: set[tuple[str, str]] = field(default_factory=set)  # (name, attribute of it)
     methods: dict[str, Definition] = field(default_factory=dict)
+    types: set[str] = field(default_factory=set)  # of a class's fields and constructor's parameters
 
 
 class Module:
@@ -84,8 +87,15 @@ class Module:
     @cached_property
     def imports(self) -> dict[str, str]:
         """Local name -> dotted name, without what only the type checker imports."""
+        return self._imports(_walk(self.tree))
+
+    @cached_property
+    def all_imports(self) -> dict[str, str]:
+        return self._imports(ast.walk(self.tree))
+
+    def _imports(self, nodes: Iterable[ast.AST]) -> dict[str, str]:
         found: dict[str, str] = {}
-        for node in _walk(self.tree):
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
@@ -113,12 +123,17 @@ class Module:
         functions = [n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
         rest = [n for n in node.body if n not in functions]
         own = _mentions(self.name, [*node.bases, *node.decorator_list, *rest])
+        fields = [n.annotation for n in rest if isinstance(n, ast.AnnAssign)]
         for function in functions:  # a property's setter adds to its getter
+            if function.name in CONSTRUCTORS:
+                parameters = [*function.args.args, *function.args.kwonlyargs]
+                fields += [a.annotation for a in parameters if a.annotation]
             method = _mentions(self.name, [function])
             known = own.methods.setdefault(function.name, method)
             known.names |= method.names
             known.attributes |= method.attributes
             known.dotted |= method.dotted
+        own.types = {n.id for top in fields for n in ast.walk(top) if isinstance(n, ast.Name)}
         return own
 
     @property
@@ -299,6 +314,11 @@ class _Closure:
         seen.add(key)
         definition = module.definitions[name]
         self._follow(definition, on_path)
+        for type_name in definition.types:
+            if type_name in module.definitions:
+                self._reach(module, type_name, on_path=False)
+            elif type_name in module.all_imports:
+                self._reach_dotted(module.all_imports[type_name], on_path=False)
         for method in definition.methods:
             self.waiting[method].append(key)
             self._run_method(key, method)
