@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import metadata as shard_metadata
 from torch.distributed.checkpoint import (
     CheckpointException,
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from slime.core.errors import ConfigError
+from slime.runlog.checkpoint_folder import check_share, damaged
 
 _FILE = ".metadata"
 _ENUMS = (
@@ -123,6 +125,28 @@ def plain_refusals() -> Iterator[None]:
             if isinstance(failure[0], ConfigError):
                 raise failure[0] from None
         raise
+
+
+class FileCheck:
+    """Compare the files of a checkpoint with their checksums, each file on one rank.
+
+    All ranks call it together; a folder is checked once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._checked: set[str] = set()
+
+    def __call__(self, path: str | Path) -> None:
+        """Raise ConfigError on every rank if a file differs from what was written."""
+        if str(path) in self._checked:
+            return
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        problems: list[str | None] = [None] * world_size
+        dist.all_gather_object(problems, check_share(path, rank, world_size), group=self._group)
+        if found := next((problem for problem in problems if problem), None):
+            raise damaged(Path(path), found)
+        self._checked.add(str(path))
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slime.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slime.config.arguments import Args
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 
@@ -50,3 +56,21 @@ class LrSchedule:
 def warmup_steps(iters: int, fraction: float | None, decay_steps: int | None) -> int:
     """Steps of warm-up: `iters`, or a fraction of the decay where one is given."""
     return iters if fraction is None else round(fraction * (decay_steps or 0))
+
+
+def lr_schedule(args: Args) -> LrSchedule:
+    """Return the schedule that the flags describe."""
+    try:
+        return LrSchedule(
+            lr=args.lr,
+            min_lr=args.min_lr,
+            style=args.lr_decay_style,
+            warmup_steps=warmup_steps(
+                args.lr_warmup_iters, args.lr_warmup_fraction, args.lr_decay_iters
+            ),
+            decay_steps=args.lr_decay_iters or 0,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"--lr-decay-style, --lr-decay-iters, --lr-warmup-iters: {error}"
+        ) from None

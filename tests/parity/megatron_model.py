@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime.backends.lr import lr_schedule
+from slime.backends.lr_schedule import lr_schedule
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
 
 install_cpu_adapter()

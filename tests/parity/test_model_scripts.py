@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.megatron_utils.architecture import architecture
-from slime.backends.megatron_utils.layer_pattern import layer_pattern
+from slime.backends.megatron_utils.architecture import architecture, layer_pattern
 from slime.backends.megatron_utils.model_config import check_flags, model_flags
 from slime.config.arguments import Args
 from slime.config.flags.parser import read_command_line

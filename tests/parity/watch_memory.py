@@ -38,7 +38,7 @@ def watched(argv: list[str]) -> None:
     """The steps of the tool's main, one by one."""
     from slime.backends.megatron_utils.conversion import to_torch_dist as steps
     from slime.backends.megatron_utils.conversion.arguments import conversion_args
-    from slime.backends.megatron_utils.conversion.process_group import process_group
+    from slime.backends.megatron_utils.conversion.process import process_group
     from slime.backends.megatron_utils.hf_weights.reader import HfReader
     from slime.backends.megatron_utils.model_config import read_config
 

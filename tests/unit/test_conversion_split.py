@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from slime.backends.megatron_utils.conversion.split import ModelSizes, layout_text, stages
+from slime.backends.megatron_utils.conversion.arguments import ModelSizes, layout_text, stages
 
 
 def largest(sizes, counts):

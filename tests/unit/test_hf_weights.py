@@ -4,11 +4,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slime.backends.megatron_utils.architecture import layer_pattern
 from slime.backends.megatron_utils.hf_weights.gpt_oss import GateUpByTurns, OfStack
 from slime.backends.megatron_utils.hf_weights.mappings import GateUp, Part, Plain, Qkv, Vocab
 from slime.backends.megatron_utils.hf_weights.reader import DictReader, HfReader
 from slime.backends.megatron_utils.hf_weights.rules import Rule, WeightMap, canonical
-from slime.backends.megatron_utils.layer_pattern import layer_pattern
 from slime.core.errors import ConfigError, UserError
 
 HEADS, GROUPS, DIM, HIDDEN, FFN, VOCAB = 8, 4, 3, 5, 8, 10

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.fsdp_utils.optimizer import ShardedOptimizer
-from slime.backends.lr import lr_schedule
+from slime.backends.lr_schedule import lr_schedule
 from slime.backends.step import StepResult, step_optimizer
 from slime.core.errors import UserError
 from slime.core.types import MetricSum

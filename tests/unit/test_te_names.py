@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from slime.backends.megatron_utils.checkpoint_keys import use_stored_keys
+from slime.backends.megatron_utils.checkpoint_state import use_stored_keys
 from slime.backends.megatron_utils.hf_weights.families import weight_map
 from slime.backends.megatron_utils.hf_weights.load import check_shape
 from slime.backends.megatron_utils.hf_weights.local import Layout, local_weights

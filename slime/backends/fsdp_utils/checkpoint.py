@@ -19,8 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from slime.backends.checkpoint_check import FileCheck
-from slime.backends.checkpoint_reader import DataReader, load_object
+from slime.backends.checkpoint_reader import DataReader, FileCheck, load_object
 from slime.backends.fsdp_utils.loading import ShardedModel, zero_value_head
 from slime.backends.fsdp_utils.optimizer import ShardedOptimizer
 from slime.core.errors import UserError

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from slime.backends.fsdp_utils.loading import shard_of
 from slime.backends.fsdp_utils.muon import ShardedMuon
-from slime.backends.lr import lr_schedule
+from slime.backends.lr_schedule import lr_schedule
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args

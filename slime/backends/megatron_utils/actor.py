@@ -17,7 +17,7 @@ import torch.distributed as dist
 from slime.backends.backend import HFBucket, ModelName
 from slime.backends.base import TrainRayActor, first_weights
 from slime.backends.hf_folder import FILE_BYTES, write_hf_folder
-from slime.backends.lr import lr_schedule
+from slime.backends.lr_schedule import lr_schedule
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
 from slime.backends.offload import Offloaded, return_unused
 from slime.backends.step import StepResult, step_optimizer
@@ -36,14 +36,13 @@ install_cpu_adapter()
 from megatron.core import parallel_state  # noqa: E402
 
 from slime.backends.megatron_utils.checkpoint import Checkpointer, is_checkpoint  # noqa: E402
-from slime.backends.megatron_utils.freezing import freeze  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.export import hf_buckets  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.families import weight_map  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.load import load_hf  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
 from slime.backends.megatron_utils.host_weights import HostWeights  # noqa: E402
 from slime.backends.megatron_utils.layer_spec import layers_line  # noqa: E402
-from slime.backends.megatron_utils.model import Head, build_chunks, wrap_chunks  # noqa: E402
+from slime.backends.megatron_utils.model import Head, build_chunks, freeze, wrap_chunks  # noqa: E402
 from slime.backends.megatron_utils.model_config import (  # noqa: E402
     gpt_options,
     model_config,

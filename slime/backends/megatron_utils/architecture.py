@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import PretrainedConfig
 
 from slime.backends.megatron_utils.rope import Rope, read_rope
 from slime.config.megatron_models import LATENT, check_model_type
-from slime.core.errors import UserError
+from slime.core.errors import ConfigError, UserError
 
 
 @dataclass(kw_only=True)
@@ -234,6 +235,39 @@ def _unsupported(config: PretrainedConfig, name: str, value: object, wanted: str
     )
 
 
+def layer_pattern(text: str | int | list[int], num_layers: int) -> list[int]:
+    """Return 1 for each MoE layer and 0 for each dense one, from --moe-layer-freq.
+
+    Megatron's scripts write `[0,1,1]`, `[0]*3+[1]*89`, or a number N: every N-th layer is a MoE.
+
+    >>> layer_pattern("[0]*1+[1]*3", 4)
+    [0, 1, 1, 1]
+    """
+    if isinstance(text, list):
+        pattern = text
+    elif str(text).strip().isdigit():
+        every = int(text)
+        pattern = [int(layer % every == 0) for layer in range(num_layers)]
+    else:
+        pattern = [value for part in str(text).split("+") for value in _repeated(part, str(text))]
+    if len(pattern) != num_layers:
+        raise ConfigError(
+            f"--moe-layer-freq {text} describes {len(pattern)} layers and the model has {num_layers}"
+        )
+    return pattern
+
+
+def _repeated(part: str, text: str) -> list[int]:
+    match = _PATTERN_PART.fullmatch(part)
+    if match is None:
+        raise ConfigError(
+            f"--moe-layer-freq {text} is not a pattern: write a number or lists as [0]*3+[1]*89"
+        )
+    values = [int(value) for value in match[1].split(",") if value.strip()]
+    return values * int(match[2] or 1)
+
+
+_PATTERN_PART = re.compile(r"\s*(?:\(\s*)?\[([01,\s]*)\](?:\s*\*\s*(\d+))?(?:\s*\))?\s*")
 _QUICK_GELU_ALPHA = 1.702
 
 _FAMILIES: dict[str, Callable[[PretrainedConfig, Architecture], None]] = {

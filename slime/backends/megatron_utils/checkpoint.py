@@ -23,10 +23,11 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.checkpoint_check import FileCheck
-from slime.backends.checkpoint_reader import load_object, plain_refusals
-from slime.backends.megatron_utils.checkpoint_keys import (
+from slime.backends.checkpoint_reader import FileCheck, load_object, plain_refusals
+from slime.backends.megatron_utils.checkpoint_state import (
     drop_extra_state,
+    load_optimizer_state,
+    optimizer_state,
     use_stored_keys,
     without_extra_state,
 )
@@ -37,7 +38,6 @@ from slime.backends.megatron_utils.fp8_state import (
     load_fp8_state,
 )
 from slime.backends.megatron_utils.layers.value_head import ValueHead
-from slime.backends.megatron_utils.optimizer_state import load_optimizer_state, optimizer_state
 from slime.backends.megatron_utils.patches import patch_checkpoints
 from slime.core.errors import ConfigError, UserError
 from slime.runlog.checkpoint_files import record_checksums

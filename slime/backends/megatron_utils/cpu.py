@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
-from slime.backends.megatron_utils.torch_calls import Function, TorchCalls
 from slime.config.env import set_default_env
 from slime.utils.device import device_type
+
+Function = Callable[..., Any]
 
 _CPU = torch.device("cpu")
 _installed = False
@@ -35,6 +37,23 @@ def install_cpu_adapter() -> None:
         _mend_megatron()
     _mend_uneven_collectives()
     _share_groups()
+
+
+class TorchCalls(TorchFunctionMode):
+    """While active, `answer(function, args, kwargs)` returns the result of every torch function."""
+
+    def __init__(self, answer: Callable[[Function, Sequence[Any], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def __torch_function__(
+        self,
+        func: Function,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return self._answer(func, args, kwargs or {})
 
 
 @contextlib.contextmanager

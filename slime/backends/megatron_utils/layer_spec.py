@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.layer_summary import layer_summary
 from slime.backends.megatron_utils.attention import PackedAttention
-from slime.backends.megatron_utils.gpt_config import GptConfig
+from slime.backends.megatron_utils.config_classes import GptConfig
 from slime.backends.megatron_utils.layers.grouped_experts import GroupedExperts
 from slime.backends.megatron_utils.layers.latent_attention import use_latent_projections
 from slime.backends.megatron_utils.layers.packed_rotary import uses_te_attention

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.lr import lr_schedule
-from slime.backends.megatron_utils.cpu import install_cpu_adapter
-from slime.backends.megatron_utils.torch_calls import Function, TorchCalls
+from slime.backends.lr_schedule import lr_schedule
+from slime.backends.megatron_utils.cpu import Function, TorchCalls, install_cpu_adapter
 from slime.backends.model_size.rank_model import RankModel
 from slime.config.checks.megatron_support import NEEDS_TE
 from slime.utils.device import use_device
@@ -26,9 +25,8 @@ install_cpu_adapter()
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 
-from slime.backends.megatron_utils.freezing import freeze  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.families import weight_map  # noqa: E402
-from slime.backends.megatron_utils.model import build_chunks, wrap_chunks  # noqa: E402
+from slime.backends.megatron_utils.model import build_chunks, freeze, wrap_chunks  # noqa: E402
 from slime.backends.megatron_utils.model_config import (  # noqa: E402
     gpt_options,
     model_config,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -14,7 +15,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.algorithms.log_probs import log_probs_from_hidden
-from slime.backends.megatron_utils.flag_fields import flag_fields
+from slime.backends.megatron_utils.config_classes import flag_fields
+from slime.backends.megatron_utils.hf_weights.local import current_layout, local_weights
+from slime.backends.megatron_utils.hf_weights.rules import WeightMap
 from slime.backends.megatron_utils.layer_spec import block_spec
 from slime.backends.megatron_utils.layers.gated_mlp import use_gated_mlps
 from slime.backends.megatron_utils.layers.packed_rotary import (
@@ -24,6 +27,7 @@ from slime.backends.megatron_utils.layers.packed_rotary import (
 )
 from slime.backends.megatron_utils.layers.value_head import ValueHead
 from slime.backends.megatron_utils.model_config import GptOptions
+from slime.backends.trained_names import is_trained, refuse_nothing_trained
 from slime.config import hook_types
 from slime.core.types import TrainBatch
 from slime.utils.device import current_device
@@ -47,6 +51,27 @@ def build_chunks(
     stages = range(config.virtual_pipeline_model_parallel_size or 1)
     virtual = config.virtual_pipeline_model_parallel_size is not None
     return [_build(config, options, provider, s if virtual else None, critic) for s in stages]
+
+
+def freeze(args: Args, chunks: Sequence[torch.nn.Module], weights: WeightMap) -> None:
+    """Turn requires_grad off as --only-train-params-name-list and --freeze-params-name-list say.
+
+    They match Hugging Face names; a fused parameter is trained if any of its parts is.
+    """
+    only, frozen = args.only_train_params_name_list, args.freeze_params_name_list
+    if only is None and not frozen:
+        return
+    params = {_storage(param): param for chunk in chunks for param in chunk.parameters()}
+    names: list[str] = []
+    for weight in local_weights(chunks, weights, current_layout()):
+        param = params.get(_storage(weight.tensor))
+        if param is not None:
+            names += weight.match.hf_names
+            param.requires_grad_(any(is_trained(n, only, frozen) for n in weight.match.hf_names))
+    count = torch.tensor(sum(p.requires_grad for p in params.values()), device=current_device())
+    dist.all_reduce(count)
+    if not count:
+        refuse_nothing_trained(names)
 
 
 def wrap_chunks(
@@ -157,3 +182,8 @@ def _output_weight(chunk: GPTModel) -> torch.Tensor:
     if chunk.share_embeddings_and_output_weights:
         return chunk.shared_embedding_or_output_weight()
     return chunk.output_layer.weight
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """Identify a tensor by its storage; on the meta device there are no addresses."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()

@@ -21,10 +21,8 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig, Qwen2Config
 
-from slime.backends.megatron_utils.architecture import Architecture, architecture
-from slime.backends.megatron_utils.flag_fields import flag_fields
-from slime.backends.megatron_utils.gpt_config import GptConfig, yarn_mscale
-from slime.backends.megatron_utils.layer_pattern import layer_pattern
+from slime.backends.megatron_utils.architecture import Architecture, architecture, layer_pattern
+from slime.backends.megatron_utils.config_classes import GptConfig, flag_fields, yarn_mscale
 from slime.config.checks.te_checks import FUSIONS
 from slime.config.flags.registry import all_flags
 from slime.core.errors import ConfigError

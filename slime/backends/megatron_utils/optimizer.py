@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.megatron_utils.adam import install_adam
-from slime.backends.megatron_utils.flag_fields import flag_fields
+from slime.backends.megatron_utils.config_classes import flag_fields
 from slime.backends.megatron_utils.muon import TensorParallelMuon, make_muon
 from slime.utils.device import device_type
 

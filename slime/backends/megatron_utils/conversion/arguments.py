@@ -1,10 +1,18 @@
-"""The flags of a conversion: MODEL_ARGS, --hf-checkpoint, --save, and parallel sizes if one wants to."""
+"""The flags of a conversion (MODEL_ARGS, --hf-checkpoint, --save) and how the model is split over ranks.
+
+Without parallel sizes among the flags the ranks form one pipeline, its stages of about equal size.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from slime.backends.megatron_utils.hf_weights.reader import TensorReader
+from slime.backends.megatron_utils.hf_weights.rules import WeightMap
 from slime.config.arguments import Args
 from slime.config.checks.megatron_support import check_megatron_flags
 from slime.config.flags.draft import Draft, Origin
@@ -53,16 +61,16 @@ def has_layout(args: Args) -> bool:
 
 def with_layout(args: Args, dtype: str, layout: str | None, world_size: int) -> Args:
     """The user's sizes, or one pipeline over the ranks; `layout` in Megatron's letters."""
-    stages = layout.count("|") + 1 if layout else 1
+    num_stages = layout.count("|") + 1 if layout else 1
     values: dict[str, Any] = {
         "tensor_model_parallel_size": args.tensor_model_parallel_size or 1,
-        "pipeline_model_parallel_size": args.pipeline_model_parallel_size or stages,
+        "pipeline_model_parallel_size": args.pipeline_model_parallel_size or num_stages,
         "expert_model_parallel_size": args.expert_model_parallel_size or 1,
         "precision": "bf16" if args.bf16 else "fp32" if args.fp32 else dtype,
     }
     tensor = values["tensor_model_parallel_size"]
     values["expert_tensor_parallel_size"] = args.expert_tensor_parallel_size or tensor
-    if layout and stages > 1:
+    if layout and num_stages > 1:
         values["pipeline_model_parallel_layout"] = layout
     each = tensor * values["pipeline_model_parallel_size"]
     if world_size % each:
@@ -74,6 +82,49 @@ def with_layout(args: Args, dtype: str, layout: str | None, world_size: int) -> 
     return args.replace(**values)
 
 
+@dataclass(frozen=True)
+class ModelSizes:
+    """Elements of what stands before the layers, of each layer, and of what stands behind them."""
+
+    before: int
+    layers: tuple[int, ...]
+    behind: int
+
+
+def model_sizes(weights: WeightMap, reader: TensorReader) -> ModelSizes:
+    names = set(reader.names())
+    layers = [0] * weights.num_layers
+    ends = {False: 0, True: 0}
+    for rule in weights.rules:
+        if not rule.per_layer:
+            ends[rule is not weights.rules[0]] += _elements(rule.hf_names(), names, reader)
+    for name in names:
+        layer = _layer_of(name)
+        if layer is not None and layer < weights.num_layers:
+            layers[layer] += prod(reader.shape(name))
+    return ModelSizes(ends[False], tuple(layers), ends[True])
+
+
+def stages(sizes: ModelSizes, world_size: int) -> list[int]:
+    """Layers of each stage: as many stages as ranks, or the most that divide them, at least a layer
+    each, and the largest as small as can be.
+
+    >>> stages(ModelSizes(before=10, layers=(10, 10, 10, 10), behind=10), 3)
+    [1, 2, 1]
+    """
+    most = len(sizes.layers)
+    count = max(n for n in range(1, world_size + 1) if world_size % n == 0 and n <= most)
+    costs = list(sizes.layers)
+    costs[0] += sizes.before
+    costs[-1] += sizes.behind
+    return _cut(costs, count)
+
+
+def layout_text(layers_of_stages: list[int]) -> str:
+    """For --pipeline-model-parallel-layout: `Ett|ttt|tL`."""
+    return "E" + "|".join("t" * count for count in layers_of_stages) + "L"
+
+
 def _check_folders(given: dict[str, Any]) -> None:
     for name in ("hf_checkpoint", "save"):
         if not given.get(name):
@@ -81,3 +132,34 @@ def _check_folders(given: dict[str, Any]) -> None:
     config = Path(given["hf_checkpoint"]) / "config.json"
     if not config.is_file():
         raise ConfigError(f"--hf-checkpoint: {config} does not exist")
+
+
+def _cut(costs: list[int], count: int) -> list[int]:
+    """Cut a row into `count` runs so that the largest sum is least; by dynamic programming."""
+    total = len(costs)
+    sums = [0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[n] = (largest sum, lengths) of the first n items in the runs made so far
+    best: list[tuple[float, list[int]]] = [(sums[n], [n]) for n in range(total + 1)]
+    for run in range(2, count + 1):
+        best = [
+            min(
+                (
+                    (max(best[m][0], sums[n] - sums[m]), [*best[m][1], n - m])
+                    for m in range(run - 1, n)
+                ),
+                default=(float("inf"), []),
+            )
+            for n in range(total + 1)
+        ]
+    return best[total][1]
+
+
+def _layer_of(name: str) -> int | None:
+    parts = name.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] and len(parts) > 2 else None
+
+
+def _elements(wanted: Iterable[str], names: set[str], reader: TensorReader) -> int:
+    return sum(prod(reader.shape(name)) for name in wanted if name in names)

@@ -18,14 +18,14 @@ from slime.backends.megatron_utils.checkpoint import Checkpointer  # noqa: E402
 from slime.backends.megatron_utils.conversion.arguments import (  # noqa: E402
     conversion_args,
     has_layout,
-    with_layout,
-)
-from slime.backends.megatron_utils.conversion.process_group import process_group  # noqa: E402
-from slime.backends.megatron_utils.conversion.progress import progress  # noqa: E402
-from slime.backends.megatron_utils.conversion.split import (  # noqa: E402
     layout_text,
     model_sizes,
     stages,
+    with_layout,
+)
+from slime.backends.megatron_utils.conversion.process import (  # noqa: E402
+    process_group,
+    progress,
 )
 from slime.backends.megatron_utils.hf_weights.families import (  # noqa: E402
     padded_weight_map,

@@ -5,7 +5,6 @@ from transformers import PretrainedConfig
 from slime.backends.megatron_utils.hf_weights.blocks import (
     expert_bias,
     experts,
-    layers_behind_the_last,
     mlp,
     plain,
     shared_experts,
@@ -21,10 +20,6 @@ def layer_rules(config: PretrainedConfig) -> list[Rule]:
         *experts(),
         *shared_experts(),
     ]
-
-
-def untrained(config: PretrainedConfig) -> tuple[str, ...]:
-    return layers_behind_the_last(config)
 
 
 def _latent_attention(config: PretrainedConfig) -> list[Rule]:

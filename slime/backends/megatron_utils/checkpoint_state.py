@@ -1,21 +1,57 @@
-"""The part of Megatron's optimizers that a checkpoint holds.
+"""What a torch_dist checkpoint holds of the model and of Megatron's optimizers.
 
-Megatron chains several optimizers, one for experts where those are spread over ranks, and keeps their
-parameter groups in the checkpoint, so that one saved with a chain of another length cannot be loaded.
+Model: a norm is a module of its own or fused into the linear layer behind it, and its name follows.
+Other tools name them either way too. A checkpoint is written with the names of the model that writes it;
+the model that reads it takes whichever name is stored.
+
+Optimizer: Megatron chains several optimizers, one for experts where those are spread over ranks, and keeps
+their parameter groups in the checkpoint, so that one saved with a chain of another length cannot be loaded.
 Of the groups only the number of steps is not known anyway. Here just the tensors are saved, by parameter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from typing import Any
 
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
+_EXTRA_STATE = "._extra_state"
+# (norm of its own, norm fused into a linear layer)
+_NORMS = (
+    (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
+    (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
+    (".self_attention.q_layernorm.", ".self_attention.linear_q_up_proj.layer_norm_"),
+    (".self_attention.kv_layernorm.", ".self_attention.linear_kv_up_proj.layer_norm_"),
+)
 _STATE, _KIND, _GROUPS = "param_state", "param_state_sharding_type", "param_groups"
 _MASTERS = "fp32_from_fp16_params"
+
+
+def drop_extra_state(state: dict[str, Any]) -> None:
+    """Remove what TransformerEngine's layers pickle; `fp8_state` keeps what matters of it as tensors."""
+    for name in [name for name, value in state.items() if _is_extra(name, value)]:
+        del state[name]
+
+
+def use_stored_keys(state: dict[str, Any], stored: Container[str]) -> None:
+    """Rename norms of a model's sharded state to the names that the checkpoint has them under."""
+    for tensor in state.values():
+        if isinstance(tensor, ShardedTensor) and tensor.key not in stored:
+            tensor.key = next(
+                (key for key in _other_names(tensor.key) if key in stored), tensor.key
+            )
+
+
+def without_extra_state(names: list[str]) -> list[str]:
+    return [name for name in names if not name.endswith(_EXTRA_STATE)]
 
 
 def optimizer_state(
@@ -56,6 +92,17 @@ def load_optimizer_state(chain: ChainedOptimizer, state: dict[str, Any], num_ste
             if isinstance(own.get(_MASTERS), dict):
                 own[_MASTERS] = _as_lists(own[_MASTERS], groups[_MASTERS])
         optimizer.load_state_dict(own)
+
+
+def _is_extra(name: str, value: object) -> bool:
+    return isinstance(value, ShardedObject) and _EXTRA_STATE in f".{name}"
+
+
+def _other_names(key: str) -> Iterator[str]:
+    for pair in _NORMS:
+        for mine, other in (pair, pair[::-1]):
+            if mine in key:
+                yield key.replace(mine, other)
 
 
 def _of_one_owner(state: Any) -> Any:

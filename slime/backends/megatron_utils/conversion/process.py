@@ -1,4 +1,4 @@
-"""A bar on a terminal, a line for every tenth elsewhere; on the first rank only."""
+"""What both directions of a conversion need of their process: its process group and a progress display."""
 
 from __future__ import annotations
 
@@ -6,12 +6,31 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+import torch.distributed as dist
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from slime.utils.device import collective_backend, device_type
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Join the ranks that torchrun started, or form a group of this process alone."""
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(collective_backend())
+    else:
+        dist.init_process_group(collective_backend(), store=dist.HashStore(), rank=0, world_size=1)
+    if device_type() == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
 
 class ByteCount:
-    """`advance` it by bytes until `total`."""
+    """Count converted bytes up to `total`."""
 
     def __init__(self, title: str, total: int, bar: Progress | None, *, quiet: bool) -> None:
         self._title, self._total, self._bar, self._quiet = title, max(total, 1), bar, quiet
@@ -30,6 +49,7 @@ class ByteCount:
 
 @contextmanager
 def progress(title: str, total: int, *, shown: bool) -> Iterator[ByteCount]:
+    """Show a bar on a terminal, a line per 10 % elsewhere, nothing unless `shown`."""
     if not shown or not sys.stdout.isatty():
         yield ByteCount(title, total, None, quiet=not shown)
         return
