@@ -1,4 +1,4 @@
-"""What `--advantage-estimator` chooses: one line per name. A new one is a function and its line here.
+"""The recipes of `--advantage-estimator`. To add one, write its function and add its entry to `RECIPES`.
 
 | step | where |
 |---|---|
@@ -22,12 +22,12 @@ Estimator = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How rewards become a loss."""
+    """Name the functions that turn rewards into a policy loss."""
 
     compare: Compare
     pg_loss: PgLoss = ppo_clip
-    discounts: bool = False  # whether --gamma applies to what later tokens earn
-    critic: bool = False  # advantages by generalised advantage estimation
+    discounts: bool = False  # whether --gamma discounts the rewards of later tokens
+    critic: bool = False  # whether advantages are GAE with a critic
 
 
 RECIPES: dict[Estimator, Recipe] = {

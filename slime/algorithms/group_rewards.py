@@ -1,4 +1,4 @@
-"""Rewards compared within their group, the samples with the same group index, however many they are."""
+"""Baselines of rewards within a group: the samples with the same group index, of any number."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ _STD_EPS = 1e-6
 
 
 class Compare(Protocol):
-    """Rewards [N] of samples in groups 0, 1, ... [N] -> what their advantages are made of [N]."""
+    """Map rewards [N] of samples in groups 0, 1, ... [N] to the scores [N] that advantages are computed from."""
 
     def __call__(self, rewards: np.ndarray, group: np.ndarray, *, std: bool) -> np.ndarray: ...
 
 
 def as_they_are(rewards: np.ndarray, group: np.ndarray, *, std: bool) -> np.ndarray:
-    """r: REINFORCE++ (arXiv 2501.03262), whose baseline is the whole batch, and PPO, whose is a critic."""
+    """Return r: REINFORCE++ (arXiv 2501.03262) takes its baseline from the batch, PPO from a critic."""
     return rewards
 
 
 def centred(rewards: np.ndarray, group: np.ndarray, *, std: bool) -> np.ndarray:
-    """r - mean: REINFORCE++ with baseline (arXiv 2501.03262), Dr. GRPO (2503.20783)."""
+    """Return r - mean: REINFORCE++ with baseline (arXiv 2501.03262), Dr. GRPO (2503.20783)."""
     return rewards - (np.bincount(group, weights=rewards) / np.bincount(group))[group]
 
 
 def scaled(rewards: np.ndarray, group: np.ndarray, *, std: bool) -> np.ndarray:
-    """(r - mean) / (std + 1e-6), std over G-1 as torch.std: GRPO (arXiv 2402.03300).
+    """Return (r - mean) / (std + 1e-6), std over G-1 as torch.std: GRPO (arXiv 2402.03300).
 
-    A group of one has nothing to be compared with and gets 0. Without `std` it is `centred`.
+    A group of one gets 0. Without `std` it equals `centred`.
     """
     difference = centred(rewards, group, std=std)
     if not std:
@@ -38,14 +38,14 @@ def scaled(rewards: np.ndarray, group: np.ndarray, *, std: bool) -> np.ndarray:
 
 
 def leave_one_out(rewards: np.ndarray, group: np.ndarray, *, std: bool) -> np.ndarray:
-    """r - mean of the others = (r - mean) * G / (G-1): RLOO (arXiv 2402.14740); 0 in a group of one."""
+    """Return r - mean of the others = (r - mean) * G / (G-1): RLOO (arXiv 2402.14740); 0 in a group of one."""
     return centred(rewards, group, std=std) * (np.bincount(group) / _others(group))[group]
 
 
 def overlong_penalty(
     response_lens: np.ndarray, *, max_response_len: int, buffer_len: int, factor: float
 ) -> np.ndarray:
-    """What DAPO (arXiv 2503.14476, eq. 13) adds to the rewards of long responses.
+    """Return what DAPO (arXiv 2503.14476, eq. 13) adds to the rewards of long responses.
 
     0 up to max_response_len - buffer_len, from there falling linearly to -factor at the limit.
     """

@@ -1,4 +1,4 @@
-"""Per-token estimates of the KL divergence from a reference policy, at tokens sampled from ours."""
+"""Per-token estimates of the KL divergence from a reference policy, at tokens sampled from the trained policy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MAX_LOW_VAR = 10.0
 
 
 def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLKind) -> torch.Tensor:
-    """An estimate of KL(ours || reference) at each token (Schulman 2020, "Approximating KL").
+    """Return an estimate of KL(policy || reference) at each token (Schulman 2020, "Approximating KL").
 
     With d = log p - log p_ref:  k1 = d, unbiased, any sign;  k2 = d^2 / 2, biased, low variance;
-    k3 = exp(-d) - 1 + d, unbiased, never negative. `low_var_kl` is k3 cut off at 10.
+    k3 = exp(-d) - 1 + d, unbiased, never negative. `low_var_kl` is k3 clamped to at most 10.
     """
     difference = log_probs - ref_log_probs
     if kind == "k1":

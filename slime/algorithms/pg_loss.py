@@ -1,4 +1,4 @@
-"""Policy-gradient losses of single tokens; each returns them and 1 where a bound replaced the ratio."""
+"""Policy-gradient losses per token. Each returns the losses and a mask that is 1 where the ratio was clipped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(kw_only=True, frozen=True)
 class PgInputs:
-    """Packed columns [T] and bounds; the ratio x of new to old probability lies in [1-low, 1+high]."""
+    """Packed columns [T] and the clip range [1-low, 1+high] of the ratio x of new to old probability."""
 
     log_probs: torch.Tensor
     log_ratio: torch.Tensor  # log x, 0 where nothing is trained
@@ -19,9 +19,8 @@ class PgInputs:
     low: float
     high: float
     dual: float | None
-    sequence_mean: Callable[
-        [torch.Tensor], torch.Tensor
-    ]  # at each token, of its sequence; constant
+    # Mean over the sequence of each token, detached from the graph.
+    sequence_mean: Callable[[torch.Tensor], torch.Tensor]
 
 
 class PgLoss(Protocol):

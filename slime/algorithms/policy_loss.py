@@ -91,7 +91,7 @@ def distilled(advantages: torch.Tensor, log_gap: torch.Tensor, opd_kl_coef: floa
 
 
 def sft_loss(inputs: LossInputs) -> LossOutput:
-    """Negative log-likelihood of the trained tokens."""
+    """Return the negative log-likelihood of the trained tokens."""
     loss = -_weighted(inputs, inputs.log_probs)
     terms = {"loss": loss}
     if inputs.entropy is not None:
@@ -102,7 +102,7 @@ def sft_loss(inputs: LossInputs) -> LossOutput:
 def _penalties(
     inputs: LossInputs, log_ratio: torch.Tensor, kl_loss_type: KLKind, unbiased: bool
 ) -> dict[str, torch.Tensor]:
-    """The KL to the reference and the entropy, where their columns are there."""
+    """Return the KL to the reference and the entropy, where the batch has their columns."""
     terms: dict[str, torch.Tensor] = {}
     if inputs.ref_log_probs is not None:
         mask = inputs.loss_mask
@@ -145,7 +145,7 @@ def _old_log_probs(inputs: LossInputs, use_rollout_logprobs: bool) -> torch.Tens
 
 
 def _log_ratio(new: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """0 where nothing is trained, whatever stands there."""
+    """Return log(new / old), and 0 at tokens that are not trained even if an input is NaN there."""
     return torch.where(mask > 0, new - old, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 
 
@@ -160,7 +160,7 @@ def _weighted(inputs: LossInputs, column: torch.Tensor) -> torch.Tensor:
 
 
 def _metrics(inputs: LossInputs, terms: dict[str, torch.Tensor]) -> dict[str, MetricSum]:
-    """One transfer from the device for all of them."""
+    """Read all metrics in one transfer from the device."""
     values = torch.stack([*terms.values(), inputs.loss_weights.sum()]).detach().tolist()
     return {
         name: MetricSum(total=total, count=values[-1])

@@ -1,4 +1,4 @@
-"""The critic's loss over one packed micro-batch: sum(loss_weights * token loss), as the policy's."""
+"""The critic's loss over one packed micro-batch: sum(loss_weights * token loss), like the policy loss."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from slime.core.types import LossOutput, MetricSum
 def value_loss(
     values: torch.Tensor,  # [T] of the critic that is being trained
     *,
-    old_values: torch.Tensor,  # [T] of the critic that the advantages were made with
+    old_values: torch.Tensor,  # [T] of the critic that the advantages were computed with
     returns: torch.Tensor,  # [T]
     loss_weights: torch.Tensor,  # [T]
     value_clip: float,
 ) -> LossOutput:
-    """Half the squared error to the returns, pessimistic about steps beyond the clip range.
+    """Return half the squared error to the returns, clipped as in PPO.
 
     max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2: once a value has moved more than
     c = value_clip towards its return, there is nothing left to gain in this rollout (PPO's reference
