@@ -240,7 +240,7 @@ def test_fused_adam_is_used_for_either_layers(tmp_path: Path, impl: str, distrib
 def test_a_precision_aware_optimizer_moves_weights_as_fp32_does(tmp_path: Path, name: str):
     """Adam's first steps are of the size of the learning rate, so weights end within a few bf16 steps."""
     plain = trainer(tmp_path, **TE, **DIST_OPT)
-    start = plain.exported()
+    start = {key: weight.clone() for key, weight in plain.exported().items()}
     aware = trainer(tmp_path, **TE, **OPTIMIZERS[name])
     for _ in range(3):
         plain.train(tokens())
@@ -342,6 +342,7 @@ def test_an_optimizer_in_host_memory_with_transformer_engine(
         "overlap_cpu_optimizer_d2h_h2d": overlap,
     }
     plain, first = trainer(tmp_path, **TE, **DIST_OPT), trainer(tmp_path, **TE, **flags)
+    start = {key: weight.clone() for key, weight in plain.exported().items()}
     for _ in range(2):
         plain.train(tokens())
         first.train(tokens())
@@ -353,5 +354,6 @@ def test_an_optimizer_in_host_memory_with_transformer_engine(
     wanted = first.exported()
     for other in (plain, second):
         for key, weight in other.exported().items():
-            error = (wanted[key].float() - weight.float()).abs().max()
-            assert error <= 2**-7 * weight.float().abs().max(), key
+            # Attention's backward pass is not deterministic, and Adam turns a sign into a whole step.
+            moved = (weight.float() - start[key].float()).norm()
+            assert (wanted[key].float() - weight.float()).norm() <= 0.05 * moved, key
