@@ -7,13 +7,13 @@ from tools.house import House
 # Measure -> (limit, target). A limit is never raised; lower it when the figure has gone down, until
 # it has reached the target.
 LIMITS = {
-    "files on the main path": (89, 50),
-    "files in slime/": (434, 300),
-    "lines in slime/": (50_720, 40_000),
-    "files in one folder": (30, 25),
+    "files on the main path": (88, 50),
+    "files in slime/": (413, 300),
+    "lines in slime/": (50_220, 40_000),
+    "files in one folder": (25, 25),
     "lines in one file": (400, 400),
     "lines in one function": (83, 80),
-    "percent of lines not checked by pyright": (22, 0),
+    "percent of lines not checked by pyright": (21, 0),
 }
 
 
