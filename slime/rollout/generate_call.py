@@ -23,7 +23,7 @@ from slime.rollout.sampling import SamplingParams, hash32
 if TYPE_CHECKING:
     from slime.config.arguments import Args
 
-_MAX_ATTEMPTS = 20
+_MAX_ABORTS = 20  # in a row; connection errors are retried in engine_pool.py
 _FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 
@@ -38,7 +38,7 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
     if not sample.tokens:
         sample.tokens = _encode(args, sample)
     attempts = 0
-    while attempts < _MAX_ATTEMPTS:
+    while attempts < _MAX_ABORTS:
         if is_aborting():
             sample.status = Status.ABORTED
             return sample
@@ -55,7 +55,7 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
         # Many weight updates may interrupt a long response; an attempt that added tokens does not count.
         attempts = attempts + 1 if sample.response_length == before.response_length else 0
     raise UserError(
-        f"the engines aborted the request of sample {sample.index} {_MAX_ATTEMPTS} times in a row"
+        f"the engines aborted the request of sample {sample.index} {_MAX_ABORTS} times in a row"
     )
 
 

@@ -62,18 +62,20 @@ class CheckpointFolder:
         for pattern in ("iter_*.tmp", "iter_*.deleting"):
             for leftover in self.root.glob(pattern):
                 shutil.rmtree(leftover)
-        aside = self._aside(rollout_id)
+        aside = self._temporary(rollout_id)
         aside.mkdir(parents=True)
         return aside
 
     def commit(self, meta: CheckpointMeta, keep: int | None = None) -> Path:
         """Make a completely written checkpoint the latest one, then remove all but the newest `keep`."""
-        aside, final = self._aside(meta.rollout_id), self.path(meta.rollout_id)
+        aside, final = self._temporary(meta.rollout_id), self.path(meta.rollout_id)
         checksums = take_checksums(aside)
         fields = asdict(replace(meta, sizes=file_sizes(aside), checksums=checksums))
         (aside / _META).write_text(json.dumps(fields | {_OWN_SUM: _sum(fields)}) + "\n")
         sync_tree(aside)
-        replaced = self._set_aside(meta.rollout_id)  # the same rollout, saved before a resume
+        replaced = self._rename_for_removal(
+            meta.rollout_id
+        )  # the same rollout, saved before a resume
         aside.rename(final)
         self._point_to(meta.rollout_id)
         if replaced:
@@ -84,11 +86,11 @@ class CheckpointFolder:
     def prune(self, keep: int | None) -> None:
         """Remove all but the newest `keep`, and never the only one."""
         for rollout_id in self.rollout_ids()[: -max(keep, 1)] if keep is not None else ():
-            if removed := self._set_aside(rollout_id):
+            if removed := self._rename_for_removal(rollout_id):
                 shutil.rmtree(removed)
 
     def discard(self, rollout_id: int) -> None:
-        shutil.rmtree(self._aside(rollout_id), ignore_errors=True)
+        shutil.rmtree(self._temporary(rollout_id), ignore_errors=True)
 
     def rollout_ids(self) -> list[int]:
         """Return the complete checkpoints, oldest first."""
@@ -97,7 +99,7 @@ class CheckpointFolder:
         matches = (_NAME.match(entry.name) for entry in self.root.iterdir())
         return sorted(int(m[1]) for m in matches if m and (self.path(int(m[1])) / _META).exists())
 
-    def _set_aside(self, rollout_id: int) -> Path | None:
+    def _rename_for_removal(self, rollout_id: int) -> Path | None:
         """Rename a checkpoint before its removal, so that a kill leaves no partial checkpoint."""
         path, aside = self.path(rollout_id), self.root / f"iter_{rollout_id:07d}.deleting"
         if not path.exists():
@@ -106,7 +108,7 @@ class CheckpointFolder:
         path.rename(aside)
         return aside
 
-    def _aside(self, rollout_id: int) -> Path:
+    def _temporary(self, rollout_id: int) -> Path:
         return self.root / f"iter_{rollout_id:07d}.tmp"
 
     def _point_to(self, rollout_id: int) -> None:

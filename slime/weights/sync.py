@@ -292,4 +292,7 @@ def _on_all_ranks(stage: str) -> Iterator[None]:
         raise WeightSyncError(f"weight update failed at {stage}: {failure}") from failure
     for rank, text in enumerate(texts):
         if text is not None:
-            raise WeightSyncError(f"weight update failed on trainer rank {rank}: {text}")
+            # The driver sees the error of any rank, and must not retry after a mismatch.
+            mismatch = text.startswith(WeightMismatchError.__name__)
+            kind = WeightMismatchError if mismatch else WeightSyncError
+            raise kind(f"weight update failed on trainer rank {rank}: {text}")

@@ -176,7 +176,7 @@ def corrupted_update(rank: int, checkpoint: Path, engines: list[EngineInfo]) -> 
 def test_one_corrupted_tensor_stops_every_rank_by_name(serve):
     checkpoint, engines = serve("qwen3")
     first, second = run_ranks(corrupted_update, 2, checkpoint, engines)
-    assert first.startswith(WeightMismatchError.__name__)
     for text in (first, second):
+        assert text.startswith(WeightMismatchError.__name__)  # the driver must not retry
         assert f"({Corrupting.target})" in text
         assert all(engine.url in text for engine in engines)

@@ -151,7 +151,7 @@ class Data:
     n_samples_per_prompt: int = flag(1, "responses per prompt; together they are a group", min=1)
     global_batch_size: int = flag(
         None,
-        "samples per optimizer step; rollout-batch-size x n-samples-per-prompt = "
+        "samples per optimizer step (trajectories, where an agent returns several samples of one); rollout-batch-size x n-samples-per-prompt = "
         "global-batch-size x num-steps-per-rollout",
         min=1,
     )
