@@ -1,7 +1,7 @@
-"""From rewards to the advantage of each response token.
+"""Turn rewards into the advantage of each response token.
 
-Rewards are compared within their group where all samples are at hand (`normalize_group_rewards`, before
-rows are spread over ranks); what the trainer does afterwards (`compute_advantages`) is per row.
+`normalize_group_rewards` compares rewards within their group; it needs all samples, so it runs
+before rows are distributed over DP ranks. `compute_advantages` runs in the trainer and is per row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VAR_EPS = 1e-8
 def normalize_group_rewards(
     rewards: np.ndarray, group_indices: np.ndarray, *, estimator: Estimator, std: bool
 ) -> np.ndarray:
-    """Rewards relative to their group, as the estimator compares them."""
+    """Return rewards relative to their group, using the baseline of `estimator`."""
     _, group = np.unique(np.asarray(group_indices), return_inverse=True)
     compare = RECIPES[estimator].compare
     return compare(np.asarray(rewards, np.float64), group, std=std).astype(np.float32)
@@ -42,11 +42,11 @@ def compute_advantages(
 ) -> None:
     """Fill `batch.advantages` and `batch.returns`; both are 0 at tokens that are not trained on.
 
-    Each trained token earns -kl_coef * KL estimate against the reference, the last one the reward on
-    top. The return of a token is the sum of what it and its successors earn, discounted by `gamma`
-    for reinforce_plus_plus and ppo. It is also the advantage, except for ppo (see `gae`). Tokens that
-    are not trained on (tool output) are passed over as if absent. `normalize` shifts and scales
-    the advantages to mean 0 and variance 1 over the trained tokens of all ranks of `dp_group`.
+    The reward of a trained token is -kl_coef * KL estimate against the reference; the last one also
+    gets the sample's reward. The return of a token is the sum of its own and all later rewards,
+    discounted by `gamma` for reinforce_plus_plus and ppo. The advantage equals the return, except
+    for ppo (see `gae`). Tokens that are not trained on (tool output) are skipped as if absent.
+    `normalize` whitens advantages to mean 0, variance 1 over all trained tokens of `dp_group`.
     """
     recipe = RECIPES[estimator]
     masks = [mask.astype(bool) for mask in batch.loss_masks]
@@ -66,10 +66,10 @@ def compute_advantages(
 
 
 def gae(rewards: Rows, values: Rows, *, gamma: float, lambd: float) -> tuple[Rows, Rows]:
-    """Generalised advantage estimates and returns of each row (arXiv 1506.02438).
+    """Return generalized advantage estimates and returns of each row (GAE, arXiv 1506.02438).
 
     A_t = sum_k (gamma * lambd)^k d_{t+k} with d_t = r_t + gamma * V_{t+1} - V_t and V = 0 past the
-    end; the return, which the critic learns, is A_t + V_t.
+    end. The return, which is the critic's regression target, is A_t + V_t.
     """
     deltas = [
         r + gamma * np.append(v[1:], 0.0)[: len(v)] - v
@@ -93,7 +93,7 @@ def _token_rewards(
     else:
         rows = [np.zeros(int(mask.sum())) for mask in masks]
     for row, reward in zip(rows, batch.rewards, strict=True):
-        row[-1:] += reward  # a row without trained tokens earns nothing
+        row[-1:] += reward  # a no-op for a row without trained tokens
     return rows
 
 
@@ -103,7 +103,7 @@ def _kl(ours: np.ndarray, reference: np.ndarray, kind: KLKind) -> np.ndarray:
 
 
 def _discount(rows: Rows, factor: float) -> Rows:
-    """y_t = x_t + factor * y_{t+1} in each row; all rows advance together, from their ends."""
+    """Return y_t = x_t + factor * y_{t+1} for each row, vectorized over rows."""
     if factor == 1.0:
         return [np.cumsum(row[::-1])[::-1] for row in rows]
     from_end = np.zeros((max(len(row) for row in rows), len(rows)))

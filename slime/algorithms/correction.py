@@ -1,7 +1,7 @@
-"""Importance correction for the difference between inference engine and trainer.
+"""Importance-sampling correction for the mismatch between inference engine and trainer.
 
-The same weights give slightly different probabilities in the two. Policy gradients are therefore
-weighted by w = p_trainer / p_engine of what was sampled, bounded to keep their variance bounded.
+With the same weights the two compute slightly different probabilities. Policy gradients are
+weighted by w = p_trainer / p_engine of the sampled tokens; w is bounded to limit the variance.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_LOG_RATIO = 20.0
 
 @dataclass(kw_only=True)
 class Corrected:
-    """The policy-gradient loss of each token after correction; tokens with mask 0 no longer count."""
+    """Per-token policy-gradient loss after correction; tokens with mask 0 are excluded."""
 
     pg_loss: torch.Tensor  # [T]
     loss_mask: torch.Tensor  # [T]
@@ -32,7 +32,7 @@ class Corrected:
 
 
 class Correction(Protocol):
-    """What `policy_loss` calls with its token losses; `importance_correction` with level etc. bound."""
+    """Signature of the correction in `policy_loss`, e.g. a partial of `importance_correction`."""
 
     def __call__(
         self,
@@ -59,12 +59,12 @@ def importance_correction(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Corrected:
-    """Multiply each token's loss by a bounded importance weight, a constant for the gradient.
+    """Multiply each token's loss by a bounded importance weight, which is detached from the graph.
 
     The weight is that of the token, of its whole sequence (product over trained tokens) or the
     geometric mean over the sequence. `truncate` clips it to [low, high] (TIS, "Your Efficient RL
-    Framework Secretly Brings You Off-Policy RL Training", Yao et al. 2025); `mask` drops what lies
-    outside (IcePop at token level, masked importance sampling at sequence level).
+    Framework Secretly Brings You Off-Policy RL Training", Yao et al. 2025); `mask` drops tokens
+    outside [low, high] (IcePop at token level, masked importance sampling at sequence level).
     """
     log_weight = (old_log_probs - rollout_log_probs).detach() * loss_mask
     if level != "token":
@@ -89,9 +89,9 @@ def sequence_log_ratio(
     mean: bool,
     cp_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """At each token the sum or mean of log_ratio over the trained tokens of its sequence. [T]
+    """Return at each token the sum or mean of log_ratio over its sequence's trained tokens: [T].
 
-    Under context parallelism sequences are summed over `cp_group`; gradients do not pass.
+    Under context parallelism the sums are all-reduced over `cp_group`. The result is detached.
     """
     lens = cu_seqlens.diff()
     sequence = torch.repeat_interleave(lens, output_size=len(log_ratio))
@@ -106,11 +106,11 @@ def sequence_log_ratio(
 def mismatch_metrics(
     batch: RolloutBatch, *, breakdown: bool = False
 ) -> tuple[dict[str, MetricSum], dict[str, float]]:
-    """How far the trainer's log-probs are from the engine's: means that add up, and a maximum.
+    """Return how far the trainer's log-probs are from the engine's: means as sums, and a maximum.
 
-    Over the trained tokens of the rows this rank owns, with d = trainer - engine: the mean and the
-    largest |d| and the k3 estimate of KL(engine || trainer). `breakdown` adds k1 = -d, the mean
-    importance weight exp(d), and each side's mean negative log-prob.
+    With d = trainer - engine over the trained tokens of this rank's rows: the mean |d|, the maximum
+    |d| and the k3 estimate of KL(engine || trainer). `breakdown` adds k1 = -d, the mean importance
+    weight exp(d), and the mean negative log-prob of each side.
     """
     if batch.old_log_probs is None or batch.rollout_log_probs is None:
         return {}, {}

@@ -1,10 +1,10 @@
-"""The recipes of `--advantage-estimator`. To add one, write its function and add its entry to `RECIPES`.
+"""The recipes of `--advantage-estimator`. To add one, write its function and add it to `RECIPES`.
 
 | step | where |
 |---|---|
-| rewards within their group | group_rewards.py |
-| rewards of tokens to advantages | advantages.py |
-| loss of each token | pg_loss.py |
+| group baseline: rewards to scores | group_rewards.py |
+| token rewards to advantages | advantages.py |
+| per-token policy loss | pg_loss.py |
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Estimator = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Name the functions that turn rewards into a policy loss."""
+    """The functions and options with which one estimator turns rewards into a policy loss."""
 
     compare: Compare
     pg_loss: PgLoss = ppo_clip
-    discounts: bool = False  # whether --gamma discounts the rewards of later tokens
-    critic: bool = False  # whether advantages are GAE with a critic
+    discounts: bool = False  # --gamma discounts the rewards of later tokens
+    critic: bool = False  # advantages are GAE with a critic's values
 
 
 RECIPES: dict[Estimator, Recipe] = {

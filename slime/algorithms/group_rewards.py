@@ -1,4 +1,4 @@
-"""Baselines of rewards within a group: the samples with the same group index, of any number."""
+"""Reward baselines within a group: all samples with the same group index; sizes may differ."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _STD_EPS = 1e-6
 
 
 class Compare(Protocol):
-    """Map rewards [N] of samples in groups 0, 1, ... [N] to the scores [N] that advantages are computed from."""
+    """Map rewards [N] and group numbers 0, 1, ... [N] to the scores [N] that advantages use."""
 
     def __call__(self, rewards: np.ndarray, group: np.ndarray, *, std: bool) -> np.ndarray: ...
 
 
 def as_they_are(rewards: np.ndarray, group: np.ndarray, *, std: bool) -> np.ndarray:
-    """Return r: REINFORCE++ (arXiv 2501.03262) takes its baseline from the batch, PPO from a critic."""
+    """Return r: REINFORCE++ (arXiv 2501.03262) has a batch baseline, PPO that of a critic."""
     return rewards
 
 
@@ -38,16 +38,16 @@ def scaled(rewards: np.ndarray, group: np.ndarray, *, std: bool) -> np.ndarray:
 
 
 def leave_one_out(rewards: np.ndarray, group: np.ndarray, *, std: bool) -> np.ndarray:
-    """Return r - mean of the others = (r - mean) * G / (G-1): RLOO (arXiv 2402.14740); 0 in a group of one."""
+    """Return r - mean of others = (r - mean) * G / (G-1), 0 if G = 1: RLOO (arXiv 2402.14740)."""
     return centred(rewards, group, std=std) * (np.bincount(group) / _others(group))[group]
 
 
 def overlong_penalty(
     response_lens: np.ndarray, *, max_response_len: int, buffer_len: int, factor: float
 ) -> np.ndarray:
-    """Return what DAPO (arXiv 2503.14476, eq. 13) adds to the rewards of long responses.
+    """Return DAPO's penalty on the rewards of long responses (arXiv 2503.14476, eq. 13).
 
-    0 up to max_response_len - buffer_len, from there falling linearly to -factor at the limit.
+    It is 0 up to max_response_len - buffer_len tokens, then falls linearly to -factor at the limit.
     """
     excess = np.asarray(response_lens, np.float64) - (max_response_len - buffer_len)
     return (-np.clip(excess / buffer_len, 0.0, 1.0) * factor).astype(np.float32)

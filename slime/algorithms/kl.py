@@ -1,4 +1,4 @@
-"""Per-token estimates of the KL divergence from a reference policy, at tokens sampled from the trained policy."""
+"""Per-token estimates of KL(policy || reference) at tokens that were sampled from the policy."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Log-probabilities and entropy of given tokens from hidden states, without the [T, V] matrix.
+"""Log-probs and entropy of given tokens from hidden states, without materializing logits [T, V].
 
-Logits exist for `chunk_size` positions at a time. The forward pass keeps the log-sum-exp of each
-position; the backward pass computes each chunk's logits again. Logits are products in the model's
-dtype, as the inference engine computes them; softmax, entropy and gradient sums are fp32.
+Logits exist for `chunk_size` positions at a time. The forward pass saves the log-sum-exp of each
+position; the backward pass recomputes the logits of each chunk. The logits matmul is in the model's
+dtype, as in the inference engine; softmax, entropy and gradient accumulation are fp32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from slime.utils.compiled import compiled_on_gpu
 
-_NO_LOGIT = -1e30  # of a padded vocabulary entry: finite, so that 0 * it is 0
+_NO_LOGIT = -1e30  # logit of a padded vocabulary entry: finite, so that 0 * it is 0
 
 
 def log_probs_from_hidden(
@@ -31,12 +31,12 @@ def log_probs_from_hidden(
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """log softmax(hidden @ weight.T / temperature)[labels], and the entropy of the softmax: [T], [T].
+    """Return log softmax(hidden @ weight.T / temperature)[labels], and the entropy: [T], [T].
 
-    Both are fp32 and differentiable in hidden, weight and bias. With `mask`, positions where it is 0
-    are not computed and come out as 0. With `tp_group`, rank i of the group holds the i-th block of
-    vocabulary rows and the same hidden states; gradients of hidden are summed over the group.
-    `vocab_size` excludes rows from there on, which only pad the vocabulary.
+    Both are fp32 and differentiable in hidden, weight and bias. Positions where `mask` is 0 are not
+    computed and return 0. With `tp_group`, rank i of the group holds the i-th block of vocabulary
+    rows and the same hidden states; gradients of hidden are all-reduced over the group. Rows from
+    `vocab_size` on are padding of the vocabulary and are excluded from the softmax.
     """
     vocab = _Vocab(weight.shape[0], vocab_size, tp_group, temperature)
     if mask is None:
@@ -55,7 +55,7 @@ def log_probs_from_hidden(
 
 
 class _Vocab:
-    """This rank's block of the vocabulary and how to reduce over all blocks."""
+    """This rank's block of the vocabulary and the reduction over the blocks of all TP ranks."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class _Vocab:
         self.temperature = temperature
 
     def is_whole(self, hidden: torch.Tensor) -> bool:
-        """Whether one kernel can do it: all of the vocabulary is here, in half precision on a GPU."""
+        """Return whether the fused kernel applies: no vocabulary shards, half precision, GPU."""
         half = hidden.dtype in (torch.bfloat16, torch.float16)
         return hidden.is_cuda and half and self.group is None and self.valid == self.num_rows
 
     def logits(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """[chunk, V] in fp32, divided by the temperature."""
+        """Return logits [chunk, V] in fp32, divided by the temperature."""
         logits = F.linear(hidden, weight, bias).to(_accumulate_dtype(hidden))
         if self.temperature != 1.0:
             logits.div_(self.temperature)
@@ -88,7 +88,7 @@ class _Vocab:
         return logits
 
     def local_labels(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row of each label in this block as [chunk, 1], and 1 where it is in this block, else 0."""
+        """Return each label's row in this block [chunk, 1] and whether it is in it [chunk]."""
         local = labels - self.start
         inside = (local >= 0) & (local < self.num_rows)
         return local.clamp(0, self.num_rows - 1).unsqueeze(1), inside
@@ -183,7 +183,7 @@ class _LogProbs(torch.autograd.Function):
 def _fused_statistics(
     raw: torch.Tensor, labels: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same as `_statistics` from logits [chunk, V] in half precision, labels [chunk, 1]."""
+    """Compute `_statistics` from half-precision logits [chunk, V] and labels [chunk, 1]."""
     logits = raw.float() / temperature
     peak = logits.amax(dim=1, keepdim=True)
     shifted = logits - peak
@@ -206,7 +206,7 @@ def _fused_grad_logits(
     grad_entropy: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """The same as `_grad_logits`, in half precision."""
+    """Compute `_grad_logits` from half-precision logits; the gradient has their dtype."""
     log_p = raw.float() / temperature - lse.unsqueeze(1)
     slope = grad_log_probs.unsqueeze(1) + grad_entropy.unsqueeze(1) * (log_p + entropy.unsqueeze(1))
     is_label = torch.arange(raw.shape[1], device=raw.device).unsqueeze(0) == labels
@@ -217,7 +217,7 @@ def _fused_grad_logits(
 def _statistics(
     logits: torch.Tensor, labels: torch.Tensor, vocab: _Vocab, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-prob of the labels, log-sum-exp and entropy of one chunk; overwrites the logits."""
+    """Return label log-probs, log-sum-exp and entropy of one chunk; the logits are overwritten."""
     peak = vocab.all_reduce(logits.amax(dim=1), dist.ReduceOp.MAX)
     logits.sub_(peak.unsqueeze(1))
     label_rows, inside = vocab.local_labels(labels)
@@ -240,7 +240,10 @@ def _grad_logits(
     grad_entropy: torch.Tensor | None,
     vocab: _Vocab,
 ) -> torch.Tensor:
-    """With p = softmax(z): d log p_y / dz_i = [i = y] - p_i and dH / dz_i = -p_i (log p_i + H)."""
+    """Return the gradient in the logits z of one chunk, which are overwritten.
+
+    With p = softmax(z): d log p_y / dz_i = [i = y] - p_i and dH / dz_i = -p_i (log p_i + H).
+    """
     log_p = logits.sub_(lse.unsqueeze(1))
     grad = log_p.exp()
     if grad_entropy is None:

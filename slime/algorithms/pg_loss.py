@@ -1,4 +1,4 @@
-"""Policy-gradient losses per token. Each returns the losses and a mask that is 1 where the ratio was clipped."""
+"""Per-token policy-gradient losses. Each returns losses [T] and a mask [T], 1 where clipped."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 @dataclass(kw_only=True, frozen=True)
 class PgInputs:
-    """Packed columns [T] and the clip range [1-low, 1+high] of the ratio x of new to old probability."""
+    """Packed columns [T] and the clip range [1-low, 1+high] of the ratio x = p_new / p_old."""
 
     log_probs: torch.Tensor
-    log_ratio: torch.Tensor  # log x, 0 where nothing is trained
+    log_ratio: torch.Tensor  # log x, 0 at tokens that are not trained on
     advantages: torch.Tensor
     low: float
     high: float
     dual: float | None
-    # Mean over the sequence of each token, detached from the graph.
+    # Maps a column to its mean over each token's sequence, detached from the graph.
     sequence_mean: Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -28,26 +28,26 @@ class PgLoss(Protocol):
 
 
 def ppo_clip(inputs: PgInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's pessimistic surrogate (arXiv 1707.06347), with DAPO's own upper bound (2503.14476).
+    """Return PPO's clipped surrogate (arXiv 1707.06347), with DAPO's own upper bound (2503.14476).
 
-    -min(x A, clip(x, 1-low, 1+high) A); dual clip (arXiv 1912.09729) keeps it from exceeding
-    -dual * A where A < 0.
+    The loss is -min(x A, clip(x, 1-low, 1+high) A); dual clip (arXiv 1912.09729) limits it to at
+    most -dual * A where A < 0.
     """
     return _clip(inputs, inputs.log_ratio)
 
 
 def gspo(inputs: PgInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """GSPO (arXiv 2507.18071): every token has the ratio of its sequence, exp(mean of log-ratios).
+    """Return GSPO's loss (arXiv 2507.18071): the ratio is exp(mean log-ratio) of the sequence.
 
-    The gradient goes through the token's own log-prob (the paper's GSPO-token, eq. 14), which is
-    GSPO's gradient wherever advantages and weights are equal within the sequence.
+    The gradient flows through the token's own log-prob (the paper's GSPO-token, eq. 14), which is
+    GSPO's gradient if advantages and loss weights are constant within the sequence.
     """
     own = inputs.log_ratio
     return _clip(inputs, inputs.sequence_mean(own) + (own - own.detach()))
 
 
 def cispo(inputs: PgInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """CISPO (MiniMax-M1, arXiv 2506.13585): -sg(clip(x, 1-low, 1+high)) A log p; no token is dropped."""
+    """Return -sg(clip(x, 1-low, 1+high)) A log p (CISPO, arXiv 2506.13585); no token is dropped."""
     ratio = inputs.log_ratio.detach().exp()
     bounded = ratio.clamp(1 - inputs.low, 1 + inputs.high)
     loss = -bounded * inputs.advantages * inputs.log_probs

@@ -1,5 +1,5 @@
-"""Losses over one packed micro-batch. Each is sum(loss_weights * token loss), see `loss_weights` in
-slime.core.dp_schedule: the loss of a step is the plain sum over its micro-batches and ranks.
+"""Losses over one packed micro-batch, each sum(loss_weights * token loss). The loss of a step is
+the plain sum over its micro-batches and ranks; see `loss_weights` in slime.core.dp_schedule.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def policy_loss(
     opd_kl_coef: float = 0.0,
     cp_group: dist.ProcessGroup | None = None,
 ) -> LossOutput:
-    """Policy gradient + kl_loss_coef * KL - entropy_coef * entropy; with a teacher see `distilled`.
+    """Return policy gradient + kl_loss_coef * KL - entropy_coef * entropy, and metrics.
 
-    Ratios are taken against `old_log_probs`; where those are None this is the first step after
-    generation and the policy's own, detached, stand in. With `use_rollout_logprobs` they are taken
-    against the engine's. `correction` and `reduce_pg` replace how the policy gradient is weighted
-    and summed. Metrics are means with the loss weights.
+    Ratios are relative to `old_log_probs`; if those are None (first step after generation), to the
+    policy's own detached log-probs; with `use_rollout_logprobs`, to the engine's. `correction` and
+    `reduce_pg` replace how the policy gradient is weighted and summed. For `opd_kl_coef` see
+    `distilled`. Metrics are means weighted by the loss weights.
     """
     mask = inputs.loss_mask
     old = _old_log_probs(inputs, use_rollout_logprobs)
@@ -72,7 +72,7 @@ def policy_loss(
     pg_loss = _weighted(inputs, pg) if reduce_pg is None else reduce_pg(pg)
     terms = {"pg_loss": pg_loss, **_penalties(inputs, log_ratio, kl_loss_type, use_unbiased_kl)}
     loss = pg_loss
-    # A coefficient of 0 must not send a gradient of zeros through every logit.
+    # Skip terms with coefficient 0: they would backpropagate zeros through all logits.
     for name, coefficient in (("kl_loss", kl_loss_coef), ("entropy", -entropy_coef)):
         if coefficient and name in terms:
             loss = loss + coefficient * terms[name]
@@ -81,11 +81,11 @@ def policy_loss(
 
 
 def distilled(advantages: torch.Tensor, log_gap: torch.Tensor, opd_kl_coef: float) -> torch.Tensor:
-    """A_t - opd_kl_coef * (log p_old - log p_teacher): on-policy distillation.
+    """Return A_t - opd_kl_coef * (log p_old - log p_teacher): on-policy distillation.
 
-    The gap is a one-token estimate of the reverse KL to the teacher, of which each token answers for
-    its own (arXiv 2306.13649, 2306.08543; Lu and Thinking Machines Lab, "On-Policy Distillation", 2025).
-    It comes on top of the estimator's advantages; with equal rewards it is all there is to learn.
+    `log_gap` is a one-token estimate of the reverse KL to the teacher; each token is penalized for
+    its own (arXiv 2306.13649, 2306.08543; Lu and Thinking Machines Lab, "On-Policy Distillation",
+    2025). It is added to the estimator's advantages; with equal rewards it is the only signal.
     """
     return advantages - opd_kl_coef * log_gap
 
@@ -102,7 +102,7 @@ def sft_loss(inputs: LossInputs) -> LossOutput:
 def _penalties(
     inputs: LossInputs, log_ratio: torch.Tensor, kl_loss_type: KLKind, unbiased: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the KL to the reference and the entropy, where the batch has their columns."""
+    """Return the KL to the reference and the entropy, each only if the batch has its column."""
     terms: dict[str, torch.Tensor] = {}
     if inputs.ref_log_probs is not None:
         mask = inputs.loss_mask
@@ -145,7 +145,7 @@ def _old_log_probs(inputs: LossInputs, use_rollout_logprobs: bool) -> torch.Tens
 
 
 def _log_ratio(new: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return log(new / old), and 0 at tokens that are not trained even if an input is NaN there."""
+    """Return clamped log(new / old); 0 at untrained tokens, even if an input is NaN there."""
     return torch.where(mask > 0, new - old, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 
 
@@ -160,7 +160,7 @@ def _weighted(inputs: LossInputs, column: torch.Tensor) -> torch.Tensor:
 
 
 def _metrics(inputs: LossInputs, terms: dict[str, torch.Tensor]) -> dict[str, MetricSum]:
-    """Read all metrics in one transfer from the device."""
+    """Return all metrics, read in one device-to-host transfer."""
     values = torch.stack([*terms.values(), inputs.loss_weights.sum()]).detach().tolist()
     return {
         name: MetricSum(total=total, count=values[-1])

@@ -1,4 +1,4 @@
-"""The critic's loss over one packed micro-batch: sum(loss_weights * token loss), like the policy loss."""
+"""The critic's loss over one packed micro-batch: sum(loss_weights * token loss)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from slime.core.types import LossOutput, MetricSum
 
 
 def value_loss(
-    values: torch.Tensor,  # [T] of the critic that is being trained
+    values: torch.Tensor,  # [T], by the critic being trained
     *,
-    old_values: torch.Tensor,  # [T] of the critic that the advantages were computed with
+    old_values: torch.Tensor,  # [T], by the critic before this rollout's steps, as used in GAE
     returns: torch.Tensor,  # [T]
     loss_weights: torch.Tensor,  # [T]
     value_clip: float,
 ) -> LossOutput:
-    """Return half the squared error to the returns, clipped as in PPO.
+    """Return half the squared error to the returns, clipped as in PPO's reference implementation.
 
-    max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2: once a value has moved more than
-    c = value_clip towards its return, there is nothing left to gain in this rollout (PPO's reference
-    implementation; arXiv 1707.06347, and 2006.05990 on what it does).
+    The loss is max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2 with c = value_clip: once
+    a value has moved more than c towards its return, its gradient is 0 for the rest of this rollout
+    (arXiv 1707.06347; 2006.05990 measures the effect).
     """
     bounded = old_values + (values - old_values).clamp(-value_clip, value_clip)
     plain, clipped = (values - returns).square(), (bounded - returns).square()

@@ -1,4 +1,4 @@
-"""What a training backend fills in; the step around it is written once, in base.py."""
+"""The interface of a training backend; base.py implements the training step on top of it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from slime.weights.buckets import HFTensors
 if TYPE_CHECKING:
     from slime.config.arguments import Args
 
-HFBucket = HFTensors  # (Hugging Face name, whole tensor) of one bucket
+HFBucket = HFTensors  # (Hugging Face name, full tensor) pairs of one bucket
 ModelName = Literal["actor", "ref", "teacher"]
 
 
 class Backend(ABC):
-    """One rank of it."""
+    """One rank of a training backend."""
 
     parallel: ParallelInfo
 
@@ -36,66 +36,66 @@ class Backend(ABC):
         with_opd_teacher: bool = False,
         checkpoint: str | None = None,
     ) -> int:
-        """Join the process group, build and load the model; the rollout id to start with.
+        """Join the process group, build and load the model; return the first rollout id.
 
         `checkpoint` is the folder of one checkpoint (`iter_0000019`) to resume from.
         """
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold different rows, one of each model replica; None for a single one."""
+        """Data-parallel group: ranks with different rows, one per replica; None for one rank."""
         return dist.group.WORLD if self.parallel.dp_size > 1 else None
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold parts of the same rows; None for a single one."""
+        """Context-parallel group: ranks with slices of the same rows; None for one rank."""
         return None
 
     @abstractmethod
     def log_probs(self, batch: RolloutBatch, model: ModelName) -> list[np.ndarray]:
-        """Log-probs of the response tokens of every row under one of the models: N x [R].
+        """Return the log-probs of every row's response tokens under one of the models: N x [R].
 
         "teacher" is the model of --opd-teacher-load, which `init` loads with `with_opd_teacher`.
         """
 
     def update_ref(self) -> None:
-        """Make the reference model a copy of the actor, and from now on a part of checkpoints."""
+        """Copy the actor's weights into the reference model, which checkpoints then include."""
         raise UserError(f"--ref-update-interval does not work with {type(self).__name__}")
 
     @abstractmethod
     def train_step(
         self, rollout_id: int, step_id: int, micro_batches: list[TrainBatch]
     ) -> StepResult:
-        """One optimizer step. Calls `loss` once per micro-batch; their losses add up over ranks too."""
+        """Run one optimizer step; its loss is the sum of `loss` over micro-batches and ranks."""
 
     @abstractmethod
     def save(self, rollout_id: int, path: str, force_sync: bool = False) -> None:
-        """Write this rank's share of a checkpoint into the folder `path`, which exists."""
+        """Write this rank's part of a checkpoint into the existing folder `path`."""
 
     @abstractmethod
     def wait_save(self) -> None:
-        """Return once a save in the background has finished; raise what it raised."""
+        """Wait for a background save to finish and re-raise its exception, if any."""
 
     @abstractmethod
     def load(self, path: str) -> int:
-        """Continue from a checkpoint folder; the rollout id it was saved after."""
+        """Load a checkpoint folder; return the id of the last rollout before it was saved."""
 
     @abstractmethod
     def hf_buckets(self) -> Iterator[HFBucket]:
-        """(Hugging Face name, whole tensor) lists of at most --update-weight-buffer-size bytes each."""
+        """Yield buckets of (HF name, full tensor), each up to --update-weight-buffer-size bytes."""
 
     @abstractmethod
     def export_hf(self, path: str, info: ExportInfo | None = None) -> None:
-        """Write the current weights as a Hugging Face folder, marked with `info`."""
+        """Write the current weights as a Hugging Face folder and record `info` in it."""
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Leave to the engines what only the next step needs; it begins by zeroing them."""
+        """Free the gradients for the engines' use; the next step starts by zeroing them anyway."""
 
     @abstractmethod
     def sleep(self) -> None:
-        """Leave the GPU's memory to the engines."""
+        """Offload to host memory, so that engines can use the GPU's."""
 
     @abstractmethod
     def wake_up(self) -> None:
-        """Undo `sleep`."""
+        """Reload what `sleep` offloaded."""

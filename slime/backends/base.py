@@ -1,4 +1,4 @@
-"""The training step, written once for every backend.
+"""The training step, shared by all backends.
 
     train(rollout_id, batch_ref)
 
@@ -10,20 +10,20 @@
         │
         └──▶ metrics, summed over micro-batches, steps and ranks ──▶ TrainReport
 
-The reference pass runs only when a KL is asked for. The pass for the old log-probs runs only when they
-differ from those of the training forward, which with one optimizer step per rollout they never do.
+The reference pass runs only with a KL term. With one optimizer step per rollout the old log-probs
+equal those of the training forward pass; their own pass runs only if `needs_old` is true.
 
-PPO has a second model, the critic: the same class in processes of its own, with role "critic". It is
-the actor's model with a value head, a linear map without bias from the last hidden state to one number,
-zero at first, in place of the output layer. Wherever an actor's forward pass gives log-probs of the
-labels [T], a critic's gives values [T] (fp32, not divided by a temperature), and entropy None::
+PPO has a second model, the critic: the same class in separate processes, with role "critic". It is
+the actor's model with a value head in place of the LM head: a bias-free linear layer to one scalar,
+initialized to zero. Where the actor's forward pass returns log-probs of the labels [T], a critic's
+returns values [T] (fp32, not divided by a temperature) and entropy None::
 
       critic.values ──▶ actor.train ──▶ actor.critic_targets ──▶ critic.train
         V of the rows     GAE, policy     values and returns       value loss
 
-A backend therefore adds nothing to `log_probs`, `train_step`, `save` and `load`, as long as they take
-what its forward pass gives to `loss` and to `unpack`. Rank i of the critic has the rows of rank i of the
-actor, so both have the same layout.
+A backend therefore needs no critic code in `log_probs`, `train_step`, `save` and `load`, if they
+pass the outputs of the forward pass to `loss` and `unpack`. Rank i of the critic has the rows of
+rank i of the actor, so both use the same parallel layout.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 
 def first_weights(args: Args, role: str) -> str:
-    """Where a model starts that is not resumed: a folder of ours, of checkpoints, or of Hugging Face's."""
+    """Return the path of initial weights: a checkpoint, a folder of those, or a HF folder."""
     start = args.ref_load or args.hf_checkpoint
     if role != "critic" or args.critic_load is None or not Path(args.critic_load).exists():
         return start
@@ -76,9 +76,9 @@ def first_weights(args: Args, role: str) -> str:
 
 
 class TrainRayActor(Backend):
-    """One rank of the trainer; a plain class, which slime/ray makes an actor of.
+    """One rank of the trainer: a plain class, which slime/ray wraps in a Ray actor.
 
-    A backend fills in what `Backend` lists.
+    A backend implements the abstract methods of `Backend`.
     """
 
     def __init__(
@@ -106,14 +106,14 @@ class TrainRayActor(Backend):
     # ---- start
 
     def get_master_address(self) -> tuple[str, int]:
-        """On rank 0: where the ranks meet."""
+        """Start the rendezvous store on rank 0 and return its address and port."""
         return self._rendezvous.serve()
 
     def set_master(self, address: str, port: int) -> None:
         self._rendezvous.set_master(address, port)
 
     def log_to_file(self, name: str) -> None:
-        """What this process says goes to the run's folder."""
+        """Redirect the output of this process to a log file in the run's folder."""
         open_process_log(self.args.run_dir, f"{name}_{self.rank}", self.args.train_env_vars)
 
     def parallel_info(self) -> ParallelInfo:
@@ -127,7 +127,7 @@ class TrainRayActor(Backend):
         with_opd_teacher: bool = False,
         checkpoint: str | None = None,
     ) -> int:
-        """The part of it that needs no model."""
+        """Do the part of `init` that needs no model; return 0."""
         if args is not None:
             self.args = args
         self.role = role
@@ -150,7 +150,7 @@ class TrainRayActor(Backend):
     def train(
         self, rollout_id: int, batch_ref: Any, columns: CriticColumns | None = None
     ) -> TrainReport:
-        """Learn from this rank's rows; `columns` are the critic's values, or the actor's targets for it."""
+        """Train on this rank's rows; `columns` are values for an actor, targets for a critic."""
         with self.profiler.region(f"{self._phase}_overall", rollout_id):
             return self._train(rollout_id, self.fetch(batch_ref), columns)
 
@@ -180,7 +180,7 @@ class TrainRayActor(Backend):
         return self.report(batch, results)
 
     def prepare(self, rollout_id: int, batch: RolloutBatch) -> None:
-        """Everything that must be known of the rows before the first step."""
+        """Compute reference, teacher and old log-probs, then advantages, before the first step."""
         phase = self.timer.phase
         if self.needs_ref:
             with phase("train/ref_log_probs"):
@@ -197,7 +197,7 @@ class TrainRayActor(Backend):
             self._targets = CriticColumns(values=batch.values, returns=batch.returns)
 
     def _require_columns(self, batch: RolloutBatch) -> None:
-        """What hooks of the user's had to fill in."""
+        """Raise UserError if a user hook did not fill in a column that it has to."""
         if self.args.use_opd and batch.teacher_log_probs is None:
             raise UserError(
                 "--use-opd: the teacher did not say what it thinks of the samples: the reward function "
@@ -209,18 +209,18 @@ class TrainRayActor(Backend):
             )
 
     def values(self, batch_ref: Any) -> CriticColumns:
-        """The critic's value of the state before each response token."""
+        """Return the critic's value of the state before each response token."""
         with self.timer.phase("critic/values"):
             return CriticColumns(values=self.log_probs(self.fetch(batch_ref), model="actor"))
 
     def critic_targets(self) -> CriticColumns:
-        """What the critic is to learn from the rows that the actor was last trained on."""
+        """Return, once, the critic's targets for the rows that the actor was last trained on."""
         targets, self._targets = self._targets, None
         assert targets is not None
         return targets
 
     def fetch(self, batch_ref: Any) -> RolloutBatch:
-        """This rank's rows: the batch itself, a Ray reference, or one of either per DP rank."""
+        """Return this rank's rows from a batch, a Ray reference, or a list of either by DP rank."""
         if isinstance(batch_ref, list):
             mine = batch_ref[self.parallel.dp_rank]
             return self.fetch(mine[0] if isinstance(mine, list) else mine)
@@ -231,7 +231,7 @@ class TrainRayActor(Backend):
         return ray.get(batch_ref)
 
     def needs_old(self, batch: RolloutBatch) -> bool:
-        """Whether the log-probs before the first step must be known ahead of its forward pass."""
+        """Return whether old log-probs need a pass of their own before the first training step."""
         args = self.args
         if args.loss_type == "sft_loss":
             return False
@@ -243,7 +243,7 @@ class TrainRayActor(Backend):
         return several_steps or correction or replays or args.kl_coef != 0 or hooks
 
     def advantages(self, rollout_id: int, batch: RolloutBatch) -> None:
-        """Fill in `batch.advantages` and `batch.returns`, then let the user's hook see the batch."""
+        """Fill `batch.advantages` and `batch.returns`, then call the user's postprocessing hook."""
         args = self.args
         if self.hooks.advantages is not None:
             self.hooks.advantages(args, batch)
@@ -264,7 +264,7 @@ class TrainRayActor(Backend):
             batch.check()
 
     def steps(self, batch: RolloutBatch) -> Iterator[list[TrainBatch]]:
-        """The packed micro-batches of each optimizer step."""
+        """Yield the packed micro-batches of each optimizer step."""
         assert batch.schedule is not None
         for step_id, step in enumerate(batch.schedule.steps):
             yield [
@@ -276,7 +276,7 @@ class TrainRayActor(Backend):
         return pack(batch, rows, self.parallel, dummy=dummy)
 
     def unpack(self, column: torch.Tensor, batch: TrainBatch) -> list[np.ndarray]:
-        """The response part of each row of a packed column [T], of which this rank may hold a part."""
+        """Return each row's response tokens from a packed column [T], possibly a CP slice."""
         return unpack(column, batch)
 
     def loss(
@@ -286,9 +286,9 @@ class TrainRayActor(Backend):
         entropy: torch.Tensor | None,  # [T]
         result: StepResult,
     ) -> torch.Tensor:
-        """This micro-batch's share of the step's loss; what it says goes into `result`.
+        """Return this micro-batch's share of the step's loss; add its metrics to `result`.
 
-        A critic's forward pass gives values in place of `log_probs`.
+        For a critic `log_probs` are values.
         """
         reported = not batch.dummy and batch.rollout_log_probs is not None
         if self.role == "actor" and reported and batch.old_log_probs is None:
@@ -299,13 +299,13 @@ class TrainRayActor(Backend):
 
     @property
     def uses_logits(self) -> bool:
-        """Whether the training forward pass must give logits, for `custom_loss`."""
+        """Whether the training forward pass must return logits, for `custom_loss`."""
         return self.role == "actor" and self.args.loss_type == "custom_loss"
 
     def custom_loss(
         self, batch: TrainBatch, logits: torch.Tensor, result: StepResult
     ) -> torch.Tensor:
-        """The same from `--custom-loss-function-path`, which works on logits [T, V]."""
+        """Return the loss of `--custom-loss-function-path` on logits [T, V], like `loss`."""
         output = self._loss.custom(batch, logits)
         result.add(output.metrics)
         return output.loss
@@ -322,7 +322,7 @@ class TrainRayActor(Backend):
     # ---- weights
 
     def update_weights(self, engines: list[EngineInfo], version: int) -> SyncReport:
-        """Send the current weights to the engines as `version` and check that they arrived."""
+        """Send the weights to the engines; --check-weight-update-equal adds a probe for SGLang."""
         if self._weight_sync is None:
             self._weight_sync = make_weight_sync(self.args)
         report = self._weight_sync.update(self.hf_buckets(), engines, version)

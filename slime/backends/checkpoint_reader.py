@@ -1,9 +1,9 @@
-"""Reading the files of torch.distributed.checkpoint as data: FSDP's `fsdp/` folder, Megatron's torch_dist.
+"""Safe reading of torch.distributed.checkpoint files: FSDP's `fsdp/` folder, Megatron's torch_dist.
 
 torch reads `.metadata` with `pickle.load`, and objects inside `.distcp` files with
-`torch.load(weights_only=False)`: whoever wrote the files could run code in the process that reads them.
-Here `.metadata` is read by an unpickler that knows the classes of an index of tensors and nothing else,
-and objects are read with `weights_only=True`.
+`torch.load(weights_only=False)`: a malicious checkpoint could execute code when it is loaded. Here
+`.metadata` is read by an unpickler that allows only the classes of a tensor index, and objects are
+read with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _CLASSES = (
     metadata.StorageMeta,
     shard_metadata.TensorProperties,  # torch < 2.3
     filesystem._StorageInfo,
-    # The plans of all ranks, which megatron-core stores as well.
+    # The save plans of all ranks, which megatron-core also stores.
     filesystem._StoragePrefix,
     planner.SavePlan,
     planner.WriteItem,
@@ -64,7 +64,7 @@ _CLASSES = (
 
 
 def read_metadata(folder: str | os.PathLike, rank: int | None = None) -> Metadata:
-    """Return the index of a checkpoint folder; ConfigError if it is more, or less, than an index."""
+    """Return the index of a checkpoint folder; raise ConfigError if the file is anything else."""
     file = Path(folder) / (_FILE if rank is None else f"__{rank}{_FILE}")
     untouched = [(thing, _attributes(thing)) for thing in _CHANGEABLE]
     try:
@@ -87,7 +87,7 @@ def read_metadata(folder: str | os.PathLike, rank: int | None = None) -> Metadat
 
 
 class DataReader(FileSystemReader):
-    """torch's reader of a checkpoint folder, with an index that is read as data, once."""
+    """torch's reader of a checkpoint folder, with the safe `read_metadata`, cached."""
 
     _index: Metadata | None = None
 
@@ -97,7 +97,7 @@ class DataReader(FileSystemReader):
         return self._index
 
     def refuse_objects(self, names: Iterable[str]) -> None:
-        """ConfigError where the checkpoint has a pickled object in place of one of these tensors."""
+        """Raise ConfigError if one of these tensors is stored as a pickled object."""
         stored = self.read_metadata().state_dict_metadata
         for name in names:
             if isinstance(stored.get(name), BytesStorageMetadata):
@@ -108,7 +108,7 @@ class DataReader(FileSystemReader):
 
 
 def load_object(stream: Any, file: str | os.PathLike, **options: Any) -> Any:
-    """`torch.load` of tensors and plain containers; ConfigError where the file asks for more."""
+    """Load tensors and plain containers with `torch.load`; raise ConfigError on any other class."""
     try:
         return torch.load(stream, weights_only=True, **options)
     except pickle.UnpicklingError as error:
@@ -117,7 +117,7 @@ def load_object(stream: Any, file: str | os.PathLike, **options: Any) -> Any:
 
 @contextmanager
 def plain_refusals() -> Iterator[None]:
-    """Raise a refusal as itself, out of the exception torch collects those of all ranks in."""
+    """Unwrap a ConfigError from CheckpointException, in which torch collects all ranks' errors."""
     try:
         yield
     except CheckpointException as error:
@@ -128,9 +128,9 @@ def plain_refusals() -> Iterator[None]:
 
 
 class FileCheck:
-    """Compare the files of a checkpoint with their checksums, each file on one rank.
+    """Verify the checksums of a checkpoint's files, with the files divided among ranks.
 
-    All ranks call it together; a folder is checked once.
+    It is a collective call; each folder is checked once.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -138,7 +138,7 @@ class FileCheck:
         self._checked: set[str] = set()
 
     def __call__(self, path: str | Path) -> None:
-        """Raise ConfigError on every rank if a file differs from what was written."""
+        """Raise ConfigError on every rank if the checksum of a file differs."""
         if str(path) in self._checked:
             return
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -161,7 +161,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _path(*parts: str) -> str:
-    """Stand in for pathlib.PosixPath: where a checkpoint was once written to is not used."""
+    """Replace pathlib.PosixPath: the path that a checkpoint was written to is not used."""
     return os.path.join(*parts) if parts else ""
 
 
@@ -171,7 +171,7 @@ def _layout(name: str) -> torch.layout:
 
 
 def _member(cls: type[Enum], name: str) -> Enum:
-    """Stand in for builtins.getattr, by which Python 3.11.0 to 3.11.3 pickle a member of an Enum."""
+    """Replace builtins.getattr, with which Python 3.11.0 to 3.11.3 pickle a member of an Enum."""
     if cls not in _ENUMS:
         raise pickle.UnpicklingError("builtins.getattr of something else than an Enum")
     return cls[name]
@@ -186,7 +186,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "getattr"): _member,
     **{(module, "PosixPath"): _path for module in ("pathlib", "pathlib._local")},
-    # megatron-core before 0.16 had classes of its own for the index and the plans in it.
+    # megatron-core before 0.16 had its own classes for the index and its save plans.
     (_MEGATRON, "MCoreMetadata"): Metadata,
     (_MEGATRON, "MCoreSavePlan"): planner.SavePlan,
 }
@@ -196,15 +196,15 @@ _CHANGEABLE: tuple[Any, ...] = (*_CLASSES, *(member for enum in _ENUMS for membe
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
-    """Return what a pickle could set of a class or a member of an Enum; names are not in a class's `vars`."""
+    """Return the attributes a pickle could set; `vars` of a class does not have its names."""
     names = ("__name__", "__qualname__") if isinstance(thing, type) else ()
     return {**vars(thing), **{name: getattr(thing, name) for name in names}}
 
 
 def _restore(untouched: list[tuple[Any, dict[str, Any]]]) -> str | None:
-    """Undo what a pickle did to the classes themselves, and return the name of one it changed.
+    """Undo a pickle's changes to the allowed classes; return the name of one that was changed.
 
-    The opcode that fills in an object's attributes also takes a class for an object.
+    The BUILD opcode, which sets the attributes of an object, also works on a class.
     """
     changed = None
     for thing, before in untouched:
@@ -244,7 +244,7 @@ def _refusal(file: Path, wish: str) -> ConfigError:
 
 
 def _cause(error: Exception) -> str:
-    """The sentence of torch's message that names the class; the rest tells how to allow it."""
+    """Return the line of torch's message that names the class, without hints how to allow it."""
     lines = [line.strip() for line in str(error).splitlines()]
     return next((line for line in lines if "GLOBAL" in line or "global" in line), lines[0]).rstrip(
         "."

@@ -1,4 +1,4 @@
-"""A folder of weights that `from_pretrained` and every engine can load, written bucket by bucket."""
+"""Write a folder that `from_pretrained` and every engine can load, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def write_hf_folder(
     info: ExportInfo | None = None,
     quantized: bool = True,
 ) -> None:
-    """One file per bucket; config, tokenizer and the like are copied from `source`.
+    """Write one safetensors file per bucket; copy config, tokenizer etc. from `source`.
 
-    Every rank calls it, as gathering the buckets takes all of them; one writes. The folder gets its name
-    when it is complete. With `quantized` off its config says of no quantization, whatever `source` has.
+    All ranks must call it, since gathering buckets is collective; the rank with `writes` writes.
+    The complete folder is renamed to `path`. `quantized=False` removes `quantization_config`.
     """
     if not writes:
         for _ in buckets:
@@ -61,7 +61,7 @@ def _write_files(
 
 
 def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Views of one fused parameter share memory, which safetensors refuses to write."""
+    """Clone views of a fused parameter: safetensors refuses to write tensors that share memory."""
     return {
         name: tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
         for name, tensor in tensors.items()

@@ -1,7 +1,7 @@
-"""The user's functions that run in the trainer, and how packed tensors reach them.
+"""User hooks that run in the trainer, and the conversion of packed tensors for them.
 
-Hooks see each sample's response tokens on their own, as 1-D tensors of length R in row order; a
-"flat" tensor is those laid end to end.
+Hooks get one 1-D tensor of length R per sample (its response tokens), in row order; a "flat" tensor
+is their concatenation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Reducer = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TrainHooks:
-    """Loaded once, when the trainer starts; a wrong path or signature is a ConfigError."""
+    """The trainer's hooks, loaded once at start; a wrong path or signature raises ConfigError."""
 
     def __init__(self, args: Args) -> None:
         def load(name: str, protocol: type) -> Callable[..., Any] | None:
@@ -44,11 +44,11 @@ class TrainHooks:
 
     @property
     def see_old_log_probs(self) -> bool:
-        """Whether a hook gets the batch before the first step and may look at its old log-probs."""
+        """Whether a hook gets the batch before the first step and may read its old log-probs."""
         return self.postprocess is not None or self.advantages is not None
 
     def correction(self, batch: TrainBatch) -> Correction | None:
-        """What `--use-tis` does to the policy gradient of this micro-batch."""
+        """Return the importance correction of `--use-tis` for this micro-batch, or None."""
         args = self.args
         if not args.use_tis:
             return None
@@ -65,14 +65,14 @@ class TrainHooks:
     def pg_reducer(
         self, batch: TrainBatch, cp_group: dist.ProcessGroup | None = None
     ) -> Reducer | None:
-        """The user's sum over samples, brought to this micro-batch's share of the step's loss."""
+        """Return the user's loss reducer, scaled to this micro-batch's share of the step's loss."""
         if self._reducer is None:
             return None
         per_token = self.args.calculate_per_token_loss
         rows = WholeRows(batch, cp_group)
         masks = rows.cut(batch.loss_mask)
         reduce = self._reducer(_total_lens(batch), batch.response_lens, masks, per_token)
-        # The user's sum is over samples (or tokens); what it is divided by spans the whole step.
+        # The user's function sums over samples (or tokens); the divisor covers the whole step.
         scale = rows.largest(batch.loss_weights) if per_token else 1 / batch.num_trajectories
         return lambda losses: rows.share(reduce(torch.cat(rows.cut(losses))) * scale)
 

@@ -1,4 +1,4 @@
-"""One line that says which layers of a Megatron model are TransformerEngine's and which are slime's."""
+"""Summarize in one line which layers of a Megatron model TransformerEngine and slime implement."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def layer_summary(
     fp8: tuple[str, str | None] | None = None,
     te_flash: bool = False,
 ) -> str:
-    """Return whose layers there are; `attention` is --attention-backend.
+    """Return the implementation of each kind of layer; `attention` is --attention-backend.
 
-    TransformerEngine: linear layers, norms, grouped experts; slime: packed attention (torch's
-    FlashAttention), log-probs
+    Example: "TransformerEngine: linear layers, norms, grouped experts; slime: packed attention
+    (torch's FlashAttention), log-probs".
     """
     if not te:
         with_experts = ", grouped experts" if experts else ""

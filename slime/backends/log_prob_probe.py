@@ -1,7 +1,7 @@
-"""A fixed sequence of tokens that trainer and engines score alike if they hold the same weights.
+"""A fixed token sequence to which trainer and engines assign equal log-probs if weights are equal.
 
-SGLang's checksums are of its own layout and cannot always be foretold; this is what shows a weight
-that is missing, swapped or stale in any layout.
+SGLang's checksums are computed in its own weight layout and cannot always be predicted; the probe
+detects a missing, swapped or stale weight in any layout.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _TEXT = "The capital of France is Paris, and two plus two is four."
 
 
 def score_probe(actor: TrainRayActor) -> Probe:
-    """All ranks call it together; equal on every rank."""
+    """Score the probe with the actor; a collective call with an equal result on every rank."""
     tokens = probe_tokens(actor.args.hf_checkpoint)
-    batch = _batch(tokens, copies=actor.parallel.pp_size)  # a pipeline wants as many
+    batch = _batch(tokens, copies=actor.parallel.pp_size)  # one micro-batch per pipeline stage
     column = actor.log_probs(batch, model="actor")[0]
     return Probe(
         tokens=tuple(tokens),
@@ -38,8 +38,8 @@ def score_probe(actor: TrainRayActor) -> Probe:
 
 
 def probe_tokens(hf_checkpoint: str) -> list[int]:
-    """Plain text where there is a tokenizer: what no model expects has log-probs of 20 and more below
-    0, and bf16 knows those only to one or two."""
+    """Return the tokens of a plain sentence; random ones, used without a tokenizer, have log-probs
+    below -20, which bf16 resolves only to about 1 or 2."""
     config = json.loads((Path(hf_checkpoint) / "config.json").read_text())
     vocab_size = config.get("vocab_size") or config["text_config"]["vocab_size"]
     tokenizer = Path(hf_checkpoint) / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch, by the model's role and `--loss-type`."""
+"""Select and call the loss of one micro-batch, by the model's role and `--loss-type`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class TrainLoss:
         if self.role == "critic":
             return self._recomputed(partial(self._value, batch), outputs)
         if entropy is not None and not self.args.entropy_coef:
-            entropy = entropy.detach()  # reported only: spares the backward pass its gradient
+            entropy = entropy.detach()  # only a metric: skip its gradient in the backward pass
         inputs = _inputs(batch, outputs, entropy)
         if self.args.loss_type == "sft_loss":
             return self._recomputed(sft_loss, inputs)
         return self._recomputed(partial(self._policy, batch, cp_group), inputs)
 
     def custom(self, batch: TrainBatch, logits: torch.Tensor) -> LossOutput:
-        """From `--custom-loss-function-path`, which works on logits [T, V]."""
+        """Return the loss of `--custom-loss-function-path`, which takes logits [T, V]."""
         assert self.hooks.loss is not None
         weights = batch.loss_weights
         call = partial(self.hooks.loss, self.args, batch)
@@ -51,7 +51,7 @@ class TrainLoss:
         return LossOutput(loss=loss, metrics=metrics)
 
     def _recomputed(self, loss: Callable[..., Any], *inputs: Any) -> Any:
-        """With --recompute-loss-function nothing inside the loss is kept for its backward pass."""
+        """Call `loss`; with --recompute-loss-function under activation checkpointing."""
         if not self.args.recompute_loss_function:
             return loss(*inputs)
         return checkpoint(loss, *inputs, use_reentrant=False)

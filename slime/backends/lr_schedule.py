@@ -1,4 +1,4 @@
-"""The learning rate of each optimizer step: linear warm-up, then a decay."""
+"""The learning rate of each optimizer step: linear warm-up, then decay."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 
 @dataclass(frozen=True, kw_only=True)
 class LrSchedule:
-    """`lr(step)` for steps counted from 0.
+    """A schedule whose `at(step)` is the learning rate of a step, counted from 0.
 
-    Two steps of warm-up to 1.0, then linear to 0.2 over the steps up to 6::
+    Example: two warm-up steps to 1.0, then linear decay to 0.2 at step 6::
 
         step  0    1    2    3    4    5    6    7
         lr    0.5  1.0  1.0  0.8  0.6  0.4  0.2  0.2
 
-    The warm-up starts above zero, so that no step is lost. An inverse square root decays as
-    lr * sqrt(warmup / step) and is cut off at min_lr, which it also takes from `decay_steps` on.
+    The warm-up starts above zero, so that no step is wasted. The inverse-square-root decay is
+    max(min_lr, lr * sqrt(warmup / step)), and min_lr from `decay_steps` on.
     """
 
     lr: float
     min_lr: float = 0.0
     style: str = "constant"
     warmup_steps: int = 0
-    decay_steps: int = 0  # the step from which on the rate is min_lr; warm-up included
+    decay_steps: int = 0  # first step with min_lr; includes the warm-up
 
     def __post_init__(self) -> None:
         if self.style not in DECAY_STYLES:
@@ -54,12 +54,12 @@ class LrSchedule:
 
 
 def warmup_steps(iters: int, fraction: float | None, decay_steps: int | None) -> int:
-    """Steps of warm-up: `iters`, or a fraction of the decay where one is given."""
+    """Return the number of warm-up steps: `iters`, or `fraction` of the decay steps if given."""
     return iters if fraction is None else round(fraction * (decay_steps or 0))
 
 
 def lr_schedule(args: Args) -> LrSchedule:
-    """Return the schedule that the flags describe."""
+    """Return the schedule of the `--lr*` flags; raise ConfigError if they contradict each other."""
     try:
         return LrSchedule(
             lr=args.lr,

@@ -1,4 +1,4 @@
-"""Muon: the momentum of a weight matrix is orthogonalised by Newton-Schulz iterations before it is applied.
+"""Muon: orthogonalize a weight matrix's momentum by Newton-Schulz iterations before the update.
 
 https://kellerjordan.github.io/posts/muon/, https://arxiv.org/abs/2502.16982. One iteration is the
 polynomial aX + b(XX')X + c(XX')(XX')X, which drives all singular values of X towards 1.
@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 Coefficients = Sequence[tuple[float, float, float]]
 
-# torch.optim.Muon's, the same in every iteration.
+# Coefficients of torch.optim.Muon, the same in every iteration.
 SIMPLE: Coefficients = ((3.4445, -4.7750, 2.0315),)
-# megatron-core's, one for each of five iterations.
+# Coefficients of megatron-core, one triple for each of five iterations.
 QUINTIC: Coefficients = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -35,10 +35,10 @@ def orthogonalize(
     dtype: torch.dtype = torch.bfloat16,
     cut: tuple[dist.ProcessGroup, int] | None = None,
 ) -> torch.Tensor:
-    """Return the nearest matrix with orthonormal rows or columns, roughly, computed in `dtype`.
+    """Return approximately the nearest semi-orthogonal matrix, computed in `dtype`.
 
-    `cut` is (group, dimension) where the ranks of a group hold parts of one matrix, cut along that
-    dimension: the Gram matrix of the other dimension is then summed over the group.
+    `cut` is (group, dimension) if the ranks of a group hold shards of one matrix along that
+    dimension: the Gram matrix of the other dimension is then all-reduced over the group.
     """
     turned = matrix.size(-2) > matrix.size(-1) if cut is None else cut[1] == 0
     x = matrix.mT if turned else matrix
@@ -56,7 +56,7 @@ def orthogonalize(
 
 
 def muon_scale(rows: int, columns: int, mode: str) -> float:
-    """The factor of an orthogonal update of this shape; modes as megatron-core names them."""
+    """Return the scale of an orthogonalized update of this shape; modes are megatron-core's."""
     if mode == "spectral":
         return math.sqrt(max(rows, columns))
     if mode == "shape_scaling":
@@ -68,7 +68,7 @@ def muon_scale(rows: int, columns: int, mode: str) -> float:
 def blend_momentum(
     grad: torch.Tensor, momentum: torch.Tensor, beta: float, *, nesterov: bool
 ) -> torch.Tensor:
-    """Move the momentum towards the gradient, in place, and return what is to be orthogonalised."""
+    """Update the momentum (EMA of gradients) in place; return the matrix to orthogonalize."""
     momentum.lerp_(grad, 1 - beta)
     return grad.lerp(momentum, beta) if nesterov else momentum
 

@@ -1,6 +1,6 @@
-"""Give the GPU memory of tensors away and take it back, without replacing the tensors.
+"""Offload the storage of GPU tensors to host memory and back, without replacing the tensors.
 
-Gradients have no part in it: between the steps of two rollouts nobody reads them, so they are dropped.
+Gradients are not offloaded but dropped: they are not read between two rollouts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from slime.utils.device import device_type
 
 
 class Offloaded:
-    """Contents of tensors, kept in pinned host memory while their GPU storage is empty.
+    """Contents of tensors in pinned host memory while their GPU storage is resized to 0.
 
-    Only storages are emptied: parameters, views of them and optimizer state keep pointing at
-    them. CPU tensors are left alone, as there is nothing to gain.
+    Only storages are resized, so that parameters, their views and optimizer state keep pointing at
+    them. CPU tensors are skipped, since offloading them frees no GPU memory.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -38,7 +38,7 @@ class Offloaded:
 
     @property
     def nbytes(self) -> int:
-        """Of host memory that is held for it, which the allocator may have rounded up."""
+        """Bytes of pinned host memory in use, before the allocator's rounding."""
         return sum(copy.nbytes() for _, copy in self._kept)
 
     def restore(self) -> None:
@@ -51,6 +51,6 @@ class Offloaded:
 
 
 def return_unused() -> None:
-    """Memory that torch keeps for later goes back to the GPU, where another process may take it."""
+    """Release torch's cached GPU memory, so that other processes can allocate it."""
     if device_type() == "cuda":
         torch.cuda.empty_cache()

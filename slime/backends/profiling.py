@@ -1,8 +1,8 @@
-"""`--profile-target`: torch profiler traces of parts of the training, which open in Perfetto.
+"""`--profile-target`: record parts of the training with torch's profiler.
 
-The second rollout that a process trains on is recorded, or the only one: the first also pays for
-whatever happens once. Files are `profile/<target>_rollout<id>_rank<rank>.json.gz` in the run's folder; open
-them at https://ui.perfetto.dev.
+The second rollout that a process trains on is recorded (or the only one): the first has one-time
+costs such as compilation. Traces are `profile/<target>_rollout<id>_rank<rank>.json.gz` in the run's
+folder; open them at https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class Profiler:
-    """`train_overall` holds the others: with several targets each is a file of its own, and inside a
-    target that is being recorded the others show as named ranges."""
+    """Record each target into a trace file. A region nested in a target that is being recorded, as
+    all are in `train_overall`, becomes a named range in its trace and gets no file of its own."""
 
     def __init__(
         self, targets: list[str] | None, run_dir: str, rank: int, num_rollout: int

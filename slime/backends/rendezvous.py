@@ -1,4 +1,4 @@
-"""How the ranks of a trainer find each other and form the default process group."""
+"""Rendezvous of a trainer's ranks: a TCP store, then the default process group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.weights.process_group import serve_store
 
 
 class Rendezvous:
-    """Rank 0 serves a store, the others are told its address, then all `join`."""
+    """Rank 0 calls `serve`, the other ranks `set_master` with its address, then all `join`."""
 
     def __init__(self, rank: int, world_size: int, master: tuple[str, int] | None = None) -> None:
         self._rank, self._world_size = rank, world_size
@@ -20,7 +20,7 @@ class Rendezvous:
         self._store: dist.Store | None = None
 
     def serve(self) -> tuple[str, int]:
-        """Where the store listens from now on; nobody can take the port in between."""
+        """Start the store and return its address; its port is bound, so no one else can take it."""
         host = own_host()
         self._store, init_method = serve_store(host, self._world_size)
         return host, int(init_method.rsplit(":", 1)[1])
@@ -29,7 +29,7 @@ class Rendezvous:
         self._master = (address, port)
 
     def join(self, timeout: timedelta) -> None:
-        """Form the default group; one that exists already is taken as it is."""
+        """Initialize the default process group, unless it already exists."""
         if dist.is_initialized():
             return
         choose_interface()
@@ -37,7 +37,7 @@ class Rendezvous:
             self._store = dist.HashStore() if self._world_size == 1 else self._connect(timeout)
         cuda = device_type() == "cuda"
         dist.init_process_group(
-            # CPU tensors travel too: objects, offloaded gradients, checkpoints.
+            # Collectives on CPU tensors need gloo: objects, offloaded gradients, checkpoints.
             f"cpu:gloo,cuda:{collective_backend()}" if cuda else collective_backend(),
             store=self._store,
             rank=self._rank,

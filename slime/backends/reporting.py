@@ -1,4 +1,4 @@
-"""What all ranks did in one rollout, as one set of metrics."""
+"""Reduce the training metrics of all ranks and steps of one rollout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """For the ranks of one model, which all call it together."""
+    """Metrics of one model; all of its ranks call `report` together."""
 
     def __init__(self, args: Args, role: str, parallel: ParallelInfo) -> None:
         self._args, self._role, self._parallel = args, role, parallel
@@ -25,7 +25,7 @@ class Reporter:
     def report(
         self, batch: RolloutBatch, results: list[StepResult], times: dict[str, float]
     ) -> TrainReport:
-        """Metrics of all steps and ranks as one; the times are this rank's."""
+        """Return metrics reduced over all steps and ranks; `times` are those of this rank."""
         gap_sums, gap_maxima = self._mismatch(batch, results)
         sums = add_up([*(result.metrics for result in results), gap_sums])
         means = reduce_metrics(sums, gap_maxima, gather=self._gather)
@@ -40,7 +40,7 @@ class Reporter:
     def _mismatch(
         self, batch: RolloutBatch, results: list[StepResult]
     ) -> tuple[dict[str, MetricSum], dict[str, float]]:
-        """How far these log-probs are from the engine's; later steps are off by their own updates."""
+        """Return `mismatch_metrics` before the first update; later steps also differ by updates."""
         if batch.rollout_log_probs is None or self._args.loss_type != "policy_loss":
             return {}, {}
         if self._role != "actor" or not (results or batch.old_log_probs):
@@ -54,7 +54,7 @@ class Reporter:
         return mismatch_metrics(seen, breakdown=breakdown)
 
     def _gather(self, value: object) -> list[Any]:
-        """What every rank says whose loss counts: the first tensor rank of each last pipeline stage."""
+        """Gather the values of ranks with a loss: TP rank 0 of each last pipeline stage."""
         here = self._parallel
         speaks = here.tp_rank == 0 and here.pp_rank == here.pp_size - 1
         everyone: list[Any] = [(speaks, value)] * here.world_size

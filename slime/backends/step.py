@@ -1,4 +1,4 @@
-"""One optimizer step: what it leaves behind, and its end, which is the same for every backend."""
+"""The result of one optimizer step, and the optimizer update shared by all backends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slime.core.types import MetricSum
 
 @dataclass(kw_only=True)
 class StepResult:
-    """What one optimizer step left behind on this rank."""
+    """Metrics and log-probs of one optimizer step on this rank."""
 
     metrics: dict[str, MetricSum] = field(default_factory=dict)
     log_probs: dict[int, np.ndarray] = field(default_factory=dict)  # row -> [R], before the step
@@ -27,18 +27,18 @@ class StepResult:
 class Optimizer(Protocol):
     @property
     def lr(self) -> float:
-        """Of the step that comes next."""
+        """The learning rate of the next step."""
         ...
 
     def step(self) -> float:
-        """The norm of the gradient; where that is not finite nothing was updated."""
+        """Update the weights and return the gradient norm; skip the update if it is not finite."""
         ...
 
 
 def step_optimizer(
     optimizer: Optimizer, result: StepResult, rollout_id: int, step_id: int
 ) -> StepResult:
-    """Update the weights by the gradient that the backward passes left; UserError if it is broken."""
+    """Step the optimizer with the accumulated gradients; raise UserError if they are not finite."""
     lr = optimizer.lr
     grad_norm = optimizer.step()
     if not math.isfinite(grad_norm):

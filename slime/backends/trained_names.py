@@ -1,4 +1,4 @@
-"""The parameters that --only-train-params-name-list and --freeze-params-name-list leave to train."""
+"""Select trained parameters by --only-train-params-name-list and --freeze-params-name-list."""
 
 from __future__ import annotations
 

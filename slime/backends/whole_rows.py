@@ -1,8 +1,8 @@
-"""Samples as hooks see them: whole and on their own, out of packed columns and back.
+"""Convert packed columns to one tensor per sample, as hooks see them, and back.
 
-Under context parallelism a rank holds a zigzag slice of every sample. What other ranks hold is gathered as
-constants: the gradient of a rank's own tokens is complete, as long as a hook does not let the loss of one token
-depend on the loss of another.
+Under context parallelism a rank holds a zigzag slice of every sample. The slices of other ranks are
+gathered without gradient: the gradient of a rank's own tokens is complete, unless a hook makes the
+loss of one token depend on the loss of another.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class WholeRows:
         self._spans = [(start + prompt - 1, response) for start, prompt, response in rows]
 
     def cut(self, column: torch.Tensor) -> list[torch.Tensor]:
-        """The response part of each sample of a packed column [T], as tensors [R]."""
+        """Return the response tokens of each sample of a packed column [T], as tensors [R]."""
         whole = self._whole(column)
         return [whole[start : start + length] for start, length in self._spans]
 
     def packed(self, flat: torch.Tensor) -> torch.Tensor:
-        """All response tokens end to end, or one value for all of them, as this rank's column [T]."""
+        """Return this rank's column [T] from all response tokens end to end, or one value."""
         index = torch.cat([torch.arange(s, s + n) for s, n in self._spans]).to(flat.device)
         total = len(self.batch.tokens) * self.cp_size
         column = torch.zeros(total, dtype=torch.float32, device=flat.device)
@@ -40,7 +40,7 @@ class WholeRows:
         return column[torch.from_numpy(mine).to(column.device)]
 
     def share(self, value: torch.Tensor) -> torch.Tensor:
-        """A value that every context rank has computed, as one rank's part of their sum."""
+        """Return value / cp_size with the full gradient: the sum over CP ranks is then `value`."""
         return value - value.detach() * (1 - 1 / self.cp_size)
 
     def largest(self, column: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The FSDP2 trainer: any Hugging Face causal model, sharded over data-parallel ranks."""
+"""The FSDP2 trainer for any Hugging Face causal LM, sharded over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from slime.weights.sync import serving_dtype
 if TYPE_CHECKING:
     from slime.config.arguments import Args
 
-_SAVE_MINUTES = 30  # at least: writing takes longer than an exchange of gradients
+_SAVE_MINUTES = 30  # minimum timeout: writing takes longer than a gradient all-reduce
 
 
 class FSDPTrainRayActor(TrainRayActor):
@@ -72,14 +72,14 @@ class FSDPTrainRayActor(TrainRayActor):
         return 0 if checkpoint is None else self.load(checkpoint) + 1
 
     def _trained_names(self) -> list[str]:
-        """Of a critic everything: what is frozen is said of the actor."""
+        """Return the parameters to train; the freeze flags do not apply to a critic."""
         names, args = list(self.model.params), self.args
         if self.role == "critic":
             return names
         return trained_names(names, args.only_train_params_name_list, args.freeze_params_name_list)
 
     def _load_frozen(self, path: str) -> ShardedModel:
-        """A model that is only asked; a Hugging Face folder may hold another architecture."""
+        """Load a model for inference; a Hugging Face folder may have a different architecture."""
         own = (Path(path) / "config.json").exists()
         args = self.args.replace(hf_checkpoint=path) if own else self.args
         model = build_model(args, self.mesh, trainable=False)
@@ -87,7 +87,7 @@ class FSDPTrainRayActor(TrainRayActor):
         return model
 
     def _fill(self, model: ShardedModel, path: str) -> None:
-        """Weights from one of our checkpoints, from a folder of them, or from a Hugging Face folder."""
+        """Load weights from a checkpoint, a folder of checkpoints, or a Hugging Face folder."""
         newest = path if is_checkpoint(path) else find_checkpoint(path)
         if newest is not None:
             self._checkpointer.load_model(str(newest), model)
@@ -98,7 +98,7 @@ class FSDPTrainRayActor(TrainRayActor):
     # ---- training
 
     def pack(self, batch: RolloutBatch, rows: list[int], *, dummy: bool = False) -> TrainBatch:
-        """In order of length, which lets attention take neighbours in one call."""
+        """Pack rows sorted by length, so that neighbours can share one padded attention call."""
         rows = sorted(rows, key=lambda row: len(batch.tokens[row]))
         multiple = 1 if self.args.qkv_format == "bshd" else None
         packed = pack(batch, rows, self.parallel, dummy=dummy, equal_multiple=multiple)
@@ -126,16 +126,16 @@ class FSDPTrainRayActor(TrainRayActor):
         return step_optimizer(self.optimizer, result, rollout_id, step_id)
 
     def forward_backward(self, micro_batches: list[TrainBatch]) -> StepResult:
-        """Leave the gradient of the whole step, of all ranks, in the parameters."""
+        """Accumulate the gradient of the step, reduced over all ranks, in the parameters."""
         result = StepResult()
         for number, micro_batch in enumerate(micro_batches):
             if self.world_size == 1:
-                # Nothing to exchange: parameters stay gathered and gradients in place up to the last.
+                # One rank: keep parameters unsharded and accumulate locally until the last one.
                 last = number + 1 == len(micro_batches)
                 self.model.module.set_requires_gradient_sync(last)
                 self.model.module.set_reshard_after_backward(last)
             loss = self._forward(micro_batch, result)
-            # FSDP averages gradients over ranks; the loss is defined as a sum over them.
+            # FSDP averages gradients over ranks, but the loss is a sum over ranks.
             (loss * self.parallel.dp_size).backward()
         return result
 
@@ -180,7 +180,7 @@ class FSDPTrainRayActor(TrainRayActor):
         return "ref" in self.frozen and bool(self.args.ref_update_interval)
 
     def hf_buckets(self) -> Iterator[HFBucket]:
-        # Over shared memory every rank serves the engines on its own device, else rank 0 serves all.
+        # The tensor transport sends from every rank to engines on its device, others from rank 0.
         keep = self.rank == 0 or self.args.update_weight_transport == "tensor"
         size = self.args.update_weight_buffer_size
         return hf_buckets(self.model, serving_dtype(self.args), size, keep=keep)
@@ -193,7 +193,7 @@ class FSDPTrainRayActor(TrainRayActor):
         return_unused()
 
     def sleep(self) -> None:
-        """Parameters and optimizer state go to host memory; nothing to do on a CPU, which shares it."""
+        """Offload parameters and optimizer state to host memory; CPU tensors stay in place."""
         if self._asleep is None:
             self.drop_gradients()
             self._asleep = Offloaded(self._resident())

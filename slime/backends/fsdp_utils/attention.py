@@ -1,8 +1,8 @@
 """Attention over packed samples for any Hugging Face model.
 
-Registered with transformers under the name `slime_packed`. Transformers builds no mask for a name it
-has no mask function for; where the samples lie comes with the keyword `packed`, which every model
-hands down to its attention function.
+It is registered with transformers as `slime_packed`. Transformers builds no mask for a name without
+a mask function; sample boundaries are passed as the keyword `packed`, which every model forwards to
+its attention function.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """[1, T, heads, D]. Dropout is not applied: log-probs must not depend on a draw."""
+    """Return [1, T, heads, D]. Dropout is not applied: log-probs must be deterministic."""
     for name in ("softcap", "position_bias"):
         if kwargs.get(name) is not None:
             raise UserError(

@@ -1,9 +1,9 @@
-"""The trainer's part of a checkpoint folder.
+"""The FSDP trainer's part of a checkpoint folder.
 
-fsdp/             parameters and optimizer moments, by torch.distributed.checkpoint: one file per
-                  rank, loadable by any number of ranks
-trainer.json      optimizer steps done, and the shape of every parameter
-rng_<rank>.pt     random state of each rank
+fsdp/             parameters, optimizer moments and an updated reference model, written by
+                  torch.distributed.checkpoint; can be loaded with any number of ranks
+trainer.json      `CheckpointFacts`: rollout id, optimizer steps, the shape of every parameter ...
+rng_<rank>.pt     RNG state of each rank
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FOLDER, _FACTS = "fsdp", "trainer.json"
 
 @dataclass(kw_only=True, frozen=True)
 class CheckpointFacts:
-    """What is known of a checkpoint before its tensors are read."""
+    """Contents of trainer.json: the metadata needed before tensors are read."""
 
     rollout_id: int
     num_steps: int
@@ -41,14 +41,14 @@ class CheckpointFacts:
     model_type: str
     shapes: dict[str, list[int]]
     optimizer: str = "adam"
-    has_ref: bool = False  # a reference model that --ref-update-interval changed
+    has_ref: bool = False  # contains a reference model, updated by --ref-update-interval
 
 
 class Checkpointer:
-    """Writes and reads checkpoints of one model; all ranks call every method together."""
+    """Save and load checkpoints of one model; every method is collective."""
 
     def __init__(self, timeout: timedelta | None = None) -> None:
-        # Its own group: a save in the background must not mix its messages with training's.
+        # A separate group, so that a background save cannot interleave with training's collectives.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._pending: Future[None] | None = None
         self._background = ThreadPoolExecutor(1)
@@ -93,9 +93,9 @@ class Checkpointer:
             pending.result()
 
     def load_model(self, path: str, model: ShardedModel) -> CheckpointFacts:
-        """Fill in the parameters; what else the checkpoint says.
+        """Load the parameters and return the checkpoint's metadata.
 
-        A critic may start from an actor's checkpoint, with everything but its value head.
+        A critic can load an actor's checkpoint; its value head is then initialized to zero.
         """
         self._check_files(path)
         facts = read_facts(path)
@@ -108,7 +108,7 @@ class Checkpointer:
         return facts
 
     def load_optimizer(self, path: str, optimizer: ShardedOptimizer) -> None:
-        """Fill in moments, step count and random state; without saved moments they start at zero."""
+        """Load moments, step count and RNG state; moments that were not saved stay at zero."""
         self._check_files(path)
         facts = read_facts(path)
         if facts.has_optimizer:
@@ -127,7 +127,7 @@ class Checkpointer:
 
 
 def _sum_written(folder: Path, written: Future[object] | None = None) -> None:
-    """Record the checksums of this rank's tensors, once they are written."""
+    """Record the checksums of this rank's files, after waiting for `written`."""
     if written is not None:
         written.result()
     rank = dist.get_rank()
@@ -204,7 +204,7 @@ def _rng_state() -> dict[str, torch.Tensor]:
 
 
 def _restore_rng(file: Path) -> None:
-    """A rank the saving run did not have keeps the state its own seed gave it."""
+    """Restore this rank's RNG state; a rank that the saving run did not have keeps its seed's."""
     if not file.exists():
         return
     state = load_object(file, file)

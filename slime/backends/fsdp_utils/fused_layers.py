@@ -1,4 +1,4 @@
-"""Activation and rotation of Hugging Face's layers as single kernels; on a GPU only."""
+"""Fused SwiGLU and RoPE kernels for Hugging Face layers, on a GPU only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def fuse_mlps(hf: nn.Module) -> int:
-    """Replace the forward of every module that computes down(silu(gate(x)) * up(x)); how many."""
+    """Patch forward of modules that compute down(silu(gate(x)) * up(x)); return their number."""
     count = 0
     for module in hf.modules():
         parts = [getattr(module, name, None) for name in _PARTS]
@@ -26,7 +26,7 @@ def fuse_mlps(hf: nn.Module) -> int:
 
 
 def fuse_rotation(hf: nn.Module) -> bool:
-    """Compile the function with which this model's module rotates queries and keys."""
+    """Compile the RoPE function in this model's Python module; return whether there is one."""
     modeling = sys.modules[type(hf).__module__]
     function = getattr(modeling, _ROTATION, None)
     if function is None:
@@ -37,7 +37,7 @@ def fuse_rotation(hf: nn.Module) -> bool:
 
 
 def _is_plain(module: nn.Module, down: nn.Module) -> bool:
-    """One that has nothing but the three products and a SiLU."""
+    """Return whether the module has only the three matmuls and a SiLU."""
     others = [name for name, _ in module.named_children() if name not in (*_PARTS, "act_fn")]
     silu = getattr(module, "act_fn", None)
     if others or not callable(silu) or down.bias is not None:

@@ -1,4 +1,4 @@
-"""Our RMS norm in place of Hugging Face's, which takes seven passes forward and as many backward."""
+"""torch's fused RMSNorm in place of Hugging Face's, which takes seven memory passes each way."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 
 def fuse_norms(hf: nn.Module) -> int:
-    """Replace the forward of every module that computes w * x / rms(x); how many there were.
+    """Patch the forward of every module that computes w * x / rms(x); return the count.
 
-    Families differ in details (Gemma multiplies by 1 + w), so a class is taken only after one of its
-    modules has given the same numbers as ours.
+    Families differ (Gemma multiplies by 1 + w), so a class is patched only if one of its modules
+    returns the same numbers as F.rms_norm on random input.
     """
     same: dict[type[nn.Module], bool] = {}
     count = 0
@@ -30,7 +30,7 @@ def fuse_norms(hf: nn.Module) -> int:
 
 
 class _Fused:
-    """Looks the weight up at each call: FSDP replaces it by the gathered one."""
+    """Read the weight at each call, since FSDP replaces it by the unsharded one."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -62,6 +62,6 @@ def _computes_rms_norm(module: nn.Module) -> bool:
         expected = F.rms_norm(x, weight.shape, probe.weight, eps)
         try:
             found = probe(x)
-        except TypeError:  # it takes more than the hidden states (a gate)
+        except TypeError:  # its forward has more arguments (a gate)
             return False
     return torch.allclose(found, expected, rtol=1e-4, atol=1e-5)

@@ -1,6 +1,6 @@
-"""Whole parameters from the parts that ranks hold: several in one collective, each as large as need be.
+"""All-gather full parameters from the shards of all ranks, several per collective.
 
-A model has hundreds of small parameters, and a collective has a price however little it moves.
+A model has hundreds of small parameters, and every collective has a fixed latency.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor, Shard
 from slime.utils.device import current_device
 from slime.weights.buckets import CastBucket, NamedCast, NamedTensor
 
-GATHER_BYTES = 64 << 20  # of whole tensors in one collective, or one larger tensor
+GATHER_BYTES = 64 << 20  # limit of full tensors per collective; a larger tensor has its own
 
 
 def whole_tensors(
     wanted: Iterable[NamedCast], max_bytes: int = GATHER_BYTES
 ) -> Iterator[NamedTensor]:
-    """Each as a whole tensor, in their order; all ranks go through this together.
+    """Yield each parameter as a full tensor, in order; all ranks must iterate together.
 
-    A tensor may share memory with its parameter, or with others given before and after it.
+    A tensor may share memory with its parameter, or with the tensors yielded before and after it.
     """
     batch: list[NamedCast] = []
     size = 0
@@ -37,7 +37,7 @@ def whole_tensors(
     yield from _gathered(batch)
 
 
-@torch.no_grad()  # with gradients each of them would pass DTensor's dispatcher
+@torch.no_grad()  # with grad each to_local() goes through DTensor's slow dispatcher
 def local_parts(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in params]
 
@@ -65,7 +65,7 @@ def _gathered(batch: list[NamedCast]) -> Iterator[NamedTensor]:
 
 
 def _padded_part(param: DTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Flat, and as long as the first rank's: the last ranks' parts may be shorter, or empty."""
+    """Return the flat shard padded to rank 0's size: the last ranks' may be shorter or empty."""
     assert param.placements == (Shard(0),), param.placements
     local = local_parts([param])[0].to(current_device(), dtype).reshape(-1)
     return torch.nn.functional.pad(local, (0, _part_numel(param) - local.numel()))

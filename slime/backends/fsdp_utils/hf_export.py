@@ -1,4 +1,4 @@
-"""The trainer's parameters under Hugging Face names: in buckets for engines, as files for everyone else."""
+"""Export the trainer's parameters under Hugging Face names: as buckets for engines, or as files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slime.runlog.export_folder import ExportInfo
 from slime.weights.buckets import CastBucket, NamedCast
 from slime.weights.hf_views import hf_views, weight_dtype
 
-_AT_ONCE = 64  # parameters looked up together: the first bucket need not wait for all of them
+_AT_ONCE = 64  # parameters per batch, so that the first bucket does not wait for all of them
 
 
 def hf_buckets(
@@ -25,11 +25,11 @@ def hf_buckets(
     *,
     keep: bool,
 ) -> Iterator[CastBucket]:
-    """Yield (checkpoint name, whole tensor) of every weight, a tied one once, in buckets of at most
-    `max_bytes`, or of one larger tensor; all ranks gather them together.
+    """Yield buckets of (checkpoint name, full tensor), each up to `max_bytes` or one larger tensor.
 
-    A tensor may share memory with the parameter: it is to be read before the next training step.
-    With `keep` off the buckets are empty but as many: a rank that only helps to gather holds nothing.
+    Tied weights occur once. Gathering is collective: all ranks must iterate together. A tensor may
+    share memory with its parameter: read it before the next training step. With `keep=False` a rank
+    yields the same number of buckets, but empty: it takes part in gathering and stores nothing.
     """
     tensors = _own_tensors(model, dtype) if model.is_whole else _gathered_tensors(model, dtype)
     bucket: list[NamedCast] = []
@@ -47,7 +47,7 @@ def hf_buckets(
 
 
 def _own_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedCast]:
-    """Yield tensors that are not cast yet: a whole bucket is cast at once."""
+    """Yield uncast tensors of an unsharded model: a bucket is cast as a whole later."""
     model_type = model.module.hf.config.model_type
     weights = _wanted(model, dtype)
     while some := list(islice(weights, _AT_ONCE)):
@@ -77,9 +77,9 @@ def export_hf(
     dtype: torch.dtype,
     info: ExportInfo | None = None,
 ) -> None:
-    """Write a folder that `from_pretrained` and every engine can load; rank 0 writes it.
+    """Write a Hugging Face folder that `from_pretrained` and every engine can load, on rank 0.
 
-    Config, tokenizer and the like are copied from `source`, the weights go out file by file.
+    Config, tokenizer etc. are copied from `source`; weights are gathered and written file by file.
     """
     writes = dist.get_rank() == 0
     buckets = hf_buckets(model, dtype, FILE_BYTES, keep=writes)

@@ -1,7 +1,7 @@
-"""Build a model without weights, shard it over the ranks, then give each rank its part of them.
+"""Build a model on the meta device, shard it over the ranks, then load each rank's shards.
 
-Only rank 0 reads the checkpoint, through transformers, which knows how every family's files map to its
-module; the other ranks receive one tensor at a time and keep their shard.
+Only rank 0 reads the checkpoint, with transformers, which maps the files of every model family to
+its module. Tensors are broadcast one at a time; each rank keeps its shard.
 """
 
 from __future__ import annotations
@@ -48,37 +48,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model of which this rank holds one part of every parameter."""
+    """A model of which this rank holds one shard of every parameter."""
 
     module: PackedCausalLM
-    params: dict[str, DTensor]  # by the name in the Hugging Face module; a tied weight once
+    params: dict[str, DTensor]  # by name in the Hugging Face module; tied weights occur once
 
     @property
     def value_head(self) -> str | None:
-        """The name of a critic's value head."""
+        """The name of a critic's value head; None for an actor."""
         if not isinstance(self.module, PackedCritic):
             return None
         head = self.module.hf.get_output_embeddings().weight
         return next(name for name, param in self.params.items() if param is head)
 
     def tensors(self, *, without: str | None = None) -> dict[str, torch.Tensor]:
-        """Parameters and the buffers a checkpoint has."""
+        """Return parameters and persistent buffers by name, except `without`."""
         buffers = {name: self.module.hf.get_buffer(name) for name in self._buffer_names}
         named = {**self.params, **buffers}
         return {name: tensor for name, tensor in named.items() if name != without}
 
     @cached_property
     def _buffer_names(self) -> list[str]:
-        """Found once: going through all modules takes as long as sending a good part of them."""
+        """Names of persistent buffers; cached, since walking all modules is slow."""
         return list(persistent_buffers(self.module.hf))
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank's part is all there is."""
+        """Whether the model is unsharded, i.e. this is the only rank."""
         return next(iter(self.params.values())).device_mesh.size() == 1
 
     def reshard(self) -> None:
-        """Free gathered parameters: after a forward pass without a backward one they would go stale."""
+        """Free unsharded parameters: without a backward pass they would stay and become stale."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -87,10 +87,10 @@ class ShardedModel:
 def build_model(
     args: Args, mesh: DeviceMesh, *, trainable: bool, critic: bool = False
 ) -> ShardedModel:
-    """The model of `--hf-checkpoint`, sharded, its parameters not yet filled in.
+    """Build the model of `--hf-checkpoint`, sharded, with uninitialized parameters.
 
-    A trained model has fp32 parameters and computes in the run's precision; a frozen one is held in
-    that precision.
+    A trained model has fp32 parameters and computes in the run's precision; a frozen one also has
+    parameters in that precision.
     """
     compute_dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     hf = _skeleton(args, torch.float32 if trainable else compute_dtype)
@@ -116,9 +116,9 @@ def build_model(
 
 
 def load_hf_weights(model: ShardedModel, path: str) -> None:
-    """Fill in the parameters from a Hugging Face folder; all ranks call this together.
+    """Load the parameters from a Hugging Face folder; a collective call.
 
-    A critic's value head, which such a folder does not have, starts at zero.
+    A critic's value head, which such a folder does not have, is initialized to zero.
     """
     source: dict[str, torch.Tensor] = {}
     targets = model.tensors(without=model.value_head)
@@ -141,13 +141,13 @@ def zero_value_head(model: ShardedModel) -> None:
 
 
 def finish_loading(model: ShardedModel) -> None:
-    """Once parameters hold their values: one forward pass, which also settles FSDP's own storage."""
+    """Run one forward pass after loading: it checks the LM head and initializes FSDP's storage."""
     check_head(model.module, current_device())
     model.reshard()
 
 
 def shard_of(param: DTensor, local: torch.Tensor) -> DTensor:
-    """`local` as this rank's part of a whole tensor that is cut as `param` is."""
+    """Return a DTensor with the sharding of `param` and `local` as this rank's shard."""
     return DTensor.from_local(
         local,
         param.device_mesh,
@@ -159,9 +159,9 @@ def shard_of(param: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def _skeleton(args: Args, dtype: torch.dtype) -> nn.Module:
-    """The Hugging Face model with its parameters on the meta device and real buffers."""
+    """Return the Hugging Face model with parameters on the meta device and real buffers."""
     config = load_hf_config(args.hf_checkpoint)
-    vars(config).pop("quantization_config", None)  # of FP8 weights, which are trained unpacked
+    vars(config).pop("quantization_config", None)  # FP8 weights are trained dequantized
     attention = choose_attention(args.attn_implementation, padded=args.qkv_format == "bshd")
     with _parameters_on_meta():
         try:
@@ -177,8 +177,8 @@ def _skeleton(args: Args, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters made inside take no memory. Buffers (such as rotary frequencies) are real: they are
-    computed by the constructor and in no checkpoint."""
+    """Create parameters on the meta device. Buffers stay real: those computed by the constructor
+    (such as RoPE frequencies) are in no checkpoint."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -202,7 +202,7 @@ def _shard(module: PackedCausalLM, mesh: DeviceMesh, dtype: torch.dtype, *, offl
         "offload_policy": CPUOffloadPolicy(pin_memory=device_type() == "cuda")
         if offload
         else OffloadPolicy(),
-        # Alone there is nobody to gather from: keep what the forward pass made for the backward pass.
+        # A single rank has nothing to all-gather: keep the cast parameters for the backward pass.
         "reshard_after_forward": mesh.size() > 1,
     }
     for layer in _decoder_layers(module.hf):
@@ -216,7 +216,7 @@ def _decoder_layers(hf: nn.Module) -> list[nn.Module]:
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:
-    """Give parameters memory; buffers keep their values and go where the computation is."""
+    """Allocate parameters on `device`; buffers keep their values and move to the compute device."""
     buffers = dict(module.named_buffers())
     module.to_empty(device=device)
     for name, value in buffers.items():
@@ -225,7 +225,7 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
 
 
 def _fill(target: torch.Tensor, full: torch.Tensor | None, dtype: torch.dtype) -> None:
-    """Send one whole tensor from rank 0 to all; each keeps its shard of it."""
+    """Broadcast one full tensor from rank 0; each rank keeps its shard."""
     device = current_device()
     full = torch.empty(target.shape, dtype=dtype, device=device) if full is None else full.detach()
     if dist.get_world_size() > 1:
@@ -235,7 +235,7 @@ def _fill(target: torch.Tensor, full: torch.Tensor | None, dtype: torch.dtype) -
         if isinstance(target, DTensor):
             local = target.to_local()
             rank, size = target.device_mesh.get_local_rank(), target.device_mesh.size()
-            rows = -(-target.shape[0] // size)  # FSDP cuts the first dimension as torch.chunk does
+            rows = -(-target.shape[0] // size)  # FSDP shards dimension 0 like torch.chunk
             local.copy_(full[rank * rows : rank * rows + local.shape[0]])
         else:
             target.copy_(full)
@@ -260,7 +260,7 @@ def _refuse_other_architecture(
 
 
 def _no_dropout(hf: nn.Module) -> None:
-    """Log-probs must not depend on a draw, or the ratio of new to old would not start at 1."""
+    """Disable dropout: with random log-probs the ratio of new to old would not start at 1."""
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -1,4 +1,4 @@
-"""One rank of an FSDP run, built without memory: the real module, sharded over a fake process group."""
+"""Build one rank of an FSDP run on the meta device, sharded over a fake process group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) -> RankModel:
-    """Parameters in fp32, of which the rank has a part of each; gradients come and go with a step."""
+    """Count the rank's fp32 shards and optimizer state; gradients exist only during a step."""
     with _as_rank(rank, world_size), use_device(torch.device("meta")):
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
         model = build_model(args, mesh, trainable=True, critic=critic)

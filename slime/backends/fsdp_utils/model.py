@@ -1,4 +1,4 @@
-"""A Hugging Face causal model as the trainer uses it: packed samples in, log-probs out, sharded by FSDP2."""
+"""A Hugging Face causal LM as an FSDP2 root module: packed samples in, log-probs out."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from slime.backends.kernels.packed_attention import packed_layout
 from slime.core.errors import ConfigError, UserError
 from slime.core.types import TrainBatch
 
-# Implementations that keep packed samples apart: ours, those that take sequence lengths as keywords,
-# and those for which transformers derives a [T, T] mask from the positions.
+# Attention implementations without attention across packed samples: ours, those that take sequence
+# lengths as keywords, and those for which transformers derives a [T, T] mask from the positions.
 _TAKES_LENGTHS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _DENSE_MASK = ("sdpa", "eager")
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
@@ -24,15 +24,15 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions:
-    """How tokens become hidden states, and those log-probs."""
+    """Options of the forward pass from tokens to log-probs."""
 
     temperature: float
     chunk_size: int
-    padded: bool = False  # rows of equal length side by side, instead of end to end as one
+    padded: bool = False  # a batch of rows padded to equal length, instead of one packed row
 
 
 class PackedCausalLM(nn.Module):
-    """Backbone and log-probs in one module: its forward is where FSDP gathers the head's weight."""
+    """Backbone and log-probs in one FSDP module, whose forward all-gathers the LM head's weight."""
 
     def __init__(self, hf: nn.Module, head: HeadOptions) -> None:
         super().__init__()
@@ -46,10 +46,10 @@ class PackedCausalLM(nn.Module):
         output: Literal["log_probs", "logits", "hf_logits"] = "log_probs",
         with_entropy: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(log-probs [T], entropy [T] or None), 0 where nothing is trained; or (logits [T, V], None).
+        """Return (log-probs [T], entropy [T] or None), 0 at untrained tokens, or (logits, None).
 
-        Logits are in the model's dtype and divided by the temperature; `hf_logits` are what the model's
-        own forward makes of the same tokens.
+        Logits [T, V] are in the model's dtype and divided by the temperature; `hf_logits` come from
+        the Hugging Face model's own forward.
         """
         if output == "hf_logits":
             logits = self.hf(**self._inputs(batch)).logits.flatten(0, 1)
@@ -71,11 +71,11 @@ class PackedCausalLM(nn.Module):
         )
 
     def _hidden(self, batch: TrainBatch) -> torch.Tensor:
-        """The last hidden state of each token: [T, H]."""
+        """Return the last hidden state of each token: [T, H]."""
         return self.hf.base_model(**self._inputs(batch)).last_hidden_state.flatten(0, 1)
 
     def _inputs(self, batch: TrainBatch) -> dict[str, Any]:
-        """Padding stands behind a row's tokens, where causal attention never sees it."""
+        """Return the model's inputs; right padding needs no mask under causal attention."""
         rows = len(batch.rows) if self.head.padded else 1
         keywords = attention_keywords(self.hf.config._attn_implementation, batch)
         return {
@@ -87,7 +87,7 @@ class PackedCausalLM(nn.Module):
 
 
 class PackedCritic(PackedCausalLM):
-    """The same backbone with a value head: wherever log-probs [T] come out above, values do here."""
+    """The same backbone with a value head; its forward returns values [T] in place of log-probs."""
 
     def __init__(self, hf: nn.Module, head: HeadOptions) -> None:
         old = hf.get_output_embeddings().weight
@@ -108,7 +108,7 @@ class PackedCritic(PackedCausalLM):
 
 
 def attention_keywords(implementation: str, batch: TrainBatch) -> dict[str, Any]:
-    """What tells the attention function where samples begin and end."""
+    """Return the keywords that pass sample boundaries to the attention implementation."""
     if implementation == PACKED_ATTENTION:
         lens = [p + r for p, r in zip(batch.prompt_lens, batch.response_lens, strict=True)]
         return {"packed": packed_layout(lens, batch.tokens.device)}
@@ -123,7 +123,7 @@ def attention_keywords(implementation: str, batch: TrainBatch) -> dict[str, Any]
 
 
 def choose_attention(requested: str | None, *, padded: bool = False) -> str:
-    """The attention implementation of `--attn-implementation`, refused where it would mix samples."""
+    """Return the implementation to use; raise ConfigError if it could mix packed samples."""
     known = (*(() if padded else (PACKED_ATTENTION,)), *_TAKES_LENGTHS, *_DENSE_MASK)
     if requested is None:
         return "sdpa" if padded else PACKED_ATTENTION
@@ -136,7 +136,7 @@ def choose_attention(requested: str | None, *, padded: bool = False) -> str:
 
 
 def refuse_unpackable(hf: nn.Module) -> None:
-    """A model whose layers pass something from token to token outside attention would mix samples."""
+    """Raise UserError if layers mix tokens outside attention, which would mix packed samples."""
     layers = set(getattr(hf.config, "layer_types", None) or ()) - _KNOWN_LAYERS
     reason = None
     if layers:
@@ -153,11 +153,11 @@ def refuse_unpackable(hf: nn.Module) -> None:
 
 @torch.no_grad()
 def check_head(model: PackedCausalLM, device: torch.device) -> None:
-    """Refuse a model that does more than one matrix product from hidden states to logits.
+    """Raise UserError if the model computes logits by more than one matmul from hidden states.
 
-    Some scale or cap their logits. Log-probs here come from hidden states and the head's weight, so
-    they would silently be those of another model. Every rank must call this: it is a forward pass.
-    A critic has no logits, and only runs.
+    Some models scale or cap their logits. Log-probs here are computed from hidden states and the LM
+    head's weight, so they would be silently wrong. All ranks must call this, since it is a forward
+    pass. A critic has no logits to compare; only the pass runs.
     """
     tokens = torch.arange(4, device=device)
     batch = TrainBatch(

@@ -1,11 +1,11 @@
-"""Muon on parameters that FSDP has cut by rows.
+"""Muon on parameters that FSDP has sharded by rows.
 
-    rank 0  shards of A, B  ──gather──▶  whole A ──orthogonalise──▶  ──scatter──▶ its rows of A, B
-    rank 1  shards of A, B  ──gather──▶  whole B ──orthogonalise──▶  ──scatter──▶ its rows of A, B
+    rank 0  shards of A, B  ──gather──▶  full A ──orthogonalize──▶  ──scatter──▶ its rows of A, B
+    rank 1  shards of A, B  ──gather──▶  full B ──orthogonalize──▶  ──scatter──▶ its rows of A, B
 
-Momentum is elementwise and stays sharded. The iterations need whole matrices: as many of them as there
-are ranks are gathered at a time, one to each rank, so every matrix is orthogonalised once.
-The update is that of torch.optim.Muon on whole matrices, whatever the number of ranks.
+Momentum is elementwise and stays sharded. Newton-Schulz iterations need full matrices: as many as
+there are ranks are gathered at a time, one on each rank, so each is orthogonalized once.
+The update equals torch.optim.Muon's on full matrices for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from slime.backends.muon import SIMPLE, blend_momentum, muon_scale, orthogonaliz
 
 
 class ShardedMuon(torch.optim.Optimizer):
-    """`params` are the shards, `shapes` the shapes of the whole parameters in the same order.
+    """Muon over local shards `params` of parameters with the full `shapes`, in the same order.
 
-    A parameter of two dimensions is one matrix; one of three is a matrix per expert, of which every
-    rank holds whole ones.
+    A 2-D parameter is one matrix. A 3-D parameter is one matrix per expert, sharded by experts, so
+    that every rank holds full matrices.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ShardedMuon(torch.optim.Optimizer):
 
 
 def muon_names(hf: nn.Module, params: dict[str, DTensor]) -> set[str]:
-    """The hidden weight matrices: all but embeddings, the head, norms and biases."""
+    """Return the names of hidden weight matrices: all but embeddings, LM head, norms and biases."""
     others = {id(module.weight) for module in hf.modules() if isinstance(module, nn.Embedding)}
     others.add(id(hf.get_output_embeddings().weight))  # type: ignore[operator]
     return {
@@ -98,7 +98,7 @@ def _each_by_one_rank(
     shapes: list[torch.Size],
     compute: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[torch.Tensor]:
-    """`compute` of whole matrices, of which this rank has and gets a shard each, in order."""
+    """Yield this rank's shards of `compute` on full matrices, each computed on one rank."""
     world, rank = dist.get_world_size(), dist.get_rank()
     if world == 1:
         yield from (compute(matrix) for matrix in shards)
@@ -116,7 +116,7 @@ def _each_by_one_rank(
 
 
 def _gather(part: torch.Tensor, shape: torch.Size, owner: int) -> torch.Tensor | None:
-    """The whole matrix on rank `owner`."""
+    """Gather the full matrix on rank `owner`; return None on other ranks."""
     rows = _rows_per_rank(shape)
     sent = _padded(part, rows)
     parts = None
@@ -129,7 +129,7 @@ def _gather(part: torch.Tensor, shape: torch.Size, owner: int) -> torch.Tensor |
 def _scatter(
     whole: torch.Tensor | None, part: torch.Tensor, shape: torch.Size, owner: int
 ) -> torch.Tensor:
-    """This rank's rows of what rank `owner` has."""
+    """Scatter the full matrix from rank `owner`; return this rank's rows."""
     rows = _rows_per_rank(shape)
     parts = None
     if whole is not None:
@@ -141,7 +141,7 @@ def _scatter(
 
 
 def _rows_per_rank(shape: torch.Size) -> int:
-    return -(-shape[0] // dist.get_world_size())  # FSDP cuts rows as torch.chunk does
+    return -(-shape[0] // dist.get_world_size())  # FSDP shards rows like torch.chunk
 
 
 def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:

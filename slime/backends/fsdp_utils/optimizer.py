@@ -1,7 +1,7 @@
-"""The optimizer over the shards of one rank, with gradient clipping by the norm over all ranks.
+"""The optimizer over the shards of one rank, with gradient clipping by the global norm.
 
-Adam and SGD update elementwise, so they work on each rank's shards as plain tensors; the norm of the
-gradient needs the other ranks, and so does Muon (`muon.py`).
+Adam and SGD are elementwise, so they work on each rank's shards as plain tensors; only the gradient
+norm and Muon (`muon.py`) communicate with other ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class ShardedOptimizer:
-    """`params` are those that are trained, by Hugging Face name; `matrices` names those for Muon.
+    """Optimizer of the trained `params`, by Hugging Face name.
 
-    `--optimizer muon` gives the matrices to Muon and everything else to AdamW.
+    `--optimizer muon` updates the parameters in `matrices` with Muon and all others with AdamW.
     """
 
     def __init__(self, args: Args, params: dict[str, DTensor], matrices: set[str]) -> None:
@@ -43,11 +43,11 @@ class ShardedOptimizer:
 
     @property
     def lr(self) -> float:
-        """Of the step that comes next."""
+        """The learning rate of the next step."""
         return self.schedule.at(self.num_steps)
 
     def step(self) -> float:
-        """Clip, update, forget the gradients; the norm before clipping. Not finite: nothing is updated."""
+        """Clip, update and drop gradients, if their norm is finite; return the unclipped norm."""
         grads = self._take_grads()
         norm = _global_norm(grads)
         if not math.isfinite(norm):
@@ -63,7 +63,7 @@ class ShardedOptimizer:
         return norm
 
     def state_tensors(self) -> dict[str, DTensor]:
-        """Moments by name, as parts of whole tensors, so that another number of ranks can load them."""
+        """Return moments by name, as DTensors, so that any number of ranks can load them."""
         tensors = {}
         for name, moments in self._moments():
             for moment, local in moments.items():
@@ -78,7 +78,7 @@ class ShardedOptimizer:
                     state["step"].fill_(num_steps)
 
     def storages(self) -> list[torch.Tensor]:
-        """The tensors whose memory can be given away between steps."""
+        """Return the tensors that can be offloaded between steps."""
         states = [state for part in self._parts for state in part.state.values()]
         moments = [tensor for state in states for name, tensor in state.items() if name != "step"]
         return [*self._local.values(), *moments]
@@ -127,7 +127,7 @@ class ShardedOptimizer:
         return grads
 
     def _moments(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """By parameter; zeros, as the optimizers themselves start, where there was no update yet."""
+        """Yield (name, moments) of each parameter, created as zeros before its first update."""
         names = {local: name for name, local in self._local.items()}
         for part in self._parts:
             for group in part.param_groups:

@@ -1,7 +1,7 @@
-"""Chains of small operations as single kernels on a GPU, made by torch's compiler; plain torch on a CPU.
+"""Elementwise chains fused into single kernels by torch.compile on a GPU; plain torch on a CPU.
 
-Between the matrix products a layer reads and writes its activations many times over. What is recomputed
-here instead of kept is cheap, and what it would take to keep is a third of a layer's memory.
+Between its matmuls an unfused layer reads and writes its activations many times. Activations that
+are cheap to recompute are not saved; saving them would take a third of a layer's memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slime.utils.compiled import compiled_on_gpu
 
 
 def swiglu_down(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """(silu(gate) * up) @ weight.T; the product in parentheses is not kept for the backward pass."""
+    """Return (silu(gate) * up) @ weight.T; silu(gate) * up is recomputed in the backward pass."""
     return _SwigluDown.apply(gate, up, weight)
 
 
@@ -26,7 +26,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 @compiled_on_gpu
 def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the halves of the last dimension."""
+    """Apply RoPE to the halves of the last dimension: (x1 cos - x2 sin, x2 cos + x1 sin)."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
@@ -36,7 +36,7 @@ def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 def _swiglu_gradients(
     gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """silu(gate) * up again, and its gradient in gate and in up."""
+    """Return silu(gate) * up, recomputed, and the gradients in gate and in up."""
     sigmoid = torch.sigmoid(gate.float())
     silu = gate.float() * sigmoid
     grad_gate = grad.float() * up.float() * sigmoid * (1 + gate.float() * (1 - sigmoid))

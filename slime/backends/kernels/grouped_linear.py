@@ -1,7 +1,7 @@
-"""Linear maps of many experts at once: tokens lie expert by expert, and one kernel multiplies them all.
+"""Grouped GEMM for MoE: one kernel multiplies tokens, sorted by expert, by their expert's weight.
 
-Every expert has a matrix of its own. Where a buffer holds these at equal distances, as Megatron's do, they
-are multiplied, and their gradients added up, in place; elsewhere they are put together first.
+Each expert has its own weight tensor. If they have a constant stride in one buffer, as in Megatron,
+they are used, and their gradients accumulated, in place; otherwise they are stacked first.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-_ALIGNMENT = 16  # bytes, of every row of what torch's grouped product takes
+_ALIGNMENT = 16  # bytes; torch's grouped_mm requires it of every row
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Tokens of each expert: sizes [2, 0, 3] end at [2, 2, 5]."""
+    """Number of tokens of each expert and their offsets: sizes [2, 0, 3] have ends [2, 2, 5]."""
 
     sizes: list[int]
     ends: torch.Tensor  # [E] int32, on the tokens' device
@@ -33,12 +33,12 @@ def make_groups(sizes: list[int], device: torch.device) -> Groups:
 def grouped_linear(
     x: torch.Tensor, groups: Groups, weights: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """[T, in] -> [T, out]: the tokens of group e times the transpose of weights[e] [out, in]."""
+    """Map [T, in] to [T, out]: tokens of group e @ weights[e].T, where weights[e] is [out, in]."""
     return _GroupedLinear.apply(x, groups, *weights)
 
 
 def expert_rows(groups: Groups, vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[T, D]: for every token the vector [D] of its expert, such as a bias."""
+    """Return [T, D]: for each token the vector [D] of its expert, such as a bias."""
     return _ExpertRows.apply(groups, *vectors)
 
 
@@ -70,13 +70,13 @@ class _ExpertRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """As a product, which sums in fp32 and always in the same order."""
+        """Sum by a matmul with ones, which accumulates in fp32 and is deterministic."""
         ones = grad.new_ones(len(grad), _ALIGNMENT // 2)
         return None, *_outer(grad.contiguous(), ones, ctx.groups)[..., 0].unbind()
 
 
 def _product(x: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """[T, K] with [E, K, N], each group with its own: [T, N]."""
+    """Multiply [T, K] by [E, K, N], each group by its own matrix: [T, N]."""
     if _is_aligned(x.dtype, *matrices.shape[1:]):
         return F.grouped_mm(x, matrices, offs=groups.ends)
     parts = x.split(groups.sizes)
@@ -84,13 +84,13 @@ def _product(x: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.T
 
 
 def _outer(grad: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """[T, N] and [T, K], summed over the tokens of each group: [E, N, K]."""
+    """Return grad.T @ x for the tokens of each group, from [T, N] and [T, K]: [E, N, K]."""
     if not _is_aligned(x.dtype, grad.shape[1], x.shape[1]):
         pairs = zip(grad.split(groups.sizes), x.split(groups.sizes), strict=True)
         return torch.stack([g.t() @ part for g, part in pairs])
     sums = F.grouped_mm(grad.t(), x, offs=groups.ends)
     for expert, size in enumerate(groups.sizes):
-        if size == 0:  # not written by the kernels of some GPUs
+        if size == 0:  # some GPUs' kernels leave the output of empty groups uninitialized
             sums[expert].zero_()
     return sums
 
@@ -100,15 +100,15 @@ def _is_aligned(dtype: torch.dtype, *lens: int) -> bool:
 
 
 def _together(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[E, out, in]"""
+    """Return the weights as one tensor [E, out, in], without a copy if they are evenly spaced."""
     in_place = _evenly_spaced(weights)
     return torch.stack(list(weights)) if in_place is None else in_place
 
 
 def _add_to_main_grads(weights: Sequence[torch.Tensor], grads: torch.Tensor) -> None:
-    """In one operation, where Megatron's data-parallel wrapper would take one for each expert.
+    """Accumulate all experts' gradients in one operation instead of Megatron DDP's one per expert.
 
-    It is told so by the attribute that it knows from kernels that add gradients up themselves.
+    `grad_added_to_main_grad` tells DDP to skip these weights, as after a fused wgrad kernel.
     """
     mains = [getattr(weight, "main_grad", None) for weight in weights]
     if any(main is None for main in mains):
@@ -122,7 +122,7 @@ def _add_to_main_grads(weights: Sequence[torch.Tensor], grads: torch.Tensor) -> 
 
 
 def _evenly_spaced(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Tensors of equal shape as one, if they lie at equal distances in one buffer."""
+    """Return a strided view over tensors of equal shape, or None if they are not evenly spaced."""
     first, last = tensors[0], tensors[-1]
     starts = [tensor.data_ptr() for tensor in tensors]
     step = starts[1] - starts[0] if len(starts) > 1 else first.nbytes

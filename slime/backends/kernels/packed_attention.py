@@ -1,7 +1,7 @@
-"""Causal attention over packed samples that never mixes them, for both trainers.
+"""Causal attention over packed samples without attention across samples, for both trainers.
 
-A query segment is a run of tokens that look at a run of keys ending where they end: a whole sample, or
-under context parallelism one of the two chunks of it that a rank holds.
+A segment is a run of queries that attends to a run of keys which ends at the last query: a whole
+sample, or under context parallelism one of the two zigzag chunks of it that a rank holds.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ try:
 except ImportError:  # pragma: no cover - torch without the kernel
     varlen_attn = None
 
-# Two samples share one padded call when the shorter has at least this part of the longer's tokens.
-# Below it the padding costs more than another call.
+# Samples share a padded SDPA call if the shortest has at least this fraction of the longest's
+# tokens. Below it the padding costs more than another call.
 _SHARE_CALL = 0.8
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where the samples of a micro-batch lie; made once, used by every layer.
+    """Sample boundaries of a micro-batch, computed once and used by every layer.
 
-    Neighbours of similar length are attended to in one call, as a batch padded on the right. Causal
-    attention needs no mask for such padding: it lies behind every real token. Samples of lengths 3, 2
-    and 9 at packed positions 0..2, 3..4 and 5..13::
+    Neighbours of similar length share one SDPA call as a right-padded batch. Causal attention needs
+    no mask for right padding, since it follows every real token. Samples of lengths 6, 5 and 9 at
+    packed positions 0..5, 6..10 and 11..19::
 
-        groups  = ((2, 3), (1, 9))                       samples and padded length of each call
-        gather  = [0, 1, 2, 3, 4, 4, 5, ..., 13]         packed position of each padded position
-        scatter = [0, 1, 2, 3, 4, 6, ..., 14]            padded position of each packed position
+        groups  = ((2, 6), (1, 9))                       samples and padded length of each call
+        gather  = [0, ..., 9, 10, 10, 11, ..., 19]       packed position of each padded position
+        scatter = [0, ..., 9, 10, 12, ..., 20]           padded position of each packed position
     """
 
     cu_seqlens: torch.Tensor  # [N+1] int32
     max_seqlen: int
     groups: tuple[tuple[int, int], ...]
-    gather: torch.Tensor | None  # None where nothing is padded
+    gather: torch.Tensor | None  # None without padding
     scatter: torch.Tensor | None
 
 
 def packed_layout(lens: list[int], device: torch.device) -> PackedLayout:
-    """The layout of samples of these lengths, one behind the other."""
+    """Return the layout of concatenated samples of these lengths."""
     groups = tuple(_groups(lens))
     gather = scatter = None
     if sum(count * length for count, length in groups) > sum(lens):
@@ -63,7 +63,7 @@ def attend_packed(
     window: int | None = None,
     sinks: torch.Tensor | None = None,  # [heads]
 ) -> torch.Tensor:
-    """[T, heads, Dv]. With `sinks` every softmax has one more term, of the head's own learned score."""
+    """Return [T, heads, Dv]. `sinks` adds a learned logit per head to each softmax denominator."""
     if window is not None and window >= layout.max_seqlen:
         window = None
     if sinks is None and _has_kernel(query, value):
@@ -76,14 +76,14 @@ def attend_segments(
     query: torch.Tensor,  # [sum of query lengths, heads, D]
     key: torch.Tensor,  # [sum of key lengths, kv heads, D]
     value: torch.Tensor,
-    lens: tuple[tuple[int, ...], tuple[int, ...]],  # of queries and of keys, segment by segment
-    offsets: tuple[torch.Tensor, torch.Tensor],  # the same as int32 offsets
+    lens: tuple[tuple[int, ...], tuple[int, ...]],  # query and key lengths of each segment
+    offsets: tuple[torch.Tensor, torch.Tensor],  # their cumulative sums, int32
     *,
     scale: float | None = None,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Like `attend_packed`, for segments whose keys begin before their queries."""
+    """Compute `attend_packed` for segments whose keys begin before their queries."""
     if sinks is None and _has_kernel(query, value):
         longest = (max(lens[0]), max(lens[1]))
         return _call_kernel(query, key, value, offsets, longest, scale, window)
@@ -131,7 +131,7 @@ _VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters if varlen_attn is no
 
 
 def repeats_keys() -> bool:
-    """Whether keys and values are kept once per query head, as this torch's kernel wants them."""
+    """Return whether K and V are repeated per query head: this torch's kernel has no GQA."""
     return "enable_gqa" not in _VARLEN_OPTIONS
 
 
@@ -160,7 +160,7 @@ def _attend_groups(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Like `attend_packed`, for tensors that are padded already; what it gives is padded too."""
+    """Compute `attend_packed` on padded tensors; the result is padded too."""
     gqa = key.shape[1] != query.shape[1]
     sizes = [count * length for count, length in layout.groups]
     parts = zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
@@ -200,7 +200,7 @@ def attend_with_sinks(
 def causal_mask(
     num_queries: int, num_keys: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """[Lq, Lk], true where a query may look; the last query stands at the last key."""
+    """Return [Lq, Lk], true where a query attends to a key; the last query is at the last key."""
     query = torch.arange(num_keys - num_queries, num_keys, device=device)
     distance = query[:, None] - torch.arange(num_keys, device=device)[None, :]
     mask = distance >= 0
@@ -208,7 +208,7 @@ def causal_mask(
 
 
 def _groups(lens: list[int]) -> Iterator[tuple[int, int]]:
-    """Consecutive samples of similar length; callers pack rows in order of length to help this."""
+    """Yield (samples, padded length) of runs of similar length; callers sort rows by length."""
     first = 0
     while first < len(lens):
         low = high = lens[first]

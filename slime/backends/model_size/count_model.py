@@ -1,7 +1,7 @@
-"""Counts what ranks of a run hold, in a process of its own: `python -m slime.backends.model_size.count_model`.
+"""Count parameters per rank in a subprocess: `python -m slime.backends.model_size.count_model`.
 
-Reads pickled requests from its standard input, which only `count_models` writes, and answers with one
-line of JSON. A child, because Megatron on the meta device bends torch for the whole process.
+It reads pickled requests from stdin, which only `count_models` writes, and prints one JSON line. It
+is a subprocess because building Megatron on the meta device patches torch process-wide.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 _ANSWER = "COUNTED "
 _TIMEOUT_S = 600
-_MOST_CHILDREN = 8  # each takes up to a gigabyte
+_MOST_CHILDREN = 8  # each needs up to 1 GB of host memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class CountRequest:
-    """`ranks` of `world_size`; the folder of --hf-checkpoint need hold only a config.json."""
+    """The `ranks` of `world_size` to count; the --hf-checkpoint folder needs only a config.json."""
 
     args: Args
     ranks: list[int]
@@ -40,9 +40,9 @@ class CountRequest:
 
 
 def count_models(requests: list[CountRequest]) -> list[ModelCount | UserError]:
-    """One answer per request; an error where the model or its layout is refused.
+    """Return one result per request: a count, or an error if the model or layout is unsupported.
 
-    A mixture of experts has tens of thousands of modules, which take seconds to make: every core makes some.
+    Building the tens of thousands of modules of an MoE takes seconds, so requests run in parallel.
     """
     children = max(min(len(requests), usable_cores(), _MOST_CHILDREN), 1)
     shares = [requests[child::children] for child in range(children)]
@@ -93,7 +93,7 @@ def _count(request: CountRequest) -> ModelCount:
 
     from slime.backends.kernels.packed_attention import repeats_keys
 
-    whole = _count_whole(request.args.hf_checkpoint)  # before Megatron bends torch
+    whole = _count_whole(request.args.hf_checkpoint)  # before Megatron patches torch
     if request.args.train_backend == "fsdp":
         from slime.backends.fsdp_utils.meta_model import count_rank
     else:
@@ -107,7 +107,7 @@ def _count(request: CountRequest) -> ModelCount:
     )
 
 
-@functools.cache  # several layouts of one model
+@functools.cache  # requests are often several parallel layouts of one model
 def _count_whole(folder: str) -> WholeModel:
     from slime.backends.model_size.whole_model import count_whole
 

@@ -1,4 +1,4 @@
-"""What a trainer rank and a whole model hold, counted on modules that take no memory."""
+"""Tensor sizes of a trainer rank and of a full model, counted on the meta device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class RankModel:
-    """One rank of the trainer. Sizes of tensors are kept as {bytes or elements: how many}.
+    """Sizes on one trainer rank; `*_sizes` are histograms {bytes or elements: number of tensors}.
 
-    Two of 64 GPUs that share a stage of GLM-4.5 hold `parameters=5_353_918_464` each, of which
-    4_718_592_000 are experts nobody else has; the optimizer owns all of those and half of the rest.
+    Two of 64 GPUs that share a pipeline stage of GLM-4.5 hold `parameters=5_353_918_464` each, of
+    which 4_718_592_000 are experts that no other rank has; the optimizer state of a rank covers all
+    of those and half of the rest.
     """
 
     rank: int
@@ -19,15 +20,15 @@ class RankModel:
     expert_parameters: int
     trained_parameters: int
     weight_sizes: dict[int, int]  # bytes of parameters and buffers
-    weight_storages: list[int]  # bytes of the memory they lie in, padding included
-    gradient_storages: list[int]  # bytes that live as long as the model; empty for FSDP
-    master_sizes: dict[int, int]  # elements of fp32 copies the optimizer makes
-    moment_sizes: dict[int, int]  # elements, each of which has two moments in fp32
+    weight_storages: list[int]  # bytes of their storages, padding included
+    gradient_storages: list[int]  # bytes of persistent gradient buffers; empty for FSDP
+    master_sizes: dict[int, int]  # elements of the optimizer's fp32 master weights
+    moment_sizes: dict[int, int]  # elements with two fp32 moments (Adam)
     dense_layers: int
     moe_layers: int
     has_embedding: bool
     has_head: bool
-    momentum_sizes: dict[int, int] = field(default_factory=dict)  # elements with one (Muon, SGD)
+    momentum_sizes: dict[int, int] = field(default_factory=dict)  # with one moment (Muon, SGD)
 
     @property
     def weight_bytes(self) -> int:
@@ -50,20 +51,20 @@ class RankModel:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeModel:
-    """The Hugging Face model, as engines load it: elements by the part of the model they belong to."""
+    """Sizes of the full Hugging Face model, as engines load it: elements by part of the model."""
 
     total: int
-    by_part: dict[str, int]  # embedding, head, attention, kv, mlp, shared, experts, router, other
+    by_part: dict[str, int]  # part (`_PARTS` in whole_model.py) -> elements
     layer: int  # elements of the largest decoder layer
     buffers: int  # bytes
-    largest_tensor: int  # elements
+    largest_tensor: int  # elements; experts excluded
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCount:
     whole: WholeModel
     ranks: list[RankModel]
-    attention_repeats_keys: bool  # the installed torch's kernel wants as many key heads as queries
+    attention_repeats_keys: bool  # the installed torch's attention kernel has no GQA
     torch_version: str
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The Hugging Face model of a config, built without memory, and how many weights its parts have."""
+"""Count the parameters of a Hugging Face model by part, on the meta device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 from slime.backends.model_size.rank_model import WholeModel
 from slime.data.tokenizer import load_hf_config
 
-# The first pattern that is found in a parameter's name says which part it belongs to.
+# A parameter belongs to the part of the first pattern that matches its name.
 _PARTS = (
     ("embedding", r"embed_tokens|wte"),
     ("head", r"lm_head"),
@@ -63,7 +63,7 @@ def _skeleton(folder: str) -> Any:
 
 def _read(folder: str) -> PretrainedConfig:
     raw = PretrainedConfig.get_config_dict(folder)[0]
-    if raw.get("model_type") == "mimo":  # Qwen2 with one more layer that is not trained
+    if raw.get("model_type") == "mimo":  # Qwen2 with an extra MTP layer, which is not trained
         fields = {k: v for k, v in raw.items() if k not in ("model_type", "architectures")}
         return Qwen2Config(**fields)
     config = load_hf_config(folder)

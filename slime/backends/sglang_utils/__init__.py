@@ -1,12 +1,8 @@
-"""Everything that knows SGLang: its command line, its start, its router, its weight payloads.
+"""The command line of SGLang servers.
 
-command.py    the argv of a server, and of each node of an engine that spans several
-process.py    a server process: its log file, its end
-ports.py      free ports, also the blocks of them SGLang counts from one
-readiness.py  waiting for a server: progress, deadline, its own last lines
-flush.py      an idle server, before its memory is released
-router.py     sglang-router in front of several engines
-external.py   servers somebody else runs
-payload.py    tensors as /update_weights_from_tensor takes them
-layout.py     names and order of what a server holds, for its checksums
+command.py    the argv of a server, on each node of a multi-node engine
+installed.py  compares slime's option tables with the installed SGLang and router
+
+Server processes, the router and external servers are in slime/serving; weight transport, layout and
+checksums are in slime/weights/sglang_*.py.
 """

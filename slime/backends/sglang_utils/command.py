@@ -1,7 +1,7 @@
-"""The command line of an SGLang server, node by node.
+"""Build the command line of an SGLang server for each node.
 
-32 GPUs per engine on nodes of 8 are four processes with --tp-size 32 --nnodes 4 and --node-rank 0 to 3,
-which meet at the first one's --dist-init-addr; only that one speaks HTTP.
+An engine of 32 GPUs on nodes of 8 is four processes with --tp-size 32 --nnodes 4 and --node-rank 0
+to 3, which rendezvous at --dist-init-addr on the first node; only the first one serves HTTP.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slime.config.installed import SGLangInstall
 from slime.utils.addresses import Ports
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-# The torch-native paths of SGLang are what runs without a GPU.
+# Without a GPU only SGLang's torch-native code paths work.
 _ON_CPU = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -26,28 +26,28 @@ _ON_CPU = {
     "mem_fraction_static": 0.3,
     "max_total_tokens": 65536,
     "skip_server_warmup": True,
-    "sleep_on_idle": True,  # its scheduler would take a whole core while nothing is asked of it
+    "sleep_on_idle": True,  # otherwise an idle scheduler busy-waits on a whole core
 }
 
 
 @dataclass(kw_only=True, frozen=True)
 class Node:
-    """One process of an engine."""
+    """One node's process of an engine."""
 
-    host: str  # the address it listens at
+    host: str  # the address it listens on
     rank: int = 0
     count: int = 1
 
 
 def cpu_env(num_ranks: int) -> dict[str, str]:
-    """Variables of a server without a GPU. SGLang wants cores for each rank: all of them share all."""
+    """Return environment variables of a CPU server; SGLang binds ranks to cores: all share all."""
     cores = f"0-{(os.cpu_count() or 1) - 1}"
     bound = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * num_ranks)} if num_ranks > 1 else {}
     return {"SGLANG_USE_CPU_ENGINE": "1", **bound}
 
 
 def nodes_of_engine(num_gpus: int, num_gpus_per_node: int) -> list[list[int]]:
-    """An engine's GPUs, counted from 0, node by node: 4 GPUs on nodes of 2 are [[0, 1], [2, 3]]."""
+    """Return an engine's GPU indices by node: 4 GPUs on nodes of 2 are [[0, 1], [2, 3]]."""
     size = min(num_gpus, num_gpus_per_node)
     return [list(range(start, start + size)) for start in range(0, num_gpus, size)]
 
@@ -66,15 +66,15 @@ def server_command(
 ) -> list[str]:
     """Return the command line of one node's server.
 
-    `label` is the weight version that the server reports until its first update. Here every user of the
-    machine can read it; in `config_file` only the owner can.
+    `label` is the weight version that the server reports until its first update. On a command line
+    every user of the machine can read it; in `config_file` only the owner can.
     """
     values = {
         **_defaults(args, index=index, on_gpu=on_gpu, label=label),
         **_given(args),
         **_own(args, node=node, ports=ports, meeting_host=meeting_host),
     }
-    if args.offload_rollout and on_gpu:  # a CPU has no memory to give away: nothing to save
+    if args.offload_rollout and on_gpu:  # on a CPU there is no GPU memory to release
         values["enable_memory_saver"] = True
     argv = [install.python, "-m", "sglang.launch_server"]
     if config_file is not None:
@@ -83,7 +83,7 @@ def server_command(
 
 
 def _defaults(args: Args, *, index: int, on_gpu: bool, label: str | None) -> dict[str, object]:
-    """Where the user said nothing and SGLang's own default would not do."""
+    """Return defaults of slime that differ from SGLang's; the user's `--sglang-*` override them."""
     return {
         **({} if on_gpu else _ON_CPU),
         "dtype": _DTYPES[args.precision],
@@ -107,7 +107,7 @@ def _own(args: Args, *, node: Node, ports: Ports, meeting_host: str) -> dict[str
     values: dict[str, object] = {
         "model_path": args.hf_checkpoint,
         "host": node.host,
-        "port": ports.server + node.rank,  # several "nodes" may be rehearsed on one machine
+        "port": ports.server + node.rank,  # distinct if several "nodes" share a machine
         "tp_size": args.rollout_num_gpus_per_engine // (args.sglang_pp_size or 1),
     }
     if node.count > 1:

@@ -1,6 +1,6 @@
-"""The options of the SGLang and the router that are installed, asked of their own parsers.
+"""Compare slime's option tables with the parsers of the installed SGLang and router.
 
-slime doctor --sglang        says where the tables of slime differ
+slime doctor --sglang        prints the differences
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ print("ANSWER" + json.dumps([option for a in parser._actions for option in a.opt
 def installed_options(
     install: SGLangInstall, package: str, argv: list[str] | None = None
 ) -> set[str]:
-    """Every option the parser of "sglang" or "sglang_router" has; `argv` must be one it accepts."""
+    """Return the options of "sglang" or "sglang_router"; its parser must accept `argv`."""
     given = [] if argv is None else [json.dumps(argv)]
     reply = subprocess.run(
         [install.python, "-c", _ASK, package, *given],
@@ -47,7 +47,7 @@ def installed_options(
 
 
 def differences(install: SGLangInstall) -> list[str]:
-    """What the tables say and the installed packages do not, or the other way round."""
+    """Return one line per option that is missing from slime's tables or from the packages."""
     found = []
     for table, package in (("sglang", "sglang"), ("router", "sglang_router")):
         here = installed_options(install, package) - {"-h", "--help", "--config"}
@@ -56,7 +56,7 @@ def differences(install: SGLangInstall) -> list[str]:
             f"{package} has {option}, which slime does not know" for option in sorted(here - known)
         ]
         found += [f"{package} has no {option} any more" for option in sorted(known - here)]
-    return [line for line in found if "--no-" not in line]  # the off switch of a flag
+    return [line for line in found if "--no-" not in line]  # skip the negated form of a flag
 
 
 def _known(table: str, version: str) -> set[str]:
