@@ -1,4 +1,4 @@
-"""The Megatron trainer: tensor, pipeline, context, expert and data parallel, on real megatron-core."""
+"""The Megatron trainer: tensor, pipeline, context, expert and data parallelism by megatron-core."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from slime.config.arguments import Args
 
 logger = logging.getLogger(__name__)
-_REF = "ref"  # folder, inside a checkpoint, of a reference that --ref-update-interval changed
+_REF = "ref"  # subfolder of a checkpoint with the reference that --ref-update-interval updates
 
 
 class MegatronTrainRayActor(TrainRayActor):
@@ -102,7 +102,7 @@ class MegatronTrainRayActor(TrainRayActor):
         self._checkpointer = Checkpointer(hf_config.model_type)
         self._asleep: Offloaded | None = None
         self.chunks = build_chunks(args, self.config, options, critic=role == "critic")
-        if role == "actor":  # what is frozen is said of the actor
+        if role == "actor":  # the freeze flags apply to the actor only
             freeze(args, self.chunks, self._weights)
         if args.use_routing_replay or args.use_rollout_routing_replay:
             install_replay(self.chunks)
@@ -126,13 +126,13 @@ class MegatronTrainRayActor(TrainRayActor):
         return start
 
     def _released(self) -> str | None:
-        """What --load names, if that is a converted model and not a run to continue."""
+        """Return the checkpoint of --load if it is a converted model and not a run to resume."""
         found = find_checkpoint(self.args.load, self.args.ckpt_step)
         released = found is not None and self.role == "actor" and read_meta(found).release
         return str(found) if released else None
 
     def _fill(self, path: str) -> None:
-        """Weights from one of our checkpoints, from a folder of them, or from a Hugging Face folder."""
+        """Load weights from a checkpoint, the newest one in a folder, or a Hugging Face folder."""
         newest = path if is_checkpoint(path) else find_checkpoint(path)
         if newest is not None:
             self._checkpointer.load_model(str(newest), self.chunks)
@@ -183,7 +183,7 @@ class MegatronTrainRayActor(TrainRayActor):
         )
         records = self.args.use_routing_replay and model == "actor" and self.role == "actor"
         seen: list[PackedRows] | None = [] if records else None
-        if model != "actor":  # it has routers of its own
+        if model != "actor":  # a frozen model routes by its own routers
             micro_batches = [replace(batch, routed_experts=None) for batch in micro_batches]
         with nullcontext() if model == "actor" else self.frozen[model].in_place():
             outputs = self.passes.collect(self.model, micro_batches, self._read, seen)
@@ -215,7 +215,7 @@ class MegatronTrainRayActor(TrainRayActor):
         return step_optimizer(self.optimizer, result, rollout_id, step_id)
 
     def forward_backward(self, micro_batches: list[TrainBatch]) -> StepResult:
-        """Leave the gradient of the whole step, of all ranks, in the gradient buffers."""
+        """Accumulate the gradient of the step, summed over all ranks, in the gradient buffers."""
         result = StepResult()
 
         def loss(chunk: Any, hidden: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
@@ -237,7 +237,7 @@ class MegatronTrainRayActor(TrainRayActor):
     def _keep_experts(
         self, batch: RolloutBatch, micro_batches: list[TrainBatch], seen: list[PackedRows]
     ) -> None:
-        """What the routers chose in this pass is chosen again when these rows are trained on."""
+        """Store the experts that the routers chose, to replay them in training on these rows."""
         kept: dict[int, np.ndarray] = {}
         for micro_batch, rows in zip(micro_batches, seen, strict=False):
             experts = recorded_rows(rows, micro_batch, self.config.num_layers)
@@ -250,7 +250,7 @@ class MegatronTrainRayActor(TrainRayActor):
         ]
 
     def _from_last_stage(self, columns: list[np.ndarray]) -> list[np.ndarray]:
-        """Every pipeline rank needs what only the last one has computed."""
+        """Broadcast the columns, which only the last pipeline stage has computed."""
         if self.parallel.pp_size == 1:
             return columns
         flat = torch.from_numpy(np.concatenate(columns)).to(current_device())
@@ -304,7 +304,7 @@ class MegatronTrainRayActor(TrainRayActor):
         dist.barrier()
 
     def _untrained(self, wanted: bool) -> Iterator[HFBucket]:
-        """Tensors of the checkpoint that the model has no part for go out as they came."""
+        """Yield the untrained tensors of the checkpoint, such as MTP layers, unchanged."""
         if wanted and self._weights.untrained:
             reader = HfReader(self.args.hf_checkpoint)
             names = [n for n in reader.names() if n.startswith(self._weights.untrained)]
@@ -315,7 +315,7 @@ class MegatronTrainRayActor(TrainRayActor):
         return_unused()
 
     def sleep(self) -> None:
-        """Parameters and optimizer state go to host memory; a CPU has nothing to gain."""
+        """Offload parameters and optimizer state to host memory and drop gradients."""
         if self._asleep is None:
             self._drop_fp8_copies()
             self.drop_gradients()
@@ -327,7 +327,7 @@ class MegatronTrainRayActor(TrainRayActor):
             self._asleep = None
 
     def _drop_fp8_copies(self) -> None:
-        """Free the FP8 copies of weights, which TransformerEngine makes anew in every step."""
+        """Free the FP8 copies of weights; TransformerEngine quantizes them again in every step."""
         for chunk in self.chunks:
             for module in chunk.modules():
                 getattr(module, "_fp8_workspaces", {}).clear()
@@ -346,5 +346,5 @@ class MegatronTrainRayActor(TrainRayActor):
 
 
 def _module(chunk: Any) -> Any:
-    """The model inside its data-parallel wrapper."""
+    """Return the model inside its data-parallel wrapper."""
     return getattr(chunk, "module", chunk)

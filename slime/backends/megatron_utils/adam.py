@@ -1,7 +1,7 @@
-"""AdamW as megatron's optimizers expect it: the number of steps belongs to the group.
+"""AdamW with the step count per parameter group, as megatron's optimizers expect it.
 
-torch's keeps it per parameter, and a distributed optimizer's checkpoint then cannot be loaded under
-another layout. TransformerEngine's keeps it in the group, and so does this one.
+torch's AdamW counts steps per parameter, and a distributed optimizer's checkpoint then cannot be
+loaded under another layout. TransformerEngine's FusedAdam counts them per group, like this one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
 
 def install_adam() -> None:
-    """Make megatron use it, unless there is TransformerEngine's FusedAdam, which needs a GPU."""
+    """Make megatron use it, unless TransformerEngine's FusedAdam and a GPU are available."""
     if has_te() and device_type() == "cuda":
         install_fused_state()
         return

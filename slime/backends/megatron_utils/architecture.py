@@ -1,4 +1,4 @@
-"""What a Hugging Face config says about a model, in megatron-core's words, family by family."""
+"""Translate a Hugging Face config into megatron-core's configuration, family by family."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime.core.errors import ConfigError, UserError
 
 @dataclass(kw_only=True)
 class Architecture:
-    """`fields` are those of TransformerConfig; the rest is what GPTModel's constructor is told.
+    """Arguments of megatron-core: `fields` for TransformerConfig, the rest for GPTModel.
 
     A model with four layers of which the first is dense has `moe_layer_freq=[0, 1, 1, 1]`.
     """
@@ -28,12 +28,12 @@ class Architecture:
     max_sequence_length: int
     tied: bool
     rope: Rope
-    post_norms: bool = False  # norms behind attention and MLP too
+    post_norms: bool = False  # norms after attention and MLP too
     router_bias: bool = False
 
 
 def architecture(config: PretrainedConfig) -> Architecture:
-    """UserError where megatron-core, or this backend, cannot express what the config asks for."""
+    """Return the architecture; raise UserError if megatron-core or this backend lacks a feature."""
     check_model_type(config.model_type)
     model = Architecture(
         fields=_common(config),
@@ -69,7 +69,7 @@ def _common(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-# What only some families have; stated, so that a flag that asks for it elsewhere is noticed.
+# Features of some families only, listed so that a flag that sets one elsewhere is refused.
 _ABSENT: dict[str, Any] = {
     "multi_latent_attention": False,
     "softmax_type": "vanilla",
@@ -128,7 +128,7 @@ def _qwen3_moe(config: PretrainedConfig, model: Architecture) -> None:
         "moe_ffn_hidden_size": config.moe_intermediate_size,
         "moe_router_topk": config.num_experts_per_tok,
         "moe_router_score_function": "softmax",
-        # Softmax of the chosen logits is the softmax of all, renormalised over the chosen.
+        # Softmax over the top-k logits equals softmax over all, renormalised over the top-k.
         "moe_router_pre_softmax": not config.norm_topk_prob,
         "moe_layer_freq": sparse,
     }
@@ -167,9 +167,8 @@ def _deepseek_v3(config: PretrainedConfig, model: Architecture) -> None:
 
 
 def _gpt_oss(config: PretrainedConfig, model: Architecture) -> None:
-    alpha = getattr(
-        config, "swiglu_alpha", _QUICK_GELU_ALPHA
-    )  # a constant before transformers 5.18
+    # transformers has it as a constant before 5.18.
+    alpha = getattr(config, "swiglu_alpha", _QUICK_GELU_ALPHA)
     if alpha != _QUICK_GELU_ALPHA:
         raise _unsupported(config, "swiglu_alpha", alpha, str(_QUICK_GELU_ALPHA))
     if not config.attention_bias:
@@ -195,13 +194,13 @@ def _gpt_oss(config: PretrainedConfig, model: Architecture) -> None:
 
 
 def _sigmoid_moe(config: PretrainedConfig) -> dict[str, Any]:
-    """The router of DeepSeek-V3: sigmoid scores, chosen with a bias, within groups of experts."""
+    """Return the fields of DeepSeek-V3's router: sigmoid scores, bias, top-k in expert groups."""
     topk, groups, chosen = config.num_experts_per_tok, config.n_group, config.topk_group
     if topk > 1 and not config.norm_topk_prob:
         raise _unsupported(config, "norm_topk_prob", False, "true")
     grouped = groups is not None and groups > 1
     if grouped and topk // chosen != 2:
-        # A group counts by its best two experts; megatron-core takes its best topk / chosen.
+        # Groups are ranked by their best two experts; megatron-core uses the best topk / chosen.
         raise _unsupported(config, "topk_group", chosen, f"{topk // 2}")
     dense = config.first_k_dense_replace
     return {
@@ -238,7 +237,7 @@ def _unsupported(config: PretrainedConfig, name: str, value: object, wanted: str
 def layer_pattern(text: str | int | list[int], num_layers: int) -> list[int]:
     """Return 1 for each MoE layer and 0 for each dense one, from --moe-layer-freq.
 
-    Megatron's scripts write `[0,1,1]`, `[0]*3+[1]*89`, or a number N: every N-th layer is a MoE.
+    Megatron's scripts write `[0,1,1]`, `[0]*3+[1]*89`, or a number N: every N-th layer is MoE.
 
     >>> layer_pattern("[0]*1+[1]*3", 4)
     [0, 1, 1, 1]

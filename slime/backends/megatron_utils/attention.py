@@ -1,8 +1,8 @@
-"""The attention of megatron's layers: packed or padded samples, context parallelism, sinks, windows.
+"""Attention of megatron's layers: packed or padded samples, context parallelism, sinks, windows.
 
-megatron-core's own knows neither packed samples nor context parallelism without TransformerEngine.
-Under context parallelism the keys and values of all ranks are gathered; their gradients are summed
-back by the same operation.
+Without TransformerEngine, megatron-core's own supports neither packed samples nor context
+parallelism. Under context parallelism the keys and values of all ranks are all-gathered; the
+backward pass reduce-scatters their gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slime.core.types import ParallelInfo
 
 
 class PackedAttention(MegatronModule):
-    """Fills the place of `core_attention` in a layer spec."""
+    """Replace `core_attention` in a layer spec."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedRows | None = None,
     ) -> torch.Tensor:
-        """Packed [T, heads * Dv], else [S, B, heads * Dv]."""
+        """Return packed [T, heads * Dv], else [S, B, heads * Dv]."""
         if packed_seq_params is not None:
             return self._attend(query, key, value, packed_seq_params).flatten(1)
         length, count = query.shape[:2]
@@ -121,14 +121,14 @@ class PackedAttention(MegatronModule):
         return whole.index_select(0, segments.kv_index)
 
     def _padded_rows(self, length: int, count: int, device: torch.device) -> PackedRows:
-        """Padded samples are packed ones of equal length; padding stands behind what is real."""
+        """Return padded samples as packed ones of equal length; causal masks hide right padding."""
         group = self._groups.cp
         parallel = ParallelInfo(cp_rank=group.rank(), cp_size=group.size())
         return packed_rows([length * group.size()] * count, parallel, device)
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
-    """Tokens a query of this layer sees, itself included."""
+    """Return how many tokens a query of this layer attends to, itself included; None: all."""
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         assert config.window_size is not None
         return config.window_size[0] + 1

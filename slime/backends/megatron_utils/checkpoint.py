@@ -1,8 +1,8 @@
 """The Megatron trainer's part of a checkpoint folder, in megatron-core's torch_dist format.
 
-common.pt, *.distcp, .metadata    parameters and optimizer state by global name: any layout can load them
-trainer.json                      optimizer steps done, the model type, the layout that saved
-rng_<rank>.pt                     random state of each rank; restored under the same layout only
+common.pt, *.distcp, .metadata    parameters and optimizer state by global name, for any layout
+trainer.json                      number of optimizer steps, model type, layout it was saved with
+rng_<rank>.pt                     RNG state of each rank; restored under the same layout only
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ if TYPE_CHECKING:
 _FACTS = "trainer.json"
 _HEAD = "output_layer.weight"
 _FP8 = "fp8"  # scales of delayed scaling
-# Optimizer state by parameter and every layer by its own name, so that neither depends on a layout.
+# Optimizer state per parameter and each layer under its own name: independent of the layout.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True}
 
 Chunks = Sequence[torch.nn.Module]
 Shapes = dict[str, tuple[int, ...]]  # by a tensor's name in the checkpoint
 
 patch_checkpoints()
-# It takes a folder with other parts of a run's checkpoint in it for a broken one.
+# It warns of a corrupted checkpoint if the folder has other files of a run's checkpoint.
 logging.getLogger(dist_checkpointing.serialization.__name__).setLevel(logging.ERROR)
 
 
 @dataclass(kw_only=True, frozen=True)
 class CheckpointFacts:
-    """What is known of a checkpoint before its tensors are read."""
+    """Facts of a checkpoint that are read before its tensors."""
 
     rollout_id: int
     num_steps: int
@@ -72,7 +72,7 @@ class CheckpointFacts:
 
 
 class Checkpointer:
-    """Writes and reads checkpoints of one model; all ranks call every method together."""
+    """Write and read checkpoints of one model; all ranks call every method together."""
 
     def __init__(self, model_type: str) -> None:
         self._model_type = model_type
@@ -90,10 +90,10 @@ class Checkpointer:
         in_background: bool = False,
         consume: bool = False,
     ) -> None:
-        """Into the folder `path`, which exists; without `optimizer` only the model.
+        """Write into the existing folder `path`; without `optimizer` only the model.
 
-        Nor is an optimizer saved that has updated nothing yet: its main parameters are the parameters.
-        With `consume` the model is of no use afterwards, and saving takes hardly any memory.
+        An optimizer without updates is not saved: its main parameters equal the model's. With
+        `consume` saving takes hardly any extra memory and frees the model's weights.
         """
         self.wait()
         folder = Path(path)
@@ -125,20 +125,20 @@ class Checkpointer:
         torch.save(_rng_state(), folder / f"rng_{dist.get_rank()}.pt")
 
     def wait(self) -> None:
-        """Until a save in the background is complete on all ranks; raise what it raised."""
+        """Wait until a background save is complete on all ranks; raise its exception."""
         self._calls.maybe_finalize_async_calls(blocking=True)
 
     def load_model(self, path: str | Path, chunks: Chunks) -> CheckpointFacts:
-        """Fill in the parameters; what else the checkpoint says.
+        """Load the parameters and return the facts of the checkpoint.
 
-        A critic may start from an actor's checkpoint, with everything but its value head.
+        A critic may start from an actor's checkpoint; its value head then starts at zero.
         """
         return self._load(path, chunks, None)
 
     def load(
         self, path: str | Path, chunks: Chunks, optimizer: ScheduledOptimizer
     ) -> CheckpointFacts:
-        """Parameters, optimizer and random state; without saved moments they start at zero."""
+        """Load parameters, optimizer and RNG state; without saved moments they start at zero."""
         facts = self._load(path, chunks, optimizer)
         if not facts.has_optimizer:
             optimizer.inner.reload_model_params()
@@ -174,7 +174,7 @@ class Checkpointer:
 def _write_and_sum(
     write: Callable[..., None], folder: Path, rank: int, *args: Any, **kwargs: Any
 ) -> None:
-    """Run megatron-core's writer in its process, and sum what it wrote there as well."""
+    """Run megatron-core's writer and checksum its files, both in the writer's process."""
     write(rank, *args, **kwargs)
     _sum_written(folder, rank)
 
@@ -197,7 +197,7 @@ def read_facts(path: str | Path) -> CheckpointFacts:
 
 
 def refuse_other_format(path: str | Path) -> None:
-    """ConfigError unless metadata.json says torch_dist: megatron-core has readers of older formats."""
+    """Raise ConfigError unless the format is torch_dist; megatron-core also reads older ones."""
     try:
         found = json.loads((Path(path) / "metadata.json").read_text())["sharded_backend"]
     except (ValueError, TypeError, KeyError) as error:
@@ -213,7 +213,7 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def _by_key(chunks: Chunks) -> dict[str, torch.nn.Module]:
-    """Megatron's own keys: one model, or one per virtual pipeline stage."""
+    """Return chunks by Megatron's keys: `model`, or `model0`, `model1`, ... per virtual stage."""
     modules = [getattr(chunk, "module", chunk) for chunk in chunks]
     if len(modules) == 1:
         return {"model": modules[0]}
@@ -223,7 +223,7 @@ def _by_key(chunks: Chunks) -> dict[str, torch.nn.Module]:
 def _state(
     chunks: Chunks, optimizer: ScheduledOptimizer | None, *, stored: Shapes | None = None
 ) -> dict[str, Any]:
-    """Return what is saved, or with `stored` what is loaded from a checkpoint that holds these tensors."""
+    """Return the state to save or, with `stored`, to load from a checkpoint with these tensors."""
     state: dict[str, Any] = {}
     for key, chunk in _by_key(chunks).items():
         state[key] = chunk.sharded_state_dict(metadata=dict(_METADATA))
@@ -251,9 +251,9 @@ def _fill_in(chunk: torch.nn.Module, loaded: dict[str, Any], *, headless: bool) 
 
 
 def _taken_apart(state: dict[str, Any]) -> dict[str, Any]:
-    """Tensors that are saved in parts, such as gate and up, as those parts with memory of their own.
+    """Split tensors that are saved in parts, such as gate and up, into copies of those parts.
 
-    The writer would copy all parts that are views; here one tensor at a time is copied and given up.
+    The writer would copy all parts that are views. Here one tensor at a time is copied and freed.
     """
     apart: dict[str, Any] = {}
     for key, value in state.items():
@@ -269,7 +269,7 @@ def _taken_apart(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drop_foreign_head(state: dict[str, Any], chunks: Chunks, path: str | Path) -> bool:
-    """Whether a critic's head was taken out of what is loaded: an actor's checkpoint has none."""
+    """Remove a critic's head from `state` if the checkpoint is an actor's; return whether it is."""
     for key, chunk in _by_key(chunks).items():
         head = getattr(chunk, "output_layer", None)
         if isinstance(head, ValueHead) and _shapes_in(path).get(_HEAD, (0,))[0] != 1:

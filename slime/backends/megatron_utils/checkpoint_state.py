@@ -1,12 +1,12 @@
-"""What a torch_dist checkpoint holds of the model and of Megatron's optimizers.
+"""State of the model and of Megatron's optimizers in a torch_dist checkpoint.
 
-Model: a norm is a module of its own or fused into the linear layer behind it, and its name follows.
-Other tools name them either way too. A checkpoint is written with the names of the model that writes it;
-the model that reads it takes whichever name is stored.
+Model: a norm is a separate module or fused into the next linear layer, and its name differs. Other
+tools use either name too. A checkpoint has the names of the model that wrote it; the model that
+loads it uses whichever name is stored.
 
-Optimizer: Megatron chains several optimizers, one for experts where those are spread over ranks, and keeps
-their parameter groups in the checkpoint, so that one saved with a chain of another length cannot be loaded.
-Of the groups only the number of steps is not known anyway. Here just the tensors are saved, by parameter.
+Optimizer: Megatron chains several optimizers (experts that are sharded have their own) and saves
+their parameter groups, so a chain of another length cannot load the checkpoint. All of a group but
+its step count is known when loading, so here only tensors are saved, per parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 _EXTRA_STATE = "._extra_state"
-# (norm of its own, norm fused into a linear layer)
+# (separate norm, norm fused into a linear layer)
 _NORMS = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
     (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
@@ -36,13 +36,13 @@ _MASTERS = "fp32_from_fp16_params"
 
 
 def drop_extra_state(state: dict[str, Any]) -> None:
-    """Remove what TransformerEngine's layers pickle; `fp8_state` keeps what matters of it as tensors."""
+    """Remove TransformerEngine's pickled state; `fp8_state` saves its scales as tensors."""
     for name in [name for name, value in state.items() if _is_extra(name, value)]:
         del state[name]
 
 
 def use_stored_keys(state: dict[str, Any], stored: Container[str]) -> None:
-    """Rename norms of a model's sharded state to the names that the checkpoint has them under."""
+    """Rename norms in a model's sharded state to the names that the checkpoint has for them."""
     for tensor in state.values():
         if isinstance(tensor, ShardedTensor) and tensor.key not in stored:
             tensor.key = next(
@@ -61,11 +61,11 @@ def optimizer_state(
     *,
     is_loading: bool,
 ) -> dict[str, Any]:
-    """What dist_checkpointing saves, or is asked to load, of every optimizer of the chain."""
+    """Return the state to save or load of every optimizer of the chain."""
     state = {}
     for number, optimizer in enumerate(_real(chain)):
         distributed = isinstance(optimizer, DistributedOptimizer)
-        # As if it were loaded: moments that were never updated are zeros then, not absent.
+        # Save in loading mode too: moments that were never updated are then zeros, not absent.
         own = optimizer.sharded_state_dict(
             model_state, is_loading or not distributed, metadata=dict(metadata)
         )
@@ -106,8 +106,7 @@ def _other_names(key: str) -> Iterator[str]:
 
 
 def _of_one_owner(state: Any) -> Any:
-    """Tensors that one data-parallel rank has alone, each to be written by it; lists, which differ from
-    rank to rank, as dictionaries."""
+    """Let the one data-parallel rank with a tensor write it; turn lists, which vary, into dicts."""
     if isinstance(state, list):
         state = dict(enumerate(state))
     if isinstance(state, dict):
@@ -124,10 +123,10 @@ def _as_lists(masters: dict[int, dict[int, Any]], like: list[list[Any]]) -> list
 
 
 def _torch_state(state: dict[str, Any]) -> dict[str, Any]:
-    """The part of torch's optimizer, which an optimizer in fp32 has nothing around."""
+    """Return the state of torch's optimizer, which an fp32 optimizer does not wrap."""
     return state.get("optimizer", state)
 
 
 def _real(chain: ChainedOptimizer) -> list[MegatronOptimizer]:
-    """Without those that stand in where a rank has no parameters of a kind."""
+    """Return the optimizers that are not stubs for kinds of parameters missing on this rank."""
     return [o for o in chain.chained_optimizers if not getattr(o, "is_stub_optimizer", False)]

@@ -1,4 +1,4 @@
-"""megatron-core's configuration classes: fields that flags set, and a subclass with the fields it lacks."""
+"""megatron-core's config classes: the fields that flags set, and a subclass with missing fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def flag_fields(args: Args, config_class: type) -> dict[str, Any]:
-    """Return {"lr": 1e-6, ...} for OptimizerConfig: what the user or a rule has set, without defaults."""
+    """Return fields that the user or a rule set, without defaults: {"lr": 1e-6, ...}."""
     known = {field.name for field in dataclasses.fields(config_class)}
     fields = {}
     for flag in all_flags().values():
@@ -32,7 +32,7 @@ def flag_fields(args: Args, config_class: type) -> dict[str, Any]:
 
 @dataclass
 class GptConfig(TransformerConfig):
-    post_norms: bool = False  # behind attention and MLP too
+    post_norms: bool = False  # norms after attention and MLP too
     # Megatron's attention multiplies cosine and sine by 1 + 0.1 * yarn_mscale * log of this factor.
     yarn_rotary_scaling_factor: float = math.e
     yarn_mscale: float = 0.0
@@ -40,5 +40,5 @@ class GptConfig(TransformerConfig):
 
 
 def yarn_mscale(attention_factor: float) -> float:
-    """Return the `yarn_mscale` by which Megatron's attention multiplies by `attention_factor`."""
+    """Return the `yarn_mscale` with which Megatron scales cosine and sine by `attention_factor`."""
     return 10.0 * (attention_factor - 1.0)

@@ -1,7 +1,7 @@
-"""Lets megatron-core run on a machine without a GPU: what it asks of CUDA, the CPU answers.
+"""Run megatron-core on a machine without a GPU by redirecting CUDA calls to the CPU.
 
-megatron-core names its device "cuda" throughout. Here that name means the CPU, streams and events do
-nothing, and CUDA's random state is the CPU's. Nothing is touched where there is a GPU.
+megatron-core hard-codes the device "cuda". Here that name means the CPU, streams and events are
+no-ops, and CUDA's RNG state is the CPU's. Nothing is patched on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _installed = False
 
 
 def install_cpu_adapter() -> None:
-    """Once per process, before megatron is used. Without effect where there is a GPU."""
+    """Patch torch and megatron once, before megatron is used. A no-op on a machine with a GPU."""
     global _installed
     if _installed or device_type() == "cuda":
         return
     _installed = True
     _answer_for_cuda()
     TorchCalls(_cuda_means_cpu).__enter__()
-    with _hidden("wandb"):  # a second, for an inference engine that is not used here
+    with _hidden("wandb"):  # its import takes 1 s, for an inference engine not used here
         _mend_megatron()
     _mend_uneven_collectives()
     _share_groups()
 
 
 class TorchCalls(TorchFunctionMode):
-    """While active, `answer(function, args, kwargs)` returns the result of every torch function."""
+    """Intercept torch functions and call `answer(function, args, kwargs)` instead while active."""
 
     def __init__(self, answer: Callable[[Function, Sequence[Any], dict[str, Any]], Any]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class TorchCalls(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _hidden(name: str) -> Iterator[None]:
-    """Inside, `import name` fails as where it is not installed."""
+    """Make `import name` fail inside the block, unless it is already imported."""
     if name in sys.modules:
         yield
         return
@@ -70,13 +70,13 @@ def _hidden(name: str) -> Iterator[None]:
 
 
 def _cuda_means_cpu(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Tensors asked for on "cuda" are made on the CPU."""
+    """Call `func` with "cuda" replaced by the CPU, so that tensors are created there."""
     if func in _RETURN_SELF:
         return args[0]
     if func is torch.Tensor.record_stream:
         return None
     if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-        # Optimizers look for names such as torch.cuda.FloatTensor.
+        # Optimizers compare it with names such as torch.cuda.FloatTensor.
         return func(*args).replace("torch.", "torch.cuda.")
     if _is_cuda(kwargs.get("device")):
         kwargs = {**kwargs, "device": _CPU}
@@ -91,7 +91,7 @@ _RETURN_SELF = {torch.Tensor.cuda, torch.Tensor.pin_memory}
 
 
 class _Stream:
-    """Everything on a CPU happens in order."""
+    """A no-op stream, as everything on a CPU runs in order."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
     def wait_stream(self, stream: object) -> None: ...
@@ -129,7 +129,7 @@ def _answer_for_cuda() -> None:
 
 
 def _mend_megatron() -> None:
-    # The compiler that megatron puts around small functions costs minutes on a CPU.
+    # Compiling megatron's small functions takes minutes on a CPU.
     set_default_env(TORCHDYNAMO_DISABLE="1")
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -138,12 +138,12 @@ def _mend_megatron() -> None:
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
-    # It turns split sizes into lists only if they lie on a GPU.
+    # It converts split sizes to numpy only if they are on a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu = _to_host
 
 
 def _mend_uneven_collectives() -> None:
-    """Experts cut over tensor ranks exchange parts of different lengths, which gloo refuses."""
+    """Patch collectives of tensor-parallel experts, whose unequal shards gloo does not support."""
     from megatron.core.tensor_parallel import mappings
 
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -179,16 +179,16 @@ def _mend_uneven_collectives() -> None:
 
 
 def _share_groups() -> None:
-    """One group for the same ranks, whatever Megatron wants it for; also of a later layout.
+    """Reuse one process group for the same ranks, within a layout and across layouts.
 
-    It makes about forty for a layout, and every group of gloo's has a thread that looks up a hundred times
-    a second: a process that has seen thirty layouts does little else.
+    Megatron creates about forty groups per layout, and every gloo group has a thread that polls a
+    hundred times a second: a process that has used thirty layouts does little else.
     """
     from megatron.core import parallel_state
 
     create = parallel_state.create_group
     made: dict[tuple[int, ...], Any] = {}
-    world: list[Any] = [None]  # of which they are parts
+    world: list[Any] = [None]  # the default group that `made` belongs to
 
     def create_or_take(ranks: list[int], *args: Any, **kwargs: Any) -> Any:
         if world[0] is not dist.group.WORLD:

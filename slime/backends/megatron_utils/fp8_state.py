@@ -1,9 +1,9 @@
-"""Scales and amax histories of FP8 delayed scaling, as plain tensors of a checkpoint.
+"""Save scales and amax histories of FP8 delayed scaling as plain tensors of a checkpoint.
 
-TransformerEngine pickles them into `_extra_state`, and from 2.20 on refuses to load that. Here each is a
-tensor of its own, such as `fp8.decoder.layers.3.mlp.linear_fc1.scale_fwd`. TransformerEngine takes the
-maximum of all tensor and data parallel ranks for every amax, so the ranks hold equal values and any layout
-can load them. (Not with --tp-only-amax-red: data-parallel ranks then continue with those of the first.)
+TransformerEngine pickles them into `_extra_state`, and from 2.20 on refuses to load that. Here each
+is a separate tensor, such as `fp8.decoder.layers.3.mlp.linear_fc1.scale_fwd`. An amax is reduced
+over all tensor and data parallel ranks, so ranks hold equal values and any layout can load them.
+(Not with --tp-only-amax-red: data-parallel ranks then resume with those of the first.)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_delayed(config: TransformerConfig) -> bool:
 
 
 def fp8_state(chunks: Sequence[torch.nn.Module]) -> dict[str, ShardedTensor]:
-    """Return the tensors of all modules that have computed in FP8, by their names in a checkpoint."""
+    """Return the tensors of all modules that have run in FP8, by their names in a checkpoint."""
     return {
         key: _sharded(key, tensor)
         for name, module in _modules(chunks)
@@ -47,7 +47,7 @@ def fp8_state(chunks: Sequence[torch.nn.Module]) -> dict[str, ShardedTensor]:
 def fp8_state_to_load(
     chunks: Sequence[torch.nn.Module], stored: Mapping[str, tuple[int, ...]]
 ) -> dict[str, ShardedTensor]:
-    """Allocate the scales of this model and return those that the checkpoint has in their shape."""
+    """Allocate the scales of this model; return those that the checkpoint has in the same shape."""
     for name, module in _modules(chunks):
         if f"fp8.{name}.scale_fwd" in stored:
             _allocate(module, next(iter(chunks)).config)
@@ -71,7 +71,7 @@ def load_fp8_state(chunks: Sequence[torch.nn.Module], loaded: Mapping[str, torch
 
 
 def _modules(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yield TransformerEngine's modules with matmuls, under names that count layers over the pipeline."""
+    """Yield TransformerEngine's modules with matmuls, by names with global layer numbers."""
     for chunk in chunks:
         for name, module in chunk.named_modules():
             layer = _LAYER.match(name)
@@ -88,14 +88,14 @@ def _tensors(name: str, module: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _allocate(module: Any, config: TransformerConfig) -> None:
-    """Do what the first forward pass would do; that one then keeps what is there."""
+    """Allocate FP8 state as the first forward pass would; that pass then keeps it."""
     module.fp8_meta["num_gemms"] = getattr(module, "num_gemms", 1)
     module.fp8_meta["recipe"] = get_fp8_recipe(config)
     module.init_fp8_meta_tensors(module.fp8_meta["recipe"])
 
 
 def _sharded(key: str, tensor: torch.Tensor) -> ShardedTensor:
-    """Experts are grouped: a rank has the entries of its experts side by side in the last dimension."""
+    """Return the sharded tensor; those of grouped experts are sharded in the last dimension."""
     state = parallel_state
     if ".experts." not in key:
         replica = (

@@ -1,8 +1,8 @@
-"""The state of TransformerEngine's FusedAdam as checkpoints hold it: main parameters and moments in fp32.
+"""State of TransformerEngine's FusedAdam in checkpoints: main parameters and moments in fp32.
 
-With --use-precision-aware-optimizer FusedAdam keeps the main parameters itself. Of a bf16 parameter it keeps
-the other 16 bits alone (--store-param-remainders), which mean nothing without the parameter. megatron-core
-0.16.1 would write those 16 bits in place of the main parameter, and fail to read them.
+With --use-precision-aware-optimizer FusedAdam holds the main parameters. For a bf16 parameter it
+stores only the lower 16 bits (--store-param-remainders), which are useless without the parameter.
+megatron-core 0.16.1 would save those 16 bits as the main parameter, and fail to load them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAIN = "master_param"
 
 
 def install_fused_state() -> None:
-    """Have megatron's distributed optimizer read and write that state through the functions below."""
+    """Patch megatron's distributed optimizer to use `fused_state` and `set_fused_state`."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     if hasattr(DistributedOptimizer, "_slime_patched"):
@@ -43,12 +43,12 @@ def install_fused_state() -> None:
 
 
 def fused_state(adam: Any, param: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return {"param", "exp_avg", "exp_avg_sq"} of a parameter; as they start, if it was never updated."""
+    """Return {"param", "exp_avg", "exp_avg_sq"}, the initial ones before the first update."""
     if not adam.state[param]:
         adam.initialize_state(param, _has_remainder(adam, param))
     state = {name: adam.get_unscaled_state(param, name) for name in adam.state[param]}
     main = state.pop(_MAIN)
-    if param.dtype == torch.float32:  # is updated itself, and its copy is not
+    if param.dtype == torch.float32:  # updated in place; its copy is stale
         main = param
     elif _has_remainder(adam, param):
         main = main_param(param, main)
@@ -57,7 +57,7 @@ def fused_state(adam: Any, param: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def set_fused_state(adam: Any, param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-    """Take over what `fused_state` returned; `param` is loaded already."""
+    """Set the state that `fused_state` returned; `param` is already loaded."""
     for name, tensor in tensors.items():
         value = tensor.to(device=param.device, copy=True)  # scaled in place
         if name != "param":
@@ -71,16 +71,16 @@ def set_fused_state(adam: Any, param: torch.Tensor, tensors: dict[str, torch.Ten
 
 
 def main_param(param: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Put bf16 and the signed 16 bits below together: 0x3f81 and -0x8000 are 0x3f808000."""
+    """Combine bf16 with the signed 16 bits below: 0x3f81 and -0x8000 are 0x3f808000."""
     bits = (param.detach().view(torch.int16).to(torch.int32) << 16) + rest.to(torch.int32)
     return bits.view(torch.float32)
 
 
 def remainder(param: torch.Tensor, main: torch.Tensor) -> torch.Tensor:
-    """Return the 16 bits that `main` has besides `param`, which is `main` rounded to bf16.
+    """Return the 16 bits of `main` below `param`, which is `main` rounded to bf16.
 
-    FusedAdam rounds halves up. Where another optimizer rounded one down, 0x8000 becomes 0x7fff: an error
-    of one bit in fp32.
+    FusedAdam rounds half up. Where another optimizer rounded half down, 0x8000 becomes 0x7fff: an
+    error of one bit in fp32.
     """
     upper = param.detach().view(torch.int16).to(torch.int32) << 16
     return (main.view(torch.int32) - upper).clamp(-(2**15), 2**15 - 1).to(torch.int16)
@@ -94,7 +94,7 @@ def _is_fused(optimizer: DistributedOptimizer) -> bool:
 
 
 def _own(optimizer: DistributedOptimizer, model_param: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Return FusedAdam and the part of a parameter that this rank updates."""
+    """Return FusedAdam and the shard of a parameter that this rank updates."""
     group, place = optimizer.model_param_group_index_map[model_param]
     return optimizer.optimizer, optimizer.optimizer.param_groups[group]["params"][place]
 

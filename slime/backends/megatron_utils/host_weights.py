@@ -1,4 +1,4 @@
-"""Weights that take turns in one model: the reference's, kept in host memory while the actor trains."""
+"""Weights of frozen models in host memory, swapped into the actor's model for their passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class HostWeights:
-    """A copy of what the chunks hold now."""
+    """A copy of the chunks' weights in host memory."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         self._chunks = chunks
@@ -17,7 +17,7 @@ class HostWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The chunks compute with these weights inside the `with`, and with their own again after."""
+        """Swap these weights into the chunks inside the `with`; restore the chunks' own after."""
         own = _to_host(self._chunks)
         _from_host(self._chunks, self._copy)
         try:
@@ -26,7 +26,7 @@ class HostWeights:
             _from_host(self._chunks, own)
 
     def keep(self) -> None:
-        """From now on these are the weights the chunks hold now."""
+        """Replace the copy by the current weights of the chunks."""
         self._copy = _to_host(self._chunks)
 
 

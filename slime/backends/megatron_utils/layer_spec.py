@@ -1,8 +1,8 @@
-"""Which modules megatron's layers are made of, with TransformerEngine and without.
+"""Specs of megatron's layers: their modules with TransformerEngine and without.
 
-With it, linear layers, norms and experts are TransformerEngine's. Attention is torch's variable-length
-kernel either way, which packs samples in every precision, unless --attention-backend names a backend of
-TransformerEngine.
+With it, linear layers, norms and experts are TransformerEngine's. Attention is torch's
+variable-length kernel either way, which supports packed samples in every precision, unless
+--attention-backend names a backend of TransformerEngine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slime.backends.megatron_utils.layers.post_norm import PostNormLayer
 
 
 class RMSNorm(torch.nn.Module):
-    """Like megatron's, and also under sequence parallelism."""
+    """RMSNorm like megatron's, with support for sequence parallelism."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
@@ -39,7 +39,7 @@ class RMSNorm(torch.nn.Module):
         device = torch.cuda.current_device()
         weight = torch.ones(hidden_size, dtype=config.params_dtype, device=device)
         self.weight = torch.nn.Parameter(weight)
-        # Each rank sees its part of the sequence, so gradients are summed over the tensor ranks.
+        # Each rank has its sequence shard, so gradients are summed over the tensor ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of one model chunk of this pipeline rank."""
+    """Return the layer specs of one model chunk of this pipeline rank."""
     te = config.transformer_impl == "transformer_engine"
     spec = get_gpt_decoder_block_spec(
         config,
@@ -66,7 +66,7 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
 
 
 def layers_line(config: TransformerConfig) -> str:
-    """Return whose layers `block_spec` builds, for the log."""
+    """Return a summary of the layers that `block_spec` builds, for the log."""
     te = config.transformer_impl == "transformer_engine"
     backend = config.attention_backend.name
     return layer_summary(

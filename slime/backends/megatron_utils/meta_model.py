@@ -1,7 +1,7 @@
-"""One rank of a Megatron run, built without memory: real model, gradient buffers and optimizer.
+"""Build one rank of a Megatron run without memory: real model, gradient buffers and optimizer.
 
-Tensors are on the meta device and torch's fake process group stands for the other ranks, so a process on
-a laptop can be rank 37 of 64. Meant for a process that does nothing else (`slime.backends.model_size.count_model`).
+Tensors are on the meta device and torch's fake process group replaces the other ranks, so a process
+on a laptop can be rank 37 of 64. It needs a process of its own: `backends.model_size.count_model`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from slime.config.arguments import Args
 
 _META = torch.device("meta")
-# Need packages or a GPU. FP8 and FP4 are counted as bf16, the others change nothing that is held.
+# These need packages or a GPU. FP8 and FP4 are counted as bf16; the others do not change memory.
 _WITHOUT = {"moe_enable_deepep": False, "moe_grouped_gemm": False, **dict.fromkeys(NEEDS_TE)}
 
 
@@ -127,7 +127,7 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _with_short_types(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Optimizers look for names such as torch.cuda.FloatTensor."""
+    """Remove "meta." from type names, which optimizers compare with torch.cuda.FloatTensor."""
     result = func(*args, **kwargs)
     if func is torch.Tensor.type and isinstance(result, str):
         return result.replace("meta.", "")

@@ -1,4 +1,4 @@
-"""Megatron's model on one rank: its chunks, and what their output becomes."""
+"""The Megatron model of one rank: its chunks, and the head from hidden states to log-probs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def build_chunks(
     args: Args, config: TransformerConfig, options: GptOptions, *, critic: bool = False
 ) -> list[GPTModel]:
-    """The model chunks of this pipeline rank, one without a virtual pipeline. Weights are undefined."""
+    """Return this pipeline rank's model chunks, one per virtual stage; weights are loaded later."""
     provider = None
     if args.custom_model_provider_path is not None:
         provider = load_function(
@@ -54,9 +54,9 @@ def build_chunks(
 
 
 def freeze(args: Args, chunks: Sequence[torch.nn.Module], weights: WeightMap) -> None:
-    """Turn requires_grad off as --only-train-params-name-list and --freeze-params-name-list say.
+    """Set requires_grad by --only-train-params-name-list and --freeze-params-name-list.
 
-    They match Hugging Face names; a fused parameter is trained if any of its parts is.
+    Their patterns match Hugging Face names; a fused parameter is trained if any of its parts is.
     """
     only, frozen = args.only_train_params_name_list, args.freeze_params_name_list
     if only is None and not frozen:
@@ -77,7 +77,7 @@ def freeze(args: Args, chunks: Sequence[torch.nn.Module], weights: WeightMap) ->
 def wrap_chunks(
     args: Args, config: TransformerConfig, chunks: list[GPTModel]
 ) -> list[DistributedDataParallel]:
-    """Chunks whose gradients are summed over the data-parallel ranks."""
+    """Wrap the chunks so that gradients are summed over the data-parallel ranks."""
     fields = flag_fields(args, DistributedDataParallelConfig)
     fields.setdefault("grad_reduce_in_fp32", args.main_grads_dtype != "bf16")
     ddp_config = DistributedDataParallelConfig(**fields)
@@ -121,10 +121,10 @@ def _build(
     if has_packed_rotary(config):
         install_fused_rotation()
         model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
-    if not config.fp8:  # whose matmuls keep a quantized copy of their input instead
+    if not config.fp8:  # FP8 linear layers save a quantized copy of their input instead
         use_gated_mlps(model)
-    model.to(current_device())  # a router starts on the CPU
-    # Log-probs are made from hidden states in chunks, so the last stage gives those, not logits.
+    model.to(current_device())  # routers are created on the CPU
+    # Log-probs are computed from hidden states in chunks, so the last stage returns no logits.
     model._postprocess = _hidden_states
     return model
 
@@ -135,7 +135,7 @@ def _hidden_states(*, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """How hidden states of the last stage become log-probs, values or logits."""
+    """Turn hidden states of the last stage into log-probs, values or logits."""
 
     vocab_size: int  # without padding
     temperature: float
@@ -144,7 +144,7 @@ class Head:
     def log_probs(
         self, chunk: GPTModel, hidden: torch.Tensor, batch: TrainBatch, *, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(log-probs [T], entropy [T] or None), 0 where nothing is trained; or a critic's values."""
+        """Return log-probs [T], or a critic's values, and entropy [T] or None; 0 where masked."""
         hidden = _whole(chunk, hidden, len(batch.tokens))
         if isinstance(chunk.output_layer, ValueHead):
             return chunk.output_layer(hidden), None
@@ -162,7 +162,7 @@ class Head:
         )
 
     def logits(self, chunk: GPTModel, hidden: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
-        """[T, V] in the model's dtype, divided by the temperature, the same on all tensor ranks."""
+        """Return logits / temperature [T, V] in the model's dtype, equal on all tensor ranks."""
         weight = _output_weight(chunk) if chunk.share_embeddings_and_output_weights else None
         logits, _ = chunk.output_layer(hidden, weight=weight)
         logits = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
@@ -171,9 +171,9 @@ class Head:
 
 
 def _whole(chunk: GPTModel, hidden: torch.Tensor, length: int) -> torch.Tensor:
-    """Hidden states [T, H] of all tokens in packing order, from [S, B, H] or its sequence shard."""
+    """Return hidden states [T, H] in packing order, from [S, B, H] or its sequence shard."""
     if chunk.config.sequence_parallel:
-        # What follows sums its gradient over the tensor ranks itself.
+        # The caller sums the gradient over the tensor ranks itself.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
     return hidden.transpose(0, 1).flatten(0, 1)[:length]
 
@@ -185,5 +185,5 @@ def _output_weight(chunk: GPTModel) -> torch.Tensor:
 
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int]:
-    """Identify a tensor by its storage; on the meta device there are no addresses."""
+    """Return a key of a tensor's storage that also works on the meta device, without addresses."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset()

@@ -1,7 +1,7 @@
-"""megatron-core's TransformerConfig for a Hugging Face model: its config, the parallel layout, the flags.
+"""Build megatron-core's TransformerConfig from a Hugging Face config, parallel sizes and flags.
 
-`--hf-checkpoint` alone is enough. A flag that describes the model is compared with its config.json; any
-other flag of TransformerConfig is passed on.
+`--hf-checkpoint` alone is enough. A flag that describes the model is checked against config.json;
+any other flag of TransformerConfig is passed on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class GptOptions:
-    """What GPTModel's constructor is told besides the TransformerConfig."""
+    """Arguments of GPTModel besides the TransformerConfig."""
 
     vocab_size: int  # padded
     true_vocab_size: int
@@ -44,17 +44,17 @@ class GptOptions:
     tied: bool
     rotary_base: float
     rotary_percent: float
-    rotary_frequencies: tuple[float, ...] | None  # None: those of the base
+    rotary_frequencies: tuple[float, ...] | None  # None: from rotary_base
 
 
 class MimoConfig(Qwen2Config):
-    """Qwen2 with biases to choose and layers that predict further tokens; transformers has no class."""
+    """Qwen2 with optional QKV biases and MTP layers; transformers has no class for it."""
 
     model_type = "mimo"
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
-    """The text model's config of a Hugging Face folder."""
+    """Return the config of the text model in a Hugging Face folder."""
     raw = json.loads((Path(folder) / "config.json").read_text())
     if raw.get("model_type") == "mimo":
         return MimoConfig.from_dict({"attention_bias": True, **raw})
@@ -62,7 +62,7 @@ def read_config(folder: str | Path) -> PretrainedConfig:
 
 
 def model_config(hf_config: PretrainedConfig, args: Args) -> TransformerConfig:
-    """ConfigError when a flag describes another model than the config, one sentence."""
+    """Return the TransformerConfig; raise ConfigError if a flag disagrees with config.json."""
     model = architecture(hf_config)
     check_flags(model, args)
     _check_expert_biases(model, args)
@@ -75,7 +75,7 @@ def model_config(hf_config: PretrainedConfig, args: Args) -> TransformerConfig:
 
 
 def config_fields(model: Architecture, args: Args) -> dict[str, Any]:
-    """The keyword arguments of the configuration class, the later ones deciding."""
+    """Return the keyword arguments of the config class; later entries override earlier ones."""
     te = transformer_impl(args) == "transformer_engine"
     fields = {
         **_DEFAULTS,
@@ -106,7 +106,7 @@ def gpt_options(hf_config: PretrainedConfig, args: Args) -> GptOptions:
 
 
 def padded_vocab_size(vocab_size: int, args: Args) -> int:
-    """Tensor parallel ranks hold equally many rows, as many as a flag makes divisible."""
+    """Round up to a multiple of TP x --make-vocab-size-divisible-by, for equal tensor shards."""
     given = args.make_vocab_size_divisible_by
     each = all_flags()["make_vocab_size_divisible_by"].default if given is None else given
     multiple = each * args.tensor_model_parallel_size
@@ -114,7 +114,7 @@ def padded_vocab_size(vocab_size: int, args: Args) -> int:
 
 
 def check_flags(model: Architecture, args: Args) -> None:
-    """Every flag that was given and says something about the model says what its config does."""
+    """Raise ConfigError if a flag that the user gave contradicts the model's config."""
     for name, wanted in model_flags(model).items():
         given = getattr(args, name)
         if args.origin(name) not in ("command line", "config") or given is None:
@@ -131,7 +131,7 @@ def check_flags(model: Architecture, args: Args) -> None:
 
 
 def model_flags(model: Architecture) -> dict[str, Any]:
-    """Flag -> value of everything Megatron's flags can say about this model."""
+    """Return {flag: value} for all of Megatron's flags that describe this model."""
     by_field = {
         target.split(".")[1]: flag.name
         for flag in all_flags().values()
@@ -140,7 +140,7 @@ def model_flags(model: Architecture) -> dict[str, Any]:
         if target.split(".")[0] in ("TransformerConfig", "MLATransformerConfig")
     }
     latent = {f.name for f in all_flags().values() if f.sets[:1] and f.sets[0].startswith("MLA")}
-    named = dict.fromkeys(latent)  # absent, unless the model has latent attention
+    named = dict.fromkeys(latent)  # absent unless the model has MLA
     named |= {by_field[field]: v for field, v in model.fields.items() if field in by_field}
     named.pop("group_query_attention", None)
     named.pop("swiglu", None)
@@ -164,9 +164,9 @@ def model_flags(model: Architecture) -> dict[str, Any]:
 
 
 def transformer_impl(args: Args) -> str:
-    """Return whose layers the model is made of: TransformerEngine's where it can be used.
+    """Return the implementation of the layers: TransformerEngine where it can be used.
 
-    Not in fp32, which it multiplies in TF32, unless the flag asks for it.
+    In fp32 only if the flag requests it, as its fp32 matmuls use TF32.
     """
     asked = args.transformer_impl
     if asked == "transformer_engine" and (error := te_error()):
@@ -180,7 +180,7 @@ def transformer_impl(args: Args) -> str:
 
 
 def has_te() -> bool:
-    """Return whether TransformerEngine can be used: its torch extension must match this torch."""
+    """Return whether TransformerEngine can be imported: its extension must match this torch."""
     return te_error() is None
 
 
@@ -212,7 +212,7 @@ def _same(given: Any, wanted: Any) -> bool:
 
 
 def _flag_fields(args: Args) -> dict[str, Any]:
-    """Fields that a flag sets and that neither the layout nor the precision decides."""
+    """Return the fields set by flags, without those that layout or precision determine."""
     given = flag_fields(args, TransformerConfig)
     fields = {name: value for name, value in given.items() if name not in _NOT_FROM_FLAGS}
     if not has_te():
@@ -248,7 +248,7 @@ def _check_expert_biases(model: Architecture, args: Args) -> None:
 
 
 def virtual_stages(args: Args, num_layers: int) -> int | None:
-    """Model chunks per pipeline rank, None without a virtual pipeline."""
+    """Return the model chunks per pipeline rank, or None without virtual pipeline stages."""
     stages = args.virtual_pipeline_model_parallel_size or args.num_virtual_stages_per_pipeline_rank
     per_stage, pp = args.num_layers_per_virtual_pipeline_stage, args.pipeline_model_parallel_size
     if per_stage is not None:
@@ -266,7 +266,7 @@ def _precision(args: Args) -> dict[str, Any]:
     return {"bf16": args.precision == "bf16", "params_dtype": dtype, "pipeline_dtype": dtype}
 
 
-# Right for training by reinforcement; a flag changes them.
+# Defaults for RL; flags override them.
 _DEFAULTS: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
@@ -275,11 +275,11 @@ _DEFAULTS: dict[str, Any] = {
     "moe_router_load_balancing_type": "none",
     "moe_aux_loss_coeff": 0.0,
     "moe_router_dtype": "fp32",
-    "moe_router_bias_update_rate": 0.0,  # routing changes by the gradient only
+    "moe_router_bias_update_rate": 0.0,  # no bias updates: only gradients change routing
     "deallocate_pipeline_outputs": False,
 }
 
-# Decided elsewhere: by the precision, the layout, or the loss, whose flag has the same name.
+# Determined by the precision, the layout or the loss, whose flag has the same name.
 _NOT_FROM_FLAGS = {
     "fp16",
     "bf16",
@@ -290,5 +290,5 @@ _NOT_FROM_FLAGS = {
     "virtual_pipeline_model_parallel_size",
     "moe_layer_freq",
     "multi_latent_attention",
-    "moe_grouped_gemm",  # experts are, with TransformerEngine or without
+    "moe_grouped_gemm",  # experts are always grouped, with or without TransformerEngine
 }

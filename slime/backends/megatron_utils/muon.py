@@ -1,7 +1,7 @@
-"""megatron-core's Muon without the package emerging-optimizers, which PyPI has for newer Pythons only.
+"""megatron-core's Muon without the package emerging-optimizers, which on PyPI needs a newer Python.
 
-megatron-core chooses the parameters, chains Muon with Adam and, for dist_muon, spreads them over the
-data-parallel ranks; the optimizer itself, with the meaning of all --muon-* flags, is here.
+megatron-core selects the parameters, chains Muon with Adam and, for dist_muon, shards them over the
+data-parallel ranks. The optimizer itself, with all --muon-* flags, is here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARKS = ("is_qkv", "expert_tp")  # set on parameters by megatron-core's `muon`
 
 
 class TensorParallelMuon(torch.optim.Optimizer):
-    """Takes the arguments of megatron-core's class of this name."""
+    """Drop-in replacement for megatron-core's class of the same name."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class TensorParallelMuon(torch.optim.Optimizer):
         param.add_(update, alpha=-group["lr"])
 
     def _split_qkv(self, param: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values are matrices of their own, interleaved by groups of heads."""
+        """Orthogonalize Q, K and V, whose rows are interleaved by query group, separately."""
         if not self._is_split(param):
             return self._scaled(param, update)
         columns = update.shape[1]
@@ -118,7 +118,7 @@ class TensorParallelMuon(torch.optim.Optimizer):
 def make_muon(
     config: OptimizerConfig, chunks: list[Any], *, gloo_groups: bool, spread: bool
 ) -> ChainedOptimizer:
-    """Muon for hidden matrices and Adam for the rest; with `spread`, state by data-parallel rank."""
+    """Return Muon for hidden matrices and Adam for the rest; `spread` shards it over DP."""
     muon.TensorParallelMuon = TensorParallelMuon
     muon.HAVE_EMERGING_OPTIMIZERS = True
     chain: Any = muon.get_megatron_muon_optimizer(
@@ -133,7 +133,7 @@ def make_muon(
 
 
 def _mark_masters(optimizer: Any) -> None:
-    """megatron-core's fp32 copies of bf16 parameters forget what it has marked the parameters with."""
+    """Copy megatron-core's marks from bf16 parameters to their fp32 copies, which lack them."""
     halves = getattr(optimizer, "float16_groups", ())
     for params, masters in zip(
         halves, getattr(optimizer, "fp32_from_float16_groups", ()), strict=True

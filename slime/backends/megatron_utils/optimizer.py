@@ -1,4 +1,4 @@
-"""Megatron's optimizer with the learning rate schedule, and a step that refuses a broken gradient."""
+"""Megatron's optimizer with the learning rate schedule; it skips gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ScheduledOptimizer:
         install_adam()
         self.schedule = schedule
         self.num_steps = 0
-        self.has_moments = False  # on any rank: since the first update, or loaded
+        self.has_moments = False  # after the first update or a load, the same on all ranks
         self._weight_decay = args.weight_decay
         self._chunks = chunks
         config = optimizer_config(args)
@@ -52,18 +52,18 @@ class ScheduledOptimizer:
 
     @property
     def lr(self) -> float:
-        """Of the step that comes next."""
+        """Return the learning rate of the next step."""
         return self.schedule.at(self.num_steps)
 
     def hold_grads(self) -> None:
-        """Take the memory of the gradients back after `drop_grads`; they are zero then."""
+        """Reallocate the gradient buffers after `drop_grads`, as zeros."""
         for grads in self._grad_buffers():
             if not grads.untyped_storage().nbytes():
                 grads.untyped_storage().resize_(grads.nbytes)
                 grads.zero_()
 
     def drop_grads(self) -> None:
-        """Give their memory away until the next step; Megatron's views of it stay and are filled again."""
+        """Free the gradient buffers until the next step; Megatron's views of them stay valid."""
         self.inner.zero_grad()
         torch.cuda.synchronize()
         for grads in self._grad_buffers():
@@ -77,7 +77,7 @@ class ScheduledOptimizer:
 
     @torch.no_grad()
     def step(self) -> float:
-        """Clip and update; the norm before clipping. Not finite: nothing is updated."""
+        """Clip and update; return the norm before clipping. Update nothing if it is not finite."""
         self._set_groups()
         if self.inner.prepare_grads():
             return float("nan")
@@ -90,7 +90,7 @@ class ScheduledOptimizer:
             _share_params(self.inner)
         self.num_steps += 1
         self.has_moments = True
-        if self._gathers_late:  # weights are read next by others than the forward pass
+        if self._gathers_late:  # weights are read before the next forward pass
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
         return norm
@@ -100,7 +100,7 @@ class ScheduledOptimizer:
         self._set_groups()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Main parameters and moments, whose memory can be given away between steps."""
+        """Yield main parameters and moments, which can be offloaded between steps."""
         for optimizer in self.inner.chained_optimizers:
             torch_optimizer = getattr(optimizer, "optimizer", None)
             if torch_optimizer is None:
@@ -111,7 +111,7 @@ class ScheduledOptimizer:
                 yield from (value for value in state.values() if torch.is_tensor(value))
 
     def moments(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Main parameters with the number of moments that each has once it was updated."""
+        """Yield main parameters with the number of moments that each has after its first update."""
         for optimizer in self.inner.chained_optimizers:
             torch_optimizer = getattr(optimizer, "optimizer", None)
             for group in [] if torch_optimizer is None else torch_optimizer.param_groups:
@@ -155,7 +155,7 @@ def make_optimizer(config: OptimizerConfig, chunks: list[Any], kind: str) -> Cha
 
 
 def _zero_momentum(sgd: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
-    """As SGD starts; a checkpoint is read into these."""
+    """Allocate zero momentum buffers, as SGD starts; a checkpoint is loaded into them."""
     for group in sgd.param_groups:
         for param in group["params"] if group["momentum"] else ():
             if not sgd.state[param]:
@@ -163,10 +163,10 @@ def _zero_momentum(sgd: torch.optim.Optimizer, config: OptimizerConfig | None = 
 
 
 def _share_params(optimizer: LayerWiseDistributedOptimizer) -> None:
-    """Give every data-parallel rank the parameters that others have updated."""
+    """Send the parameters that a data-parallel rank has updated to the other ranks."""
     if device_type() == "cuda":
         optimizer.allgather_params()
-    else:  # gloo gathers tensors of equal sizes only
+    else:  # gloo's all-gather needs equal sizes
         optimizer.broadcast_params()
 
 
@@ -183,7 +183,7 @@ def optimizer_config(args: Args) -> OptimizerConfig:
     if device_type() == "cpu":
         fields = _fields_on_cpu(fields)
     fields |= {name: _DTYPES[fields[name]] for name in _DTYPE_FIELDS if name in fields}
-    # It says how parameters in FP8 are updated, and those here are bf16.
+    # It applies to FP8 parameters; parameters here are bf16.
     fields.pop("fp8_recipe", None)
     half = args.precision == "bf16"
     return OptimizerConfig(
@@ -212,7 +212,7 @@ def optimizer_config(args: Args) -> OptimizerConfig:
 
 
 def _fields_on_cpu(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return them for a rehearsal or a plan without GPUs, whose optimizer is ours and computes in fp32."""
+    """Return the fields for a CPU run or a plan, whose optimizer is `GroupStepAdamW` in fp32."""
     if fields.get("optimizer_cpu_offload"):
         logger.info("--optimizer-cpu-offload: everything is in host memory already")
     elif fields.get("use_precision_aware_optimizer"):

@@ -1,4 +1,4 @@
-"""Megatron's process groups for the layout that the flags ask for."""
+"""Megatron's process groups for the parallel sizes given by flags."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from slime.config.arguments import Args
 
 SUPPORTED = "0.16.1"
-_sizes: dict[str, int | None] | None = None  # of the groups that exist
+_sizes: dict[str, int | None] | None = None  # of the current groups
 
 
 def init_parallel(args: Args, virtual_stages: int | None) -> ParallelInfo:
-    """Make all groups; the default process group exists. Those of another layout are dropped."""
+    """Create all process groups inside the default one; destroy those of another layout."""
     global _sizes
     check_version()
     mend_megatron()
@@ -47,11 +47,11 @@ def init_parallel(args: Args, virtual_stages: int | None) -> ParallelInfo:
 
 
 def _drop_groups() -> None:
-    """End the groups of another layout, which Megatron only forgets; on a CPU the next one takes them."""
+    """Destroy groups of another layout, which Megatron only forgets; on a CPU they are reused."""
     if not parallel_state.model_parallel_is_initialized():
         return
     groups = [group for group in parallel_state._global_process_group_list or [] if group]
-    dist.barrier()  # nobody is still talking in them
+    dist.barrier()  # no collective is in flight after it
     parallel_state.destroy_model_parallel()
     for group in groups if device_type() == "cuda" else ():
         dist.destroy_process_group(group)
@@ -74,7 +74,7 @@ def parallel_info() -> ParallelInfo:
 
 
 def check_version() -> None:
-    """A Megatron-LM checkout on PYTHONPATH hides the installed package."""
+    """Raise UserError for another megatron-core, such as a Megatron-LM checkout on PYTHONPATH."""
     found = megatron.core.__version__
     if found != SUPPORTED:
         raise UserError(

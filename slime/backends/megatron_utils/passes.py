@@ -20,21 +20,19 @@ from slime.backends.megatron_utils.sequence_layout import PackedRows, packed_row
 from slime.core.types import ParallelInfo, TrainBatch
 from slime.utils.device import current_device
 
-Read = Callable[[Any, torch.Tensor, TrainBatch], torch.Tensor]  # of chunk, hidden, batch
+Read = Callable[[Any, torch.Tensor, TrainBatch], torch.Tensor]  # (chunk, hidden, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """A micro-batch as the model takes it."""
-
     batch: TrainBatch
     tokens: torch.Tensor  # [1, T'] packed, [B, S] padded
     position_ids: torch.Tensor
-    rows: PackedRows | None  # of packed samples
+    rows: PackedRows | None  # None if padded
 
 
 class Passes:
-    """Runs micro-batches through this rank's chunks together with all other pipeline ranks."""
+    """Run micro-batches through this rank's model chunks, together with other pipeline ranks."""
 
     def __init__(self, config: TransformerConfig, parallel: ParallelInfo, *, padded: bool) -> None:
         self._config = config
@@ -42,7 +40,7 @@ class Passes:
         self._padded = padded  # --qkv-format bshd
         self._angles_by_token = has_packed_rotary(config)
         self._virtual = config.virtual_pipeline_model_parallel_size is not None
-        # Experts that gather all ranks' tokens need as many from each of them.
+        # The all-gather dispatcher of MoE needs the same number of tokens on every rank.
         self._gathers = bool(config.num_moe_experts) and (
             config.moe_token_dispatcher_type == "allgather"
         )
@@ -52,7 +50,7 @@ class Passes:
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     def train(self, chunks: list[Any], batches: list[TrainBatch], loss: Read) -> None:
-        """Leave the gradient of the sum of `loss(chunk, hidden, batch)` in the chunks' buffers."""
+        """Add the gradient of the sum of `loss(chunk, hidden, batch)` to the chunks' buffers."""
 
         def step(inputs: Iterator[Inputs], chunk: Any) -> tuple[torch.Tensor, Any]:
             mine = next(inputs)
@@ -72,9 +70,9 @@ class Passes:
         read: Read,
         experts: list[PackedRows] | None = None,
     ) -> list[torch.Tensor]:
-        """`read(chunk, hidden, batch)` of every micro-batch on the last stage; [] on the others.
+        """Return `read(chunk, hidden, batch)` per micro-batch on the last stage, [] on the others.
 
-        `experts` is filled with the rows of each micro-batch, which hold what the routers chose.
+        The rows of each micro-batch, which record the experts chosen, are appended to `experts`.
         """
 
         def step(inputs: Iterator[Inputs], chunk: Any) -> tuple[torch.Tensor, Any]:
@@ -109,7 +107,7 @@ class Passes:
         )
 
     def _inputs(self, batches: list[TrainBatch]) -> list[Inputs]:
-        if self._virtual:  # takes micro-batches in rounds of one per pipeline rank
+        if self._virtual:  # the interleaved schedule needs a multiple of PP micro-batches
             missing = -len(batches) % self._parallel.pp_size
             batches = batches + [batches[-1].as_dummy()] * missing
         if self._padded:
@@ -119,14 +117,14 @@ class Passes:
             longest = torch.tensor(max(lens), device=current_device())
             dist.all_reduce(longest, dist.ReduceOp.MAX)
             lens = [int(longest)] * len(lens)
-        elif self._virtual:  # its overlapped exchange takes one shape only
+        elif self._virtual:  # overlapped p2p supports one shape only
             lens = [max(lens)] * len(lens)
         return [
             self._packed_inputs(batch, length) for batch, length in zip(batches, lens, strict=True)
         ]
 
     def _packed_inputs(self, batch: TrainBatch, length: int) -> Inputs:
-        """Filled up to `length` tokens by a sample that is nobody's."""
+        """Return the packed inputs, padded to `length` tokens by a dummy sample."""
         cp, extra = self._parallel.cp_size, length - len(batch.tokens)
         lens = (batch.cu_seqlens.diff() * cp).tolist() + ([extra * cp] if extra else [])
         rows = packed_rows(lens, self._parallel, batch.tokens.device)
@@ -140,12 +138,12 @@ class Passes:
         return Inputs(batch=batch, tokens=tokens, position_ids=position_ids.unsqueeze(0), rows=rows)
 
     def _padded_inputs(self, batch: TrainBatch) -> Inputs:
-        shape = (len(batch.rows), -1)  # all rows were packed with the same length
+        shape = (len(batch.rows), -1)  # all rows are padded to the same length
         tokens, position_ids = batch.tokens.view(shape), batch.position_ids.view(shape)
         return Inputs(batch=batch, tokens=tokens, position_ids=position_ids, rows=None)
 
     def _round_up(self, length: int) -> int:
-        """Round up so that tensor ranks hold equal parts, which FP8 matmuls accept."""
+        """Round up so that sequence shards are equal and fit the tiles of FP8 matmuls."""
         unit = self._parallel.tp_size if self._config.sequence_parallel else 1
         unit *= fp8_multiple(self._config)
         if self._parallel.cp_size > 1:
@@ -163,14 +161,14 @@ def _forward(chunk: Any, inputs: Inputs) -> torch.Tensor:
 
 
 def fp8_multiple(config: TransformerConfig) -> int:
-    """Return what the tokens of a rank must be a multiple of: the blocks of FP8 scales, or its GEMM."""
+    """Return the multiple to pad a rank's tokens to: the block of FP8 scales, or of its GEMM."""
     if not config.fp8:
         return 1
     return {"blockwise": 128, "mxfp8": 32}.get(config.fp8_recipe or "", 16)
 
 
 def prepare_config(config: TransformerConfig) -> None:
-    """What the passes rely on: losses and gradients are sums, packed micro-batches differ in length."""
+    """Configure losses and gradients as sums, and p2p for micro-batches of varying length."""
     config.calculate_per_token_loss = True
     config.finalize_model_grads_func = _sum_gradients
     if config.pipeline_model_parallel_size > 1:
@@ -178,10 +176,10 @@ def prepare_config(config: TransformerConfig) -> None:
         gathers = config.num_moe_experts and config.moe_token_dispatcher_type == "allgather"
         config.variable_seq_lengths = not virtual and not gathers
         config.deallocate_pipeline_outputs = False
-        # Batched exchange over gloo gives wrong gradients in a virtual pipeline.
+        # Batched p2p over gloo gives wrong gradients with virtual pipeline stages.
         config.batch_p2p_comm, config.overlap_p2p_comm = not virtual, virtual
 
 
 def _sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **more: Any) -> None:
-    """Micro-batches are weighted already, so gradients are not divided by a number of tokens."""
+    """Sum gradients without dividing by a token count, as losses are already weighted."""
     finalize_model_grads(chunks, None, **more)

@@ -1,4 +1,4 @@
-"""Patches of megatron-core 0.16.1: what fails without TransformerEngine, unpickles, or leaves files behind."""
+"""Patches of megatron-core 0.16.1: crashes without TransformerEngine, unpickling, leftovers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def mend_megatron() -> None:
-    """Once per process, before a model is built; harmless where nothing is broken."""
+    """Apply all patches, before a model is built; applying them again is harmless."""
     import megatron.core.utils as utils
     from megatron.core.transformer.moe import moe_utils
     from packaging.version import Version
 
-    if not hasattr(moe_utils, "te_general_gemm"):  # unbound
+    if not hasattr(moe_utils, "te_general_gemm"):  # bound only if TransformerEngine is installed
         moe_utils.te_general_gemm = None
-    if utils.get_te_version() is None:  # is_te_min_version compares it with a version
+    if utils.get_te_version() is None:  # is_te_min_version compares it to a version
         utils.get_te_version = lambda: Version("0.0.0")
     _mend_recomputation()
     _patch_expert_state()
@@ -38,10 +38,10 @@ def mend_megatron() -> None:
 
 
 def patch_checkpoints() -> None:
-    """Have megatron-core read checkpoints as data, and leave nothing behind when it writes them.
+    """Make megatron-core read checkpoints without unpickling and clean up after its writers.
 
-    It would unpickle `.metadata` and stored objects, and the process that holds the results of its
-    writers outlives a rank that is killed.
+    Unpatched, it unpickles `.metadata` and stored objects, and the process that holds the results
+    of its writers outlives a rank that is killed.
     """
     from megatron.core.dist_checkpointing.strategies import common, filesystem_async, torch
 
@@ -57,7 +57,7 @@ def _data_reader(checkpoint_dir: str | Path, cache_metadata: bool = False) -> Da
 
 
 def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: BytesIO) -> None:
-    """What the planner of torch does, but for `weights_only`."""
+    """Do the same as torch's planner, but load with `weights_only=True`."""
     from torch.distributed.checkpoint._traverse import set_element
 
     name = read_item.dest_index.fqn
@@ -76,7 +76,7 @@ def _load_common(self: object, checkpoint_dir: str | Path) -> Any:
 
 
 def _mend_recomputation() -> None:
-    """It takes "no fp8", which is its default, for fp8."""
+    """Patch CheckpointWithoutOutput, which treats its default `fp8=False` as fp8."""
     from megatron.core.tensor_parallel import random
 
     original = random.CheckpointWithoutOutput.__init__
@@ -91,10 +91,10 @@ def _mend_recomputation() -> None:
 
 
 def _patch_expert_state() -> None:
-    """Leave out the pickled `_extra_state` of grouped experts, which checkpoints here have no use for.
+    """Replace the pickled `_extra_state` of grouped experts, which is not saved, by empty tensors.
 
-    megatron-core unpickles it in order to split it, and fails where TransformerEngine left it empty: with
-    every FP8 recipe but delayed scaling.
+    megatron-core unpickles it in order to split it, and fails if TransformerEngine left it empty:
+    with every FP8 recipe but delayed scaling.
     """
     from megatron.core.extensions import transformer_engine
 
@@ -107,7 +107,7 @@ def _patch_expert_state() -> None:
 
 @functools.cache
 def _results_queue() -> Queue:
-    # An abstract socket: one with a path would leave its folder in TMPDIR when the rank is killed.
+    # Use an abstract socket: one with a path leaves its folder in TMPDIR if the rank is killed.
     address = f"\0slime-checkpoint-{os.getpid()}-{secrets.token_hex(8)}"
     manager = SyncManager(address, ctx=mp.get_context("spawn"))
     manager.start(initializer=_end_with, initargs=(os.getpid(),))
@@ -115,7 +115,7 @@ def _results_queue() -> Queue:
 
 
 def _end_with(parent: int) -> None:
-    """Not by the kernel's signal, which comes when the thread ends that started this process."""
+    """Exit after `parent`, by polling: PR_SET_PDEATHSIG fires when the starting thread ends."""
 
     def watch() -> None:
         while os.getppid() == parent:

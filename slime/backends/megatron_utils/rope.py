@@ -1,7 +1,7 @@
-"""Rotary positions as a Hugging Face config describes them.
+"""RoPE parameters of a Hugging Face config.
 
-Frequencies come from transformers' own formulas, so every way of scaling them that does not depend on the
-length of a sequence works, for all families but latent attention, which has megatron-core's own.
+Frequencies come from transformers' own formulas, so every scaling that does not depend on the
+sequence length works. MLA is the exception: it uses megatron-core's formulas.
 """
 
 from __future__ import annotations
@@ -19,24 +19,22 @@ from slime.core.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """`frequencies` is None where they are those of the base alone.
+    """RoPE parameters of a model; `frequencies` is None if they follow from the base alone.
 
     Linear scaling by 4 of a head of 4 with base 1e4: frequencies (0.25, 0.0025).
     """
 
     base: float
-    percent: float = 1.0  # of a head that is rotated
+    percent: float = 1.0  # share of a head that RoPE applies to
     kind: str = "default"
-    factor: float | None = None  # of the scaling
+    factor: float | None = None  # of RoPE scaling
     frequencies: tuple[float, ...] | None = None
-    attention_factor: float = 1.0  # of cosine and sine
-    yarn: dict[str, Any] = field(
-        default_factory=dict
-    )  # in megatron-core's words, for latent attention
+    attention_factor: float = 1.0  # scales cosine and sine
+    yarn: dict[str, Any] = field(default_factory=dict)  # megatron-core's fields, for MLA
 
 
 def read_rope(config: PretrainedConfig, *, latent: bool) -> Rope:
-    """ConfigError for a kind of scaling that is not known here."""
+    """Return the RoPE parameters; raise ConfigError for a scaling that is not supported."""
     given = dict(config.rope_parameters)
     kind = given.get("rope_type", "default")
     check_rope(config.model_type, kind)
@@ -67,7 +65,7 @@ def _yarn(config: PretrainedConfig, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unlike_megatron(config: PretrainedConfig, given: dict[str, Any]) -> None:
-    """What megatron-core's latent attention would compute differently."""
+    """Raise UserError for YaRN options that megatron-core's MLA computes differently."""
     wrong = None
     if not given.get("truncate", True):
         wrong = "truncate false"

@@ -1,7 +1,7 @@
-"""Expert choices that are recorded in one pass, or come from the engine, and are made again in another.
+"""Routing replay: reuse expert choices that an earlier pass recorded or that the engine made.
 
-A layer is called with its micro-batch: in the forward pass, in a pipeline with several micro-batches under
-way, and when it is computed a second time. A hook notes it before the layer's router runs.
+A forward pre-hook stores the rows that a layer is called with before its router runs. This works
+with several micro-batches in flight in a pipeline, and when a layer is recomputed.
 
     layer(packed_seq_params=rows) ── current rows ──▶ Replay.get_replay_topk
 """
@@ -25,7 +25,7 @@ TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Replay:
-    """Takes the place of a router's own top-k; `rows` is what a layer was called with last."""
+    """Replace the top-k of a router; `rows` are those of the last layer call."""
 
     rows: PackedRows | None = None
 
@@ -76,12 +76,12 @@ def install_replay(chunks: Sequence[GPTModel]) -> None:
 
 
 def _note_rows(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Whoever computes the attention, slime or TransformerEngine, the layer is given the samples."""
+    """Store the rows; a layer gets them whether slime or TransformerEngine computes attention."""
     Replay.rows = kwargs["packed_seq_params"]
 
 
 def recorded_rows(rows: PackedRows, batch: TrainBatch, num_layers: int) -> list[np.ndarray]:
-    """[tokens, layers, experts per token] of each row; -1 for layers of other pipeline stages."""
+    """Return [tokens, layers, experts per token] of each row; -1 for layers of other stages."""
     assert rows.recorded is not None and rows.position_ids is not None
     length, some = len(rows.position_ids), next(iter(rows.recorded.values()), None)
     width = 1 if some is None else some.shape[1]
@@ -115,7 +115,7 @@ def _over_context_ranks(local: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    tensor = tensor.int().contiguous()  # gloo knows no smaller ones
+    tensor = tensor.int().contiguous()  # gloo does not support int16
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(parts, tensor, group=group)
     return parts

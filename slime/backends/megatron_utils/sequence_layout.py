@@ -1,4 +1,4 @@
-"""Where the samples of a micro-batch lie on this rank; made once per micro-batch, used by every layer."""
+"""Offsets of a micro-batch's packed samples on this rank, computed once and used by every layer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from slime.core.types import ParallelInfo
 
 @dataclass(frozen=True, kw_only=True)
 class ContextSegments:
-    """Which keys the queries of one context rank look at, once all ranks' keys are gathered.
+    """The keys that the queries of one context rank attend to, among those gathered of all ranks.
 
     Two samples of 4 tokens over two ranks, rank 0 holds tokens 0 and 3 of each::
 
         q_lens   = (1, 1, 1, 1)      two chunks of each sample
-        k_lens   = (1, 4, 1, 4)      a chunk sees its sample up to its own end
-        kv_index                     where those keys lie among the gathered ones, 10 in all
+        k_lens   = (1, 4, 1, 4)      a chunk attends to its sample up to its own end
+        kv_index                     indices of those keys among the gathered ones, 10 in all
     """
 
     q_lens: tuple[int, ...]
@@ -33,17 +33,17 @@ class ContextSegments:
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """What megatron's layers want to know about packed samples, and what our attention does."""
+    """PackedSeqParams of megatron's layers, with the fields of `PackedAttention` and `Replay`."""
 
     layout: PackedLayout | None = None  # without context parallelism
     segments: ContextSegments | None = None  # with it
-    position_ids: torch.Tensor | None = None  # [T], where angles are looked up by token
-    routed_experts: torch.Tensor | None = None  # [T, layers, experts per token], to be chosen again
-    recorded: dict[int, torch.Tensor] | None = None  # by layer: what its router chose
+    position_ids: torch.Tensor | None = None  # [T], for RoPE looked up per token
+    routed_experts: torch.Tensor | None = None  # [T, layers, experts per token], to replay
+    recorded: dict[int, torch.Tensor] | None = None  # experts chosen, by layer
 
 
 def packed_rows(lens: list[int], parallel: ParallelInfo, device: torch.device) -> PackedRows:
-    """For samples whose padded lengths over all context ranks are `lens`."""
+    """Return the rows of samples whose padded lengths over all context ranks are `lens`."""
     cu_seqlens = torch.tensor([0, *lens]).cumsum(0).to(device=device, dtype=torch.int32)
     layout = segments = None
     if parallel.cp_size == 1:
@@ -66,7 +66,7 @@ def context_segments(
 ) -> ContextSegments:
     rank, size = parallel.cp_rank, parallel.cp_size
     gathered = np.concatenate([zigzag_index(lens, r, size) for r in range(size)])
-    place = np.empty_like(gathered)  # of each token of the whole column among the gathered ones
+    place = np.empty_like(gathered)  # index of each token of the full column among the gathered
     place[gathered] = np.arange(len(gathered))
     q_lens, k_lens, index = [], [], []
     for start, length in zip(np.cumsum(lens) - lens, lens, strict=True):

@@ -1,11 +1,11 @@
-"""Weights of a Megatron model, in any layout, to the engines: for scripts that drive the update themselves.
+"""Send the weights of a Megatron model in any layout to engines, from scripts that run the update.
 
     updater = UpdateWeightFromDistributed(args, model, lambda: model.state_dict(), "qwen3")
     updater.connect_rollout_engines(engines)
     updater.update_weights()
 
-Every rank makes one and calls it. Tensors are gathered bucket by bucket over TP, EP and PP in Hugging
-Face names; versions and checksums are compared after every update.
+Every rank creates an updater and calls it. Tensors are gathered bucket by bucket over TP, EP and PP
+under Hugging Face names; versions and checksums are compared after every update.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _UpdateWeight:
         weights_getter: WeightsGetter | None = None,
         model_name: str | None = None,
     ) -> None:
-        """`weights_getter` gives the local state dict (one per model chunk); without it the model's."""
+        """Take weights from `weights_getter` (a state dict per model chunk) or from the model."""
         self.args = args.replace(update_weight_transport=self.transport)
         self.weight_version = 0
         self._chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
@@ -57,14 +57,14 @@ class _UpdateWeight:
         self._engines = engines
 
     def update_weights(self) -> SyncReport:
-        """Send the weights as the next version; WeightMismatchError if an engine holds other ones."""
+        """Send the weights as the next version; raise WeightMismatchError if an engine's differ."""
         if not self._engines:
             raise UserError("no engines to update: call connect_rollout_engines first")
         self.weight_version += 1
         return self._sync.update(self.buckets(), self._engines, self.weight_version)
 
     def buckets(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """(Hugging Face name, whole tensor); on ranks that send nothing themselves the lists are empty."""
+        """Yield lists of (Hugging Face name, full tensor), empty on ranks that do not send."""
         return hf_buckets(
             self._sources(),
             self._weights,
@@ -82,19 +82,19 @@ class _UpdateWeight:
 
 
 class UpdateWeightFromDistributed(_UpdateWeight):
-    """By broadcast over NCCL or gloo, for engines on other devices."""
+    """Broadcast over NCCL or gloo to engines on other devices."""
 
     transport = "distributed"
 
 
 class UpdateWeightFromTensor(_UpdateWeight):
-    """By CUDA IPC or shared memory, for engines on the same devices."""
+    """Share tensors by CUDA IPC or shared memory with engines on the same devices."""
 
     transport = "tensor"
 
 
 class _WithState:
-    """A model chunk whose weights are taken from elsewhere."""
+    """A model chunk with another state dict."""
 
     def __init__(self, chunk: torch.nn.Module, state: Weights) -> None:
         self._chunk, self._state = chunk, state

@@ -3,21 +3,22 @@
 Counted from what slime's layers save on a GPU. Per token and tensor rank (H hidden, q and kv the
 widths of queries and of keys, F the MLP's, all over TP; H over TP under sequence parallelism):
 
-    input of the norm        H        kept for its backward pass
-    output of the norm       H        input of the projection; recomputed with --recompute-modules layernorm
-    projections      q + 2 kv + q     Megatron with QK norm: views of one tensor, queries copied;
-                                      FSDP: q + kv
+    input of the norm        H        saved for its backward pass
+    output of the norm       H        input of the projection; 0 with --recompute-modules layernorm
+    projections          q + 2 kv     Megatron: one tensor, of which values are views; FSDP: 0
+      with QK norm   q + 2 kv + q     Megatron: queries copied; FSDP: q + kv
     queries after RoPE       q
-    keys and values       kv + kv     q + q if the kernel needs as many key heads as query heads
+    keys and values       kv + kv     q + q if the kernel needs as many key heads as query heads;
+                                      values count 0 if they are views
     attention's output       q        input of the output projection
     norm, as above         2 H
     gate and up             2 F       silu(gate) * up is recomputed
 
-Attention scores are never materialised. An expert saves its input, gate and up for every routed token.
+Attention scores are never materialised. An expert saves input, gate and up of every routed token.
 
-TransformerEngine's layers save the same, but a norm that is fused into a linear layer (all but those
-before experts) is not recomputed. In FP8 a linear layer saves its input in one byte per element in
-addition to the bf16 activations of others, and silu(gate) * up is saved in one byte too.
+TransformerEngine's layers save the same, but a norm that is fused into a linear layer (all but
+those before experts) is not recomputed. In FP8 a linear layer saves its input in one byte per
+element in addition to the bf16 activations of others, and silu(gate) * up is saved in one byte too.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def layer_cost(args: Args, shape: Shape, sizes: Sizes, *, repeats_keys: bool) ->
     hidden = shape.hidden / sp
     recomputed, te = _recomputed(args), uses_te(args)
     fp8 = _FP8_SHARE if te and args.fp8_format else 0.0
-    normed = hidden * (fp8 or 1.0)  # what a linear layer keeps of the norm's output
+    normed = hidden * (fp8 or 1.0)  # what a linear layer saves of the norm's output
     norms = 0.0 if "layernorm" in recomputed and not te else normed
     attention = norms + _attention(shape, sizes, megatron=megatron, repeats_keys=repeats_keys)
     attention += fp8 * shape.heads * (shape.v_dim or shape.head_dim) / sizes.tp
@@ -108,7 +109,7 @@ def _attention(shape: Shape, sizes: Sizes, *, megatron: bool, repeats_keys: bool
 
 
 def _latent_attention(shape: Shape, sizes: Sizes) -> float:
-    """MLA: two compressed latents and their norms, then full queries, keys and values."""
+    """Return the elements of MLA: two latents, their norms, and full queries, keys and values."""
     heads = shape.heads / sizes.tp
     latents = 2 * (shape.q_lora + shape.kv_lora) + shape.rope_dim
     wide = heads * (shape.qk_dim + shape.qk_nope + shape.v_dim)  # outputs of the projections

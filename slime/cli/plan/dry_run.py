@@ -18,7 +18,7 @@ from slime.core.errors import ConfigError, UserError
 
 
 def is_dry_run(argv: list[str] | None) -> bool:
-    """Read before the flags are parsed, as they may describe another machine."""
+    """Return whether --dry-run is set, before flags are parsed: they may be for another machine."""
     words = sys.argv[1:] if argv is None else argv
     if "--dry-run" in words or not any(word.split("=")[0] == "--config" for word in words):
         return "--dry-run" in words

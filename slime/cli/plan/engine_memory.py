@@ -13,8 +13,8 @@ from slime.config.arguments import Args
 
 _DEFAULT_FRACTION = 0.85
 _DEFAULT_CHUNK = 8192
-_DEFAULT_RUNNING = 256  # of the embedded engine
-_GRAPH_ROW = 2 << 20  # that SGLang reserves per row of its largest graph
+_DEFAULT_RUNNING = 256  # running requests of the embedded engine
+_GRAPH_ROW = 2 << 20  # bytes that SGLang reserves per row of its largest CUDA graph
 _SCALE_BYTES = 4 / (128 * 128)
 _MATRICES = ("attention", "kv", "latent", "mlp", "shared", "experts")
 
@@ -48,7 +48,7 @@ class Engine:
 
     @property
     def dp(self) -> int:
-        """Data-parallel attention inside the engine."""
+        """Return the size of data-parallel attention inside the engine."""
         if self.args.sglang_enable_dp_attention:
             return self.args.sglang_dp_size or 1
         return self.args.sglang_attn_dp_size or 1

@@ -78,7 +78,7 @@ class Host:
         return [*items, Item(name="actor's weights meanwhile", nbytes=each, note="pinned")]
 
     def _asleep(self, ranks: list[RankModel]) -> list[Item]:
-        """Return the offloaded trainer, without gradients, which are dropped after the last step."""
+        """Return the offloaded trainer without gradients, which are dropped after the last step."""
         if not self.args.offload_train:
             return []
         weights = sum(_pinned(rank.weight_storages) for rank in ranks)
@@ -118,7 +118,7 @@ class Host:
         return items
 
     def _engine_backs_up(self) -> bool:
-        """The embedded engine backs up its weights when it releases memory; SGLang gets new ones."""
+        """Return whether released weights are kept on the host; by default SGLang gets new ones."""
         if not self.args.offload_rollout:
             return False
         return self.args.rollout_engine == "slime" or bool(

@@ -1,4 +1,4 @@
-"""Named amounts of memory, of which a plan consists."""
+"""The memory items of a plan, per phase of a GPU and per machine."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _CONTEXT = 131072  # not in MODEL_ARGS; bounds lengths only
 
 
 def config_from_flags(given: dict[str, Any], *, fp8: bool = False) -> dict[str, Any] | None:
-    """Return None if the flags do not describe a model."""
+    """Return the config, or None if the flags do not describe a model."""
     if any(given.get(name) is None for name in _NEEDED):
         return None
     model_type = _model_type(given)
@@ -98,7 +98,7 @@ def _dense_first(given: dict[str, Any]) -> int:
 
 
 def _read_pattern(text: str) -> list[int] | None:
-    """`[0]*3+[1]*89` is three dense layers, then 89 with experts."""
+    """Parse --moe-layer-freq: `[0]*3+[1]*89` is three dense layers, then 89 MoE layers."""
     layers: list[int] = []
     for part in text.replace(" ", "").split("+"):
         values, _, times = part.partition("*")

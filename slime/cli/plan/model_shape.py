@@ -12,7 +12,7 @@ from slime.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Qwen3-4B: hidden 2560, 36 layers, 32 heads of 128 with 8 for keys, ffn 9728, no experts."""
+    """Qwen3-4B: hidden 2560, 36 layers, 32 heads of 128 with 8 KV heads, ffn 9728, no experts."""
 
     model_type: str
     hidden: int

@@ -1,4 +1,4 @@
-"""A plan as one HTML file without network: machines, GPUs, groups and memory as SVG."""
+"""Render a plan as one self-contained HTML file: machines, GPUs, groups and memory as SVG."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _labels(plan: Plan, place: Place | None, engine: int | None) -> list[str]:
 
 
 def _colours(items: list[Item]) -> dict[str, int]:
-    """Seven colours, then the same in two lighter shades."""
+    """Return a colour per name: seven colours, then the same in two lighter shades."""
     names = list(dict.fromkeys(item.name for item in items))
     return {name: number % 21 for number, name in enumerate(names)}
 

@@ -79,8 +79,6 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine that the plan is for."""
-
     gpu_bytes: float
     source: str
     host_bytes: float | None = None
@@ -189,7 +187,7 @@ def _rollout(trainer: Trainer, engine: Engine, heavy: RankModel) -> Phase:
 
 
 def _update(trainer: Trainer, engine: Engine, heavy: RankModel) -> Phase:
-    """Trainer on the GPU without gradients; engines hold weights, and the KV cache afterwards."""
+    """Return the update phase; an offloaded engine has weights only, its KV cache comes after."""
     work = [*trainer.update(), *trainer.overhead()]
     items = [*trainer.between_steps(heavy), *work]
     awake = [*trainer.resident(heavy), *work]

@@ -1,7 +1,7 @@
 """Parallel groups of the ranks, their machines, the GPUs of each engine, and tokens per rank.
 
-Megatron numbers ranks with tensor parallelism innermost, then context, then data, then pipeline. Experts
-are spread inside data x tensor x context, not on top of it: world = TP x PP x CP x DP.
+Megatron numbers ranks with tensor parallelism innermost, then context, then data, then pipeline.
+Experts are sharded inside data x tensor x context, not on top of it: world = TP x PP x CP x DP.
 
     TP 2, PP 2, CP 1 on 8 GPUs: DP 2     rank  0 1 | 2 3 | 4 5 | 6 7
                                          tp    0 1   0 1   0 1   0 1
@@ -138,7 +138,7 @@ def cluster_layout(args: Args) -> ClusterLayout:
 
 
 def stage_ranks(sizes: Sizes) -> list[int]:
-    """Return the first rank of each pipeline stage; all ranks of a stage hold as much."""
+    """Return the first rank of each pipeline stage; all ranks of a stage hold equally much."""
     return [stage * (sizes.world // sizes.pp) for stage in range(sizes.pp)]
 
 
@@ -168,7 +168,7 @@ def _engines(args: Args, first_node: int, per_node: int) -> list[EnginePlace]:
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Example: 32 prompts x 8 samples = 256 in one step; with DP 1 all on the one replica."""
+    """Batch sizes: 32 prompts x 8 samples = 256 in one step; with DP 1 all on the one replica."""
 
     samples_per_rollout: int
     steps_per_rollout: int

@@ -1,4 +1,4 @@
-"""A plan as tables in the terminal, and as JSON, whose keys are documented in docs/planning.md."""
+"""Render a plan as tables in the terminal, or as JSON, whose keys docs/planning.md documents."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _group_lines(layout: ClusterLayout) -> list[str]:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """[0, 1, 2, 3] as 0-3, [0, 16, 32] as 0,16,32."""
+    """Format [0, 1, 2, 3] as 0-3 and [0, 16, 32] as 0,16,32."""
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ",".join(map(str, ranks))

@@ -1,4 +1,4 @@
-"""The command line of `slime plan`: flags of train.py, resolved for the machine that is planned for."""
+"""The command line of `slime plan`: flags of train.py, resolved for the planned machine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def split_options(argv: list[str]) -> tuple[PlanOptions, list[str]]:
 
 @contextmanager
 def planned_args(argv: list[str], options: PlanOptions) -> Iterator[Args]:
-    """Yield the resolved flags; meanwhile --hf-checkpoint is a folder with at least a config.json."""
+    """Yield the resolved flags; inside, --hf-checkpoint is a folder with at least a config.json."""
     typed = read_command_line(argv)
     configured = read_config(typed["config"]) if typed.get("config") else {}
     given = {**configured, **typed}

@@ -1,10 +1,10 @@
 """`slime plan --suggest`: plan and rank the layouts of a model on a number of GPUs.
 
 Candidates: every TP that divides the heads and stays inside a machine, every PP (with fewer layers
-in its last stage if it does not divide them), EP for experts, CP 1; colocated, with the given token
-budget. Candidates whose lower bound does not fit are not built. Among those that fit, fewer GPUs per
-replica come first (more data parallelism, less communication), less recomputation before more,
-tensor before pipeline parallelism.
+in its last stage if it does not divide them), EP for experts, CP 1; colocated, with 8192 tokens per
+GPU. Candidates whose lower bound does not fit are not built. Those that fit are sorted by less
+recomputation and offloading, then fewer GPUs per replica (more data parallelism, less
+communication), then tensor before pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _cluster(gpus: int, argv: list[str]) -> list[str]:
 
 
 def _layouts(args: Args, shape: Shape, machine: Machine) -> list[dict[str, Any]]:
-    """Return candidates, cheapest communication first, without those that cannot hold their parameters."""
+    """Return candidates by TP x PP, without those whose weights and gradients cannot fit."""
     gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     found = []
     for tp in _divisors(args.actor_num_gpus_per_node):

@@ -10,14 +10,14 @@ from slime.cli.plan.model_shape import Shape
 from slime.config.arguments import Args
 from slime.config.installed import is_installed
 
-# FP8 matmuls of Hopper read both operands along the summed dimension, so the backward pass needs weights
-# transposed: one byte per element each way. Scales (a tensor's, or one per 128 x 128) are under 0.1 %.
+# FP8 matmuls of Hopper read both operands along the summed dimension, so the backward pass needs
+# transposed weights: one byte per element each way. Scales, of 128 x 128 or more, are under 0.1 %.
 _FP8_COPIES = 2
 _BYTES = {"float32": 4, "fp32": 4, "float16": 2, "fp16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1}
 
 
 def uses_te(args: Args) -> bool:
-    """Return whether the layers are TransformerEngine's, judged by the flags and by this machine."""
+    """Return whether the layers are TransformerEngine's, by the flags and this machine."""
     if args.train_backend != "megatron":
         return False
     if args.transformer_impl:
@@ -27,7 +27,7 @@ def uses_te(args: Args) -> bool:
 
 
 def fp8_copy_bytes(args: Args, shape: Shape, rank: RankModel, tp: int) -> int:
-    """Return the bytes of the FP8 copies of linear layers' weights, which live from step to step."""
+    """Return the bytes of the FP8 copies of linear weights, which live from step to step."""
     if not (uses_te(args) and args.fp8_format):
         return 0
     tables = rank.has_embedding + (rank.has_head and not (shape.tied and rank.has_embedding))

@@ -30,7 +30,7 @@ class Trainer:
     # ---- resident
 
     def resident(self, rank: RankModel) -> list[Item]:
-        """Return parameters, gradients and optimizer state, without what is offloaded to the CPU."""
+        """Return parameters, gradients and optimizer state that are not offloaded to the CPU."""
         weights = 0 if self.args.fsdp_cpu_offload else rank.weight_bytes
         items = [Item(name="parameters", nbytes=weights, note=self._dtype_note())]
         if self._is_megatron:
@@ -42,13 +42,13 @@ class Trainer:
         copies = fp8_copy_bytes(self.args, self.shape, rank, self.sizes.tp)
         items.append(Item(name="FP8 copies of weights", nbytes=copies, note="both ways"))
         items += self._frozen(rank)
-        if has_critic(self.args) and not self.args.offload_train:  # else they take turns
+        if has_critic(self.args) and not self.args.offload_train:  # else only one is on the GPU
             both = sum(item.nbytes for item in items)
             items.append(Item(name="critic", nbytes=both, note="as much as the actor"))
         return [item for item in items if item.nbytes]
 
     def between_steps(self, rank: RankModel) -> list[Item]:
-        """Return what is resident between steps; a trainer that is offloaded drops its gradients."""
+        """Return what is resident between steps; an offloaded trainer drops its gradients."""
         items = self.resident(rank)
         if not self.args.offload_train:
             return items
@@ -101,7 +101,7 @@ class Trainer:
         return [item for item in [*items, *self._gathered(training=False)] if item.nbytes]
 
     def update(self) -> list[Item]:
-        """Return the buckets: one being gathered, and with the tensor transport two being sent."""
+        """Return the buckets: one being gathered, one being sent (two with tensor transport)."""
         size = self.args.update_weight_buffer_size
         largest = self.count.whole.largest_tensor * self._element
         bucket = max(size, largest)
@@ -144,7 +144,7 @@ class Trainer:
         return optimizer_bytes(self.args, rank)
 
     def _frozen(self, rank: RankModel) -> list[Item]:
-        """FSDP keeps reference and teacher on the GPU in the run's precision, Megatron on the host."""
+        """Return reference and teacher, which FSDP keeps on the GPU and Megatron on the host."""
         if self._is_megatron or self.args.fsdp_cpu_offload:
             return []
         each = rank.parameters * self._element
@@ -155,7 +155,7 @@ class Trainer:
         return layer_cost(self.args, self.shape, self.sizes, repeats_keys=repeats)
 
     def _kept(self, rank: RankModel, cost: LayerCost) -> float:
-        """Return the elements per token saved for backward passes, over all micro-batches in flight."""
+        """Return the elements per token saved for backward, over all micro-batches in flight."""
         in_flight = self._in_flight(rank)
         layers = rank.dense_layers + rank.moe_layers
         if not self._recomputes_layers:
@@ -182,7 +182,7 @@ class Trainer:
         return min(count, max(self.batches.samples_per_dp_rank, 1))
 
     def _head(self, tokens: int, *, backward: bool) -> int:
-        """Return the bytes of a chunk's logits, all hidden states and, backward, the head's fp32 gradient."""
+        """Return the bytes of chunked logits, hidden states and, in backward, head gradients."""
         vocab = math.ceil(self.shape.vocab / self.sizes.tp)
         chunk = min(self.args.log_probs_chunk_size, tokens)
         whole = self.sizes.tp == 1 and self._element == 2

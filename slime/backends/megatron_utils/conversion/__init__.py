@@ -1,7 +1,7 @@
-"""Hugging Face folders <-> torch_dist checkpoints.
+"""Convert between Hugging Face folders and torch_dist checkpoints.
 
-arguments.py      the flags of a conversion, and how the model is split over its ranks
+arguments.py      the flags of a conversion, and how the model is sharded over its ranks
 process.py        process group and progress display
-to_torch_dist.py  Hugging Face -> torch_dist, on one rank or several
-to_hf.py          torch_dist -> Hugging Face, tensor by tensor
+to_torch_dist.py  Hugging Face to torch_dist, on one rank or several
+to_hf.py          torch_dist to Hugging Face, tensor by tensor
 """

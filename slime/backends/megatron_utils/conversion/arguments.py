@@ -1,6 +1,6 @@
-"""The flags of a conversion (MODEL_ARGS, --hf-checkpoint, --save) and how the model is split over ranks.
+"""The flags of a conversion (MODEL_ARGS, --hf-checkpoint, --save) and the sharding of the model.
 
-Without parallel sizes among the flags the ranks form one pipeline, its stages of about equal size.
+Without parallel sizes among the flags the ranks form one pipeline with stages of about equal size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LAYOUT = (
 
 
 def conversion_args(argv: list[str]) -> Args:
-    """ConfigError for a flag that means nothing here, and where a folder is missing."""
+    """Parse the flags; raise ConfigError for one that has no effect or a missing folder."""
     given = read_command_line(argv)
     flags = all_flags()
     for name in given:
@@ -50,17 +50,17 @@ def conversion_args(argv: list[str]) -> Args:
     draft = Draft({"train_backend": "megatron", **given}, origins, gpus=0)
     check_megatron_flags(draft)
     draft.derive_if_unset("context_parallel_size", 1)
-    draft.derive("precision", "fp32")  # until the checkpoint's is known
+    draft.derive("precision", "fp32")  # until the checkpoint's dtype is known
     return Args(draft.values, draft.origins)
 
 
 def has_layout(args: Args) -> bool:
-    """Whether the user says how to spread the model."""
+    """Return whether the user gave parallel sizes or a pipeline layout."""
     return any(args.origin(name) != "default" for name in _LAYOUT)
 
 
 def with_layout(args: Args, dtype: str, layout: str | None, world_size: int) -> Args:
-    """The user's sizes, or one pipeline over the ranks; `layout` in Megatron's letters."""
+    """Set the user's parallel sizes, or a pipeline over the ranks with `layout` (`Ett|ttL`)."""
     num_stages = layout.count("|") + 1 if layout else 1
     values: dict[str, Any] = {
         "tensor_model_parallel_size": args.tensor_model_parallel_size or 1,
@@ -84,7 +84,7 @@ def with_layout(args: Args, dtype: str, layout: str | None, world_size: int) -> 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Elements of what stands before the layers, of each layer, and of what stands behind them."""
+    """Number of elements before the layers, in each layer, and after the layers."""
 
     before: int
     layers: tuple[int, ...]
@@ -106,8 +106,9 @@ def model_sizes(weights: WeightMap, reader: TensorReader) -> ModelSizes:
 
 
 def stages(sizes: ModelSizes, world_size: int) -> list[int]:
-    """Layers of each stage: as many stages as ranks, or the most that divide them, at least a layer
-    each, and the largest as small as can be.
+    """Return the layers of each pipeline stage, so that the largest stage is as small as possible.
+
+    There are as many stages as ranks, or the most that divide them, with at least one layer each.
 
     >>> stages(ModelSizes(before=10, layers=(10, 10, 10, 10), behind=10), 3)
     [1, 2, 1]
@@ -121,7 +122,7 @@ def stages(sizes: ModelSizes, world_size: int) -> list[int]:
 
 
 def layout_text(layers_of_stages: list[int]) -> str:
-    """For --pipeline-model-parallel-layout: `Ett|ttt|tL`."""
+    """Return the value of --pipeline-model-parallel-layout: `Ett|ttt|tL`."""
     return "E" + "|".join("t" * count for count in layers_of_stages) + "L"
 
 
@@ -135,12 +136,12 @@ def _check_folders(given: dict[str, Any]) -> None:
 
 
 def _cut(costs: list[int], count: int) -> list[int]:
-    """Cut a row into `count` runs so that the largest sum is least; by dynamic programming."""
+    """Split `costs` into `count` runs whose largest sum is minimal, by dynamic programming."""
     total = len(costs)
     sums = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[n] = (largest sum, lengths) of the first n items in the runs made so far
+    # best[n] = (largest sum, lengths) of the first n items, split into the runs so far
     best: list[tuple[float, list[int]]] = [(sums[n], [n]) for n in range(total + 1)]
     for run in range(2, count + 1):
         best = [

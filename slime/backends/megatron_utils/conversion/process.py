@@ -1,4 +1,4 @@
-"""What both directions of a conversion need of their process: its process group and a progress display."""
+"""Process group and progress display of a conversion, for both directions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def process_group() -> Iterator[None]:
 
 
 class ByteCount:
-    """Count converted bytes up to `total`."""
+    """Count converted bytes up to `total` and show the progress."""
 
     def __init__(self, title: str, total: int, bar: Progress | None, *, quiet: bool) -> None:
         self._title, self._total, self._bar, self._quiet = title, max(total, 1), bar, quiet

@@ -1,4 +1,4 @@
-"""torch_dist -> Hugging Face, tensor by tensor; what Megatron does not hold comes from the original."""
+"""Convert torch_dist to Hugging Face tensor by tensor; copy untrained ones from the original."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _ALL_LAYERS = re.compile(r"^decoder\.layers\.(?!\d)")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERTS = ".mlp.experts.experts."
 _EMBEDDING = "embedding.word_embeddings.weight"
-_READ_BYTES = 1 << 30  # of a checkpoint at a time
+_READ_BYTES = 1 << 30  # read from a checkpoint at a time
 
 
 def main(argv: list[str]) -> int:
-    """`--input-dir CHECKPOINT --output-dir FOLDER --origin-hf-dir FOLDER`"""
+    """Run `--input-dir CHECKPOINT --output-dir FOLDER --origin-hf-dir FOLDER`."""
     options = _options(argv)
     source, output = _checkpoint(options.input_dir), Path(options.output_dir)
     config = read_config(options.origin_hf_dir)
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
             buckets = _buckets(units, stored, dtype, count)
             untrained = _untrained(weights, HfReader(options.origin_hf_dir))
             everything = _chain(buckets, untrained)
-            # The weights are written as they are, whatever the original was stored in.
+            # Weights are written unquantized, whatever the format of the original.
             write_hf_folder(
                 str(output), options.origin_hf_dir, dtype, everything, writes=True, quantized=False
             )
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Unit:
-    """A rule at one place: the Megatron tensors that are read for it, of all experts if stacked."""
+    """A rule at one layer and expert, and the Megatron tensors it reads: all experts if stacked."""
 
     rule: Rule
     layer: int
@@ -77,7 +77,7 @@ class Unit:
 
 
 def _units(weights: WeightMap, stored: StoredTensors) -> Iterator[Unit]:
-    """Everything that becomes Hugging Face tensors, in the order of the layers."""
+    """Yield all units that become Hugging Face tensors, in layer order."""
     first, *rest = weights.rules
     yield from _at(first, 0, stored)
     for layer in range(weights.num_layers):
@@ -104,7 +104,7 @@ def _at(rule: Rule, layer: int, stored: StoredTensors) -> Iterator[Unit]:
 def _buckets(
     units: list[Unit], stored: StoredTensors, dtype: torch.dtype, count: ByteCount
 ) -> Iterator[Bucket]:
-    """Lists of about the size of a file."""
+    """Yield lists of Hugging Face tensors, each about the size of a file."""
     bucket: Bucket = []
     for batch in _batches(units, stored):
         tensors = stored.read([name for unit in batch for name in unit.names])
@@ -143,7 +143,7 @@ def _hf_tensors(unit: Unit, tensors: dict[str, torch.Tensor], dtype: torch.dtype
 
 
 def _untrained(weights: WeightMap, reader: HfReader) -> Iterator[Bucket]:
-    """One at a time: nothing bounds how many there are."""
+    """Yield untrained tensors one at a time, as their number is not bounded."""
     for name in reader.names():
         if weights.is_untrained(name):
             yield [(name, reader.read(name))]
@@ -155,7 +155,7 @@ def _chain(*parts: Iterator[Bucket]) -> Iterator[Bucket]:
 
 
 def _checkpoint(folder: str) -> Path:
-    """The folder of one checkpoint: the one named, or the newest in it."""
+    """Return the folder of a checkpoint: `folder` itself, or the newest one in it."""
     path = Path(folder)
     if (path / "metadata.json").is_file():
         return path
@@ -166,10 +166,10 @@ def _checkpoint(folder: str) -> Path:
 
 
 class StoredTensors:
-    """Whole Megatron tensors of the folder `iter_...` of a checkpoint, under the names of a model on one rank.
+    """Full Megatron tensors in the `iter_...` folder of a checkpoint, by their names on one rank.
 
-    Megatron stores the experts of a layer in one tensor, and may store all layers in one; a tensor of
-    one layer and one expert is then a slice of that.
+    Megatron stores the experts of a layer in one tensor, and may store all layers in one; a tensor
+    of one layer and one expert is then a slice of it.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -197,9 +197,9 @@ class StoredTensors:
         return torch.Size(place.shape).numel() * place.dtype.itemsize
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Several at once: every read looks at the checkpoint's whole index."""
+        """Read several tensors at once, as every read scans the checkpoint's whole index."""
         wanted = {name: self._sharded(name) for name in names}
-        # Only this process reads, so nobody reads the rest.
+        # Only this process reads, so the check that all ranks together read every shard is off.
         with plain_refusals():
             loaded = dist_checkpointing.load(wanted, self._folder, validate_access_integrity=False)
         return {name: loaded[name] for name in wanted}
@@ -218,7 +218,7 @@ class StoredTensors:
         self._places[canonical(name)] = place
 
     def _find(self, name: str) -> tuple[_Place, int, int]:
-        """Where a tensor lies, and the numbers of its layer and expert there."""
+        """Return where a tensor is stored, and the indices of its layer and expert there."""
         pattern = self._pattern(name)
         if pattern not in self._places:
             raise UserError(f"{self._folder} has no tensor {name}")
@@ -243,8 +243,8 @@ class StoredTensors:
 @dataclass(frozen=True)
 class _Place:
     key: str
-    layers: int | None  # in the first dimension, None where the tensor is of one layer
-    experts: int | None  # in the next one
+    layers: int | None  # size of the first dimension, None if the tensor is of one layer
+    experts: int | None  # size of the next dimension
     shape: tuple[int, ...]  # of one layer and expert
     dtype: torch.dtype
 

@@ -1,4 +1,4 @@
-"""Hugging Face -> torch_dist. Every rank reads and writes its own part of the model and nothing else."""
+"""Convert Hugging Face to torch_dist; every rank reads and writes only its shard of the model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
-    """`[MODEL_ARGS] --hf-checkpoint FOLDER --save FOLDER`, in one process or under torchrun."""
+    """Run `[MODEL_ARGS] --hf-checkpoint FOLDER --save FOLDER` in one process or under torchrun."""
     args = conversion_args(argv)
     config = read_config(args.hf_checkpoint)
     reader = HfReader(args.hf_checkpoint)
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 
 def spread(args: Args, config: PretrainedConfig, reader: HfReader) -> Args:
-    """With the user's parallel sizes, or a pipeline over all ranks, and the checkpoint's precision."""
+    """Set the user's parallel sizes or a pipeline over all ranks, and the checkpoint's dtype."""
     layout = None
     if not has_layout(args):
         sizes = model_sizes(padded_weight_map(config, config.vocab_size), reader)
@@ -69,7 +69,7 @@ def spread(args: Args, config: PretrainedConfig, reader: HfReader) -> Args:
 
 
 def build(args: Args, config: PretrainedConfig) -> list[torch.nn.Module]:
-    """This rank's part of the model, its weights undefined."""
+    """Return this rank's model chunks with uninitialized weights."""
     init_parallel(args, virtual_stages(args, config.num_hidden_layers))
     megatron = model_config(config, args)
     megatron.perform_initialization = False  # every weight comes from the files
@@ -90,7 +90,7 @@ def load(
 
 
 def save(chunks: list[torch.nn.Module], args: Args, config: PretrainedConfig) -> Path:
-    """All ranks together; the checkpoint's folder."""
+    """Save the checkpoint with all ranks together; return its folder."""
     folder = CheckpointFolder(args.save)
     first = dist.get_rank() == 0
     if first:

@@ -11,7 +11,7 @@ M, H = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
 def ends(config: PretrainedConfig, padded_vocab: int) -> list[Rule]:
-    """What stands before and behind the layers."""
+    """Return the rules of the embedding, the final norm and the output layer."""
     vocab = Vocab(config.vocab_size, padded_vocab)
     tied = bool(config.tie_word_embeddings)
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
@@ -25,7 +25,7 @@ def ends(config: PretrainedConfig, padded_vocab: int) -> list[Rule]:
 def attention(
     config: PretrainedConfig, *, qkv_bias: bool = False, qk_norm: bool = False
 ) -> list[Rule]:
-    """Norm before it, projections, and what of biases and norms of queries and keys there is."""
+    """Return the rules of attention and its input norm, with optional QKV biases and QK norms."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -51,7 +51,7 @@ def mlp() -> list[Rule]:
 
 
 def experts(*, router: str = "mlp.gate") -> list[Rule]:
-    """A matrix per expert; the norm before them is in `mlp`."""
+    """Return the rules of the router and of each expert; the norm before them is in `mlp`."""
     return [
         plain("mlp.router.weight", f"{router}.weight"),
         *_gated("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}"),
@@ -63,19 +63,19 @@ def shared_experts() -> list[Rule]:
 
 
 def expert_bias() -> list[Rule]:
-    """What is added to the scores when experts are chosen."""
+    """Return the rule of the bias that is added to router scores for the top-k."""
     hf = (f"{H}mlp.gate.e_score_correction_bias",)
     return [Rule(f"{M}mlp.router.expert_bias", hf, Plain(), fp32=True)]
 
 
 def layers_behind_the_last(config: PretrainedConfig) -> tuple[str, ...]:
-    """Prefixes of layers that predict further tokens; checkpoints number them on."""
+    """Return prefixes of multi-token-prediction layers, numbered after the last layer."""
     first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 1
     return tuple(f"model.layers.{layer}." for layer in range(first, first + count))
 
 
 def plain(megatron: str, hf: str, cut: Cut = None) -> Rule:
-    """One tensor of a layer, the same on both sides."""
+    """Return the rule of a tensor of a layer that is the same in Hugging Face and Megatron."""
     return Rule(M + megatron, (H + hf,), Plain(cut))
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, dense layers first, then experts with shared ones."""
+"""DeepSeek-V3: MLA, dense layers first, then MoE with shared experts."""
 
 from transformers import PretrainedConfig
 

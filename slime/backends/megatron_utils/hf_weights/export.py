@@ -1,8 +1,8 @@
-"""Whole Hugging Face tensors from a model that is spread over ranks, gathered one after another.
+"""Gather the full Hugging Face tensors of a sharded model, one after another.
 
-All ranks go through the same sequence. A weight is gathered over the tensor ranks of the pipeline stage
-that holds it (over expert-tensor and expert ranks for experts), then sent to the other stages, so every
-rank sees every tensor whole, and never more than one of them.
+All ranks follow the same sequence. A weight is gathered over the tensor ranks of the pipeline stage
+that holds it (over expert-tensor and expert ranks for experts), then broadcast to the other stages,
+so every rank gets every full tensor, and only one at a time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ HfTensor = tuple[str, torch.Tensor]
 def export_hf(
     chunks: Sequence[torch.nn.Module], weights: WeightMap, dtype: torch.dtype | None = None
 ) -> Iterator[HfTensor]:
-    """(Hugging Face name, whole tensor) on every rank, in the order of the layers.
+    """Yield (Hugging Face name, full tensor) on every rank, in layer order.
 
-    In `dtype`, or as the model holds them. A tensor may share memory with the model: it is to be read
+    Tensors are in `dtype`, or in the model's. They may share memory with the model: read them
     before the next training step.
     """
     gather = _Gather(chunks, weights, dtype)
@@ -49,9 +49,9 @@ def hf_buckets(
     dtype: torch.dtype | None = None,
     keep: bool = True,
 ) -> Iterator[list[HfTensor]]:
-    """The same in lists of at most `max_bytes`, or of one larger tensor.
+    """Yield the same in lists of at most `max_bytes`, or of one larger tensor.
 
-    With `keep` off the lists are empty but as many: a rank that only helps to gather holds nothing.
+    Without `keep` the lists are empty, but as many, on ranks that only take part in gathers.
     """
     bucket: list[HfTensor] = []
     size = 0
@@ -68,7 +68,7 @@ def hf_buckets(
 
 @dataclass(frozen=True)
 class _Held:
-    """A weight of some pipeline stage: by which, of what shape and type there."""
+    """The pipeline stage that holds a weight, and its shape and dtype there."""
 
     stage: int
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class _Gather:
         self._num_local = max(_over_stages(len(experts)))
 
     def tensors(self, rule: Rule, layer: int) -> Iterator[HfTensor]:
-        """The Hugging Face tensors of one rule, none where the layer is of another kind."""
+        """Yield the Hugging Face tensors of one rule; none if the layer is of another kind."""
         if rule.load_only:
             return
         if rule.per_expert:
@@ -100,7 +100,7 @@ class _Gather:
             yield from zip(rule.hf_names(layer), rule.mapping.to_hf(whole), strict=True)
 
     def _experts(self, rule: Rule, layer: int) -> Iterator[HfTensor]:
-        """The n-th local expert of all expert ranks at a time."""
+        """Yield experts, gathering the n-th local expert of all expert ranks at a time."""
         mine = self._expert.rank * self._num_local
         if self._num_local == 0 or rule.name(layer, mine) not in self._held:
             return
@@ -120,7 +120,7 @@ class _Gather:
                 yield name, torch.stack(experts)
 
     def _whole(self, rule: Rule, name: str) -> torch.Tensor:
-        """Of an expert, the same expert of every expert rank: [expert ranks, ...]."""
+        """Return the full tensor; for an expert, that of every expert rank: [expert ranks, ...]."""
         held = self._held[name]
         dtype = held.dtype if self._dtype is None or rule.fp32 else self._dtype
         if held.stage == self._stage:

@@ -1,7 +1,7 @@
 """The weight map of each model type: a `Family` holds the rules of its layers.
 
-To add a family, add its entry to `_FAMILIES` (rules that need mappings of their own go into a module
-beside this one, as `gpt_oss.py` does) and its configuration to `architecture.py`.
+To add a family, add its entry to `_FAMILIES` (rules that need mappings of their own go into a
+module beside this one, as `gpt_oss.py` does) and its configuration to `architecture.py`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 def weight_map(config: PretrainedConfig, args: Args) -> WeightMap:
-    """Return the rules of a model; raise UserError for a model type the backend does not support."""
+    """Return the rules of a model; raise UserError for a model type that is not supported."""
     return padded_weight_map(config, padded_vocab_size(config.vocab_size, args))
 
 
 def padded_weight_map(config: PretrainedConfig, padded_vocab: int) -> WeightMap:
-    """Return the same for an embedding of `padded_vocab` rows."""
+    """Return the rules of a model whose embedding is padded to `padded_vocab` rows."""
     architecture(config)  # UserError, with the supported model types, for any other
     family = _FAMILIES[config.model_type]
     first, *last = ends(config, padded_vocab)
@@ -73,17 +73,17 @@ def _qwen3(config: PretrainedConfig) -> list[Rule]:
 
 
 def _qwen3_moe(config: PretrainedConfig) -> list[Rule]:
-    """Qwen3 with a MoE in all layers or in some."""
+    """Return the rules of Qwen3 with MoE in all layers or in some."""
     return [*_qwen3(config), *experts()]
 
 
 def _mimo(config: PretrainedConfig) -> list[Rule]:
-    """Qwen2 with multi-token-prediction layers, which are not trained."""
+    """Return the rules of Qwen2; the multi-token-prediction layers of MiMo are not trained."""
     return [*attention(config, qkv_bias=bool(config.attention_bias)), *mlp()]
 
 
 def _glm4(config: PretrainedConfig) -> list[Rule]:
-    """GLM-4-0414 has norms behind attention and MLP too, and gate and up in one tensor."""
+    """Return the rules of GLM-4-0414: norms after attention and MLP too, gate and up fused."""
     return [
         *attention(config, qkv_bias=bool(config.attention_bias)),
         plain("post_self_attn_layernorm.weight", "post_self_attn_layernorm.weight"),
@@ -95,7 +95,7 @@ def _glm4(config: PretrainedConfig) -> list[Rule]:
 
 
 def _glm4_moe(config: PretrainedConfig) -> list[Rule]:
-    """GLM-4.5 has dense layers first, then a MoE with a shared expert."""
+    """Return the rules of GLM-4.5: dense layers first, then MoE with a shared expert."""
     return [
         *attention(config, qkv_bias=bool(config.attention_bias), qk_norm=bool(config.use_qk_norm)),
         *mlp(),

@@ -1,4 +1,4 @@
-"""GPT-OSS: sinks, biases everywhere, and experts that Hugging Face keeps stacked and transposed."""
+"""GPT-OSS: sinks, biases everywhere, experts that Hugging Face stores stacked and transposed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _stacked(megatron: str, hf: str, mapping: Mapping) -> Rule:
 
 
 class GateUpByTurns(GateUp):
-    """A row of gate, a row of up, and so on, in one tensor."""
+    """Gate and up in one tensor whose rows alternate between them."""
 
     def fill(
         self,
@@ -60,7 +60,7 @@ class GateUpByTurns(GateUp):
 
 
 class OfStack(Mapping):
-    """Another mapping for one expert of tensors [experts, in, out], or of biases [experts, out]."""
+    """Apply a mapping to one expert of tensors [experts, in, out] or biases [experts, out]."""
 
     def __init__(self, inner: Mapping) -> None:
         self._inner, self.dim = inner, inner.dim
@@ -86,7 +86,7 @@ class OfStack(Mapping):
 
 
 class OneOfStack:
-    """A reader of one expert's tensors as [out, in] and [out]."""
+    """Read one expert's tensors as [out, in] and [out]."""
 
     def __init__(self, reader: TensorReader, expert: int) -> None:
         self._reader, self._expert = reader, expert

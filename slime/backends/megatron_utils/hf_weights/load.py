@@ -1,4 +1,4 @@
-"""Fill the model chunks of this rank from Hugging Face tensors."""
+"""Load the model chunks of this rank from Hugging Face tensors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def load_hf(
     *,
     on_tensor: Callable[[LocalWeight], None] | None = None,
 ) -> None:
-    """Every local weight of `chunks`, one after another; only what this rank needs is read.
+    """Load every local weight of `chunks`, reading only the shards of this rank.
 
-    UserError names a tensor that is missing or has another shape, before anything is changed.
+    Before anything is changed, raise UserError for a tensor that is missing or has another shape.
     """
     layout = current_layout()
     targets = list(local_weights(chunks, weights, layout))
@@ -42,7 +42,7 @@ def load_hf(
 def shard_from_hf(
     match: Match, reader: TensorReader, layout: Layout, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The part of one Megatron parameter that a rank of `layout` holds."""
+    """Return the shard of one Megatron parameter that a rank of `layout` holds."""
     shapes = [reader.shape(name) for name in match.hf_names]
     shard = torch.empty(match.rule.mapping.shape(shapes, layout.part(match)), dtype=dtype)
     _fill(shard, match, reader, layout)

@@ -1,4 +1,4 @@
-"""The weights this rank holds, under names that count layers and experts over all ranks."""
+"""The weights that this rank holds, by names with global layer and expert indices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where this rank stands among those that share a model."""
+    """Position of this rank in the tensor, expert-tensor and expert parallel groups."""
 
     tensor: Part = WHOLE
     expert_tensor: Part = WHOLE
@@ -47,7 +47,7 @@ def current_layout() -> Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalWeight:
-    """One of this rank's tensors."""
+    """A tensor of this rank with its global name and its rule."""
 
     name: str
     tensor: torch.Tensor
@@ -57,14 +57,14 @@ class LocalWeight:
 def local_weights(
     chunks: Sequence[torch.nn.Module], weights: WeightMap, layout: Layout
 ) -> Iterator[LocalWeight]:
-    """Parameters and persistent buffers of all chunks; a critic's head is no part of the model."""
+    """Yield parameters and persistent buffers of all chunks, without a critic's value head."""
     for chunk in map(_unwrapped, chunks):
         layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         experts = _experts_per_rank(chunk)
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if not isinstance(tensor, torch.Tensor) or _is_value_head(chunk, name):
                 continue
-            if name.endswith("._extra_state"):  # FP8 scales of TransformerEngine: no weight
+            if name.endswith("._extra_state"):  # TransformerEngine's FP8 scales
                 continue
             name = _global_name(canonical(name), layers, layout.expert.rank * experts)
             match = weights.match(name)

@@ -1,8 +1,8 @@
-"""How Hugging Face tensors make up one Megatron tensor, and how that one is cut over ranks.
+"""How Hugging Face tensors form one Megatron tensor, and how that is sharded over ranks.
 
-A mapping knows four things: the shape of a rank's part, how to read that part, how the parts of all
-ranks join into the whole, and which Hugging Face tensors the whole stands for. Megatron's linear layers
-hold [out, in]: "column" parallel ones are cut in dimension 0, "row" parallel ones in dimension 1.
+A mapping defines the shape of a rank's shard, how to read it, how the shards of all ranks join into
+the full tensor, and the Hugging Face tensors of the full one. Megatron's linear layers hold
+[out, in]: "column" parallel ones are sharded in dimension 0, "row" parallel ones in dimension 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DIM = {"column": 0, "row": 1, None: None}
 
 @dataclass(frozen=True)
 class Part:
-    """Which of `size` equal parts."""
+    """Index of one of `size` equal shards."""
 
     rank: int = 0
     size: int = 1
@@ -37,11 +37,11 @@ WHOLE = Part()
 
 
 class Mapping(ABC):
-    dim: int | None  # in which a rank's part is cut, None where every rank holds the whole
+    dim: int | None  # sharded dimension, None if every rank holds the full tensor
 
     @abstractmethod
     def shape(self, shapes: list[Shape], part: Part) -> Shape:
-        """Of a rank's part, from the shapes of the Hugging Face tensors."""
+        """Return the shape of a rank's shard, from the shapes of the Hugging Face tensors."""
 
     @abstractmethod
     def fill(
@@ -52,11 +52,11 @@ class Mapping(ABC):
         part: Part,
         expert: int = 0,
     ) -> None:
-        """Read a rank's part into `target`; of tensors that hold all experts, this one's."""
+        """Read a rank's shard into `target`; from tensors with all experts, that of `expert`."""
 
     @abstractmethod
     def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The Hugging Face tensors, in the order of their names in the rule."""
+        """Return the Hugging Face tensors, in the order of their names in the rule."""
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         if self.dim is None or len(parts) == 1:
@@ -70,7 +70,7 @@ class Mapping(ABC):
 
 
 class Plain(Mapping):
-    """The same tensor on both sides."""
+    """One tensor that is the same in Hugging Face and Megatron."""
 
     def __init__(self, cut: Cut = None) -> None:
         self.dim = _DIM[cut]
@@ -97,7 +97,7 @@ class Plain(Mapping):
 
 
 class Vocab(Mapping):
-    """Rows of the vocabulary, with rows of zeros behind the real ones so that every rank has as many."""
+    """Rows of the vocabulary, padded with zeros so that every rank holds equally many."""
 
     dim = 0
 
@@ -106,7 +106,7 @@ class Vocab(Mapping):
 
     def shape(self, shapes: list[Shape], part: Part) -> Shape:
         rows, *rest = shapes[0]
-        missing = self._padded - self._rows  # a table of other size than the config's stays visible
+        missing = self._padded - self._rows  # added, to detect a table of another size
         return ((rows + missing) // part.size, *rest)
 
     def fill(
@@ -128,7 +128,7 @@ class Vocab(Mapping):
 
 
 class Qkv(Mapping):
-    """Query, key and value rows, interleaved by group: the queries of a group, its key, its value."""
+    """Query, key and value rows, interleaved by query group: its queries, its key, its value."""
 
     dim = 0
 
@@ -152,7 +152,7 @@ class Qkv(Mapping):
                 rows = reader.read(name, part.of(reader.shape(name)[0]))
                 piece.copy_(rows.unflatten(0, piece.shape[:2]))
             return
-        # More ranks than groups: a rank holds a piece of one group.
+        # More ranks than groups: a rank holds a part of one group.
         whole = target.new_empty(target.shape[0] * part.size, *target.shape[1:])
         self.fill(whole, reader, names, WHOLE)
         target.copy_(whole[part.of(whole.shape[0])])
@@ -161,16 +161,16 @@ class Qkv(Mapping):
         return [piece.flatten(0, 1) for piece in self._pieces(whole, self._groups)]
 
     def _pieces(self, tensor: torch.Tensor, groups: int) -> list[torch.Tensor]:
-        """Queries, keys and values as views [groups, rows of each, ...]."""
+        """Return queries, keys and values as views [groups, rows of each, ...]."""
         grouped = tensor.unflatten(0, (groups, -1))
         queries = grouped.shape[1] - 2 * self._head_dim
         return list(grouped.split([queries, self._head_dim, self._head_dim], dim=1))
 
 
 class GateUp(Mapping):
-    """Gate above up; a rank's part is its rows of the one above its rows of the other.
+    """Gate rows followed by up rows; a rank's shard has its rows of each.
 
-    In Hugging Face two tensors, or, with `fused`, already one.
+    Hugging Face has two tensors or, with `fused`, one.
     """
 
     dim = 0

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores in 4 or 8 bits, read as the numbers they stand for."""
+"""Read and dequantize weights that a checkpoint stores in 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from slime.weights.fp8 import Fp8Format, dequantize
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_BIAS = 127  # of the exponents that scale blocks of four-bit numbers
+_BIAS = 127  # of the exponents that scale blocks of FP4 values
 _FOUR_BITS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
@@ -21,7 +21,7 @@ class Tensors(Protocol):
 
 
 class Stored(Protocol):
-    """One way of storing; `parts` are the names in the files, not seen by anybody else."""
+    """A storage format; `parts` are the names in the files, which the reader hides."""
 
     def parts(self, name: str) -> list[str]: ...
 
@@ -31,7 +31,7 @@ class Stored(Protocol):
 
 
 class Mxfp4:
-    """[experts, out, in / 32, 16] bytes of two numbers each, and an exponent per 32: [experts, in, out]."""
+    """Read [experts, in, out] from FP4 pairs [experts, out, in / 32, 16] and an exponent per 32."""
 
     def parts(self, name: str) -> list[str]:
         return [name + _BLOCKS, name + _SCALES]
@@ -66,7 +66,7 @@ class Fp8:
 
 
 def stored_formats(names: Iterable[str], fp8: Fp8Format | None) -> dict[str, Stored]:
-    """How each tensor that is not stored as such is stored, by the name it has for others."""
+    """Return the format of each quantized tensor, by its name after dequantization."""
     names = set(names)
     formats: dict[str, Stored] = {
         name.removesuffix(_BLOCKS): Mxfp4() for name in names if name.endswith(_BLOCKS)

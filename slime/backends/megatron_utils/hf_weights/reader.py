@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face folder, read only where asked for."""
+"""Read tensors of a Hugging Face folder lazily, slice by slice."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _OPEN_FILES = 4
 
 
 class TensorReader(Protocol):
-    """What loading needs of a source of Hugging Face tensors."""
+    """A source of Hugging Face tensors."""
 
     def names(self) -> list[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """UserError when there is no such tensor."""
+        """Return the shape; raise UserError if there is no such tensor."""
         ...
 
     def read(self, name: str, *cuts: slice) -> torch.Tensor:
-        """The part of a tensor that `cuts`, one per leading dimension, leave of it."""
+        """Return the slice of a tensor given by `cuts`, one per leading dimension."""
         ...
 
 
 class HfReader:
-    """The weights of a folder as the numbers they stand for, however they are stored."""
+    """Read the weights of a folder, dequantized if they are stored in FP8 or MXFP4."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -55,7 +55,7 @@ class HfReader:
 
 
 class _SafetensorFiles:
-    """In one file or in several with an index; only a few are open at a time."""
+    """Read one safetensors file or several with an index; only a few are open at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -85,7 +85,7 @@ class _SafetensorFiles:
 
 
 class DictReader:
-    """The same of tensors that are in memory."""
+    """Read tensors that are in memory."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors

@@ -1,4 +1,4 @@
-"""One line of a family's map, and the map."""
+"""`Rule`: one entry of a family's weight map. `WeightMap`: all rules of a model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _FIELDS = {"layer": r"(?P<layer>\d+)", "expert": r"(?P<expert>\d+)"}
 class Rule:
     """A Megatron parameter and the Hugging Face tensors it is made of.
 
-    Names are those of a model on one rank, with `{layer}` and `{expert}` counted over all ranks::
+    Names are those of a model on one rank; `{layer}` and `{expert}` are global indices::
 
         Rule("decoder.layers.{layer}.mlp.linear_fc1.weight",
              ("model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"),
              GateUp())
 
-    Parameters of routed experts are cut by expert-tensor parallelism, all others by tensor parallelism.
+    Expert-tensor parallelism shards the routed experts, tensor parallelism all other parameters.
     """
 
     megatron: str
@@ -29,7 +29,7 @@ class Rule:
     mapping: Mapping
     stacked: bool = False  # the Hugging Face tensors hold all experts
     load_only: bool = False  # exported under another rule
-    fp32: bool = False  # kept in float32 whatever the model is held in
+    fp32: bool = False  # float32, whatever the dtype of the model
 
     @property
     def per_layer(self) -> bool:
@@ -55,7 +55,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """A rule, and where in the model it was met."""
+    """A rule with the layer and expert of a name that matched it."""
 
     rule: Rule
     layer: int = 0
@@ -76,7 +76,7 @@ class WeightMap:
     untrained: tuple[str, ...] = ()
 
     def match(self, name: str) -> Match | None:
-        """For a Megatron name that counts layers and experts over all ranks."""
+        """Return the match of a Megatron name with global layer and expert indices."""
         name = canonical(name)
         for rule in self.rules:
             found = rule.pattern.fullmatch(name)
@@ -90,7 +90,7 @@ class WeightMap:
 
 
 def canonical(name: str) -> str:
-    """TransformerEngine's layers hold some weights under other names than megatron-core's own."""
+    """Rename weights of TransformerEngine's layers to the names in megatron-core's own layers."""
     for theirs, ours in _TRANSFORMER_ENGINE:
         name = theirs.sub(ours, name)
     return name

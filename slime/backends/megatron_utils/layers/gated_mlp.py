@@ -1,4 +1,4 @@
-"""A dense MLP that keeps less for its backward pass."""
+"""A dense MLP that saves fewer activations for its backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.backends.kernels.fused_ops import swiglu
 
 
 def use_gated_mlps(model: GPTModel) -> None:
-    """In every dense layer; a layer spec may not name it, as megatron then takes it for something else."""
+    """Turn dense MLPs into `GatedMLP` in place: in layer specs megatron accepts only MLP itself."""
     config = model.config
     plain = config.activation_func_clamp_value is None and not config.add_bias_linear
     if config.gated_linear_unit and config.activation_func is F.silu and plain:
@@ -24,7 +24,7 @@ def use_gated_mlps(model: GPTModel) -> None:
 
 
 class GatedMLP(MLP):
-    """silu(gate) * up is computed again from its inputs, which are kept anyway."""
+    """Recompute silu(gate) * up in the backward pass from its inputs, which are saved anyway."""
 
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **more: Any

@@ -1,7 +1,7 @@
-"""Experts that are computed together, each with the parameters of an MLP of its own.
+"""MoE experts computed together by grouped matmuls, each with the parameters of its own MLP.
 
-Names, checkpoints and the way experts are spread over ranks are those of megatron-core's SequentialMLP,
-which computes them one after another.
+Names, checkpoints and sharding of experts are those of megatron-core's SequentialMLP, which
+computes them one after another.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from slime.utils.compiled import compiled_on_gpu
 
 
 class GroupedExperts(SequentialMLP):
-    """Fills the place of `experts` in the spec of a mixture-of-experts layer."""
+    """Replace `experts` in the spec of a MoE layer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.local_experts = _LastFirst(self.local_experts)
         for expert in self.local_experts:
             if expert.linear_fc2.bias is not None:
-                # Megatron would add up the gradients of different experts over the tensor ranks.
+                # Megatron would sum the gradients of different experts over the tensor ranks.
                 expert.linear_fc2.bias.sequence_parallel = False
 
     def forward(
         self,
-        permuted_local_hidden_states: torch.Tensor,  # [T, H], expert by expert
+        permuted_local_hidden_states: torch.Tensor,  # [T, H], sorted by expert
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,  # [T]
     ) -> tuple[torch.Tensor, None]:
         hidden, probs = permuted_local_hidden_states, permuted_probs
         sizes = tokens_per_expert.tolist()
-        if len(hidden) == 0:  # gradients, of zeros, are expected nevertheless
+        if len(hidden) == 0:  # one dummy token, so that weights get zero gradients
             hidden, probs = F.pad(hidden, (0, 0, 0, 1)), F.pad(probs, (0, 1))
             sizes[0] = 1
-        if self.config.moe_apply_probs_on_input:  # there is one expert per token
+        if self.config.moe_apply_probs_on_input:  # top-1 routing only
             hidden, probs = (hidden * probs[:, None]).to(hidden.dtype), torch.ones_like(probs)
         output = self._compute(hidden, make_groups(sizes, hidden.device), probs)
         return output[: len(permuted_local_hidden_states)], None
@@ -66,7 +66,7 @@ class GroupedExperts(SequentialMLP):
         groups: Groups,
         weights: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """What is multiplied is computed again from its inputs, which are kept anyway."""
+        """Apply the second linear layers; recompute their input in the backward pass."""
         if not torch.is_grad_enabled():
             return grouped_linear(self._activate(both, probs), groups, weights)
         kept = CheckpointWithoutOutput(fp8=None)
@@ -96,9 +96,9 @@ def _gated(
 
 
 class _LastFirst(torch.nn.ModuleList):
-    """Experts registered from the last to the first, and used from the first to the last.
+    """Register experts from last to first, but iterate from first to last.
 
-    Megatron lays parameters out in its buffers last to first: these then lie first to last.
+    Megatron's buffers hold parameters in reverse order, so there the experts run first to last.
     """
 
     def __init__(self, experts: Sequence[MLP]) -> None:

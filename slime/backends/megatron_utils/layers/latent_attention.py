@@ -1,8 +1,8 @@
-"""Latent attention (DeepSeek-V3) where TransformerEngine is missing.
+"""Multi-head latent attention (MLA, DeepSeek-V3) without TransformerEngine.
 
-megatron-core's own layers cut the projections to the latents over the tensor ranks. Each rank then uses the
-whole key of the positions for its heads, but gets back only its own share of the gradient. Held whole by
-every rank, as TransformerEngine's are, the gradients are added up.
+megatron-core's own layers shard the down projections over the tensor ranks. Each rank then uses the
+full RoPE key for its heads, but gets only its own share of the gradient. Here, as in
+TransformerEngine, the projections are replicated and their gradients summed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class LatentProjection(torch.nn.Module):
-    """A linear map that every tensor rank holds whole and applies to its part of the sequence."""
+    """A linear layer replicated on all tensor ranks, each applying it to its sequence shard."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class LatentProjection(torch.nn.Module):
 
 
 def use_latent_projections(attention: Any) -> None:
-    """Put them into the spec of a layer's attention.
+    """Put `LatentProjection` into the spec of a layer's attention.
 
-    Version 0.16.1 takes its own stand-ins for TransformerEngine's classes, which are no classes; and it
-    knows a module that is not cut by the name Linear.
+    megatron-core 0.16.1 takes its placeholders of TransformerEngine's classes for classes, and
+    accepts an unsharded module only as `Linear`.
     """
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False

@@ -1,7 +1,7 @@
-"""Rotary angles of packed tokens, looked up once for all layers.
+"""RoPE angles of packed tokens, looked up once for all layers.
 
-megatron-core cuts a packed sequence into samples and lays their angles end to end again in every layer,
-for queries and for keys. Given one angle per token it has nothing left to do.
+megatron-core splits a packed sequence into samples and concatenates their angles in every layer,
+for queries and for keys. With one angle per token it skips both.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from slime.utils.device import device_type
 
 
 def has_packed_rotary(config: TransformerConfig) -> bool:
-    """Not latent attention, which rotates by itself, nor TransformerEngine's attention and fused
-    rotation, which need offsets, nor interleaved angles, which megatron-core applies to whole batches
-    only."""
+    """Return whether RoPE takes one angle per token.
+
+    MLA applies RoPE itself, TransformerEngine's attention and fused RoPE need offsets, and
+    megatron-core applies interleaved RoPE to 4-dimensional tensors only.
+    """
     own = config.multi_latent_attention or config.rotary_interleaved
     return not (own or config.apply_rope_fusion or uses_te_attention(config))
 
 
 def uses_te_attention(config: TransformerConfig) -> bool:
-    """Return whether --attention-backend names an attention that TransformerEngine brings.
+    """Return whether --attention-backend selects an attention of TransformerEngine.
 
-    flash is the package flash-attn where that computes this model; otherwise torch's FlashAttention.
+    flash is the package flash-attn if it supports the model, otherwise torch's FlashAttention.
     """
     if config.transformer_impl != "transformer_engine":
         return False
@@ -41,12 +43,12 @@ def uses_te_attention(config: TransformerConfig) -> bool:
 
 
 def has_flash_attn() -> bool:
-    """FlashAttention 2 or 3, under the names that TransformerEngine imports."""
+    """Return whether FlashAttention 2 or 3 is installed where TransformerEngine imports it."""
     return any(find_spec(package) for package in ("flash_attn", "flash_attn_interface"))
 
 
 class PackedRotary(torch.nn.Module):
-    """Fills the place of a model's `rotary_pos_emb`."""
+    """Replace a model's `rotary_pos_emb`."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ class PackedRotary(torch.nn.Module):
         self._positions: torch.Tensor | None = None
 
     def get_rotary_seq_len(self, *args: Any) -> int:
-        """Called with the packed samples right before `forward`."""
+        """Store the positions; megatron passes the packed samples here right before `forward`."""
         rows = args[-1]
         self._positions = rows.position_ids if isinstance(rows, PackedRows) else None
         return self.inner.get_rotary_seq_len(*args)  # type: ignore[operator]
@@ -68,7 +70,7 @@ class PackedRotary(torch.nn.Module):
 
 
 def install_fused_rotation() -> None:
-    """Let megatron's attention rotate by angles per token in one kernel, on a GPU."""
+    """Patch megatron's attention to apply RoPE with angles per token in one kernel, on a GPU."""
     from megatron.core.transformer import attention
 
     original = attention.apply_rotary_pos_emb

@@ -1,4 +1,4 @@
-"""A layer with norms behind attention and MLP too, before each is added to the residual (GLM4)."""
+"""A layer with norms after attention and MLP too, before each is added to the residual (GLM4)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class PostNormLayer(TransformerLayer):
-    """`post_norm` is the norm's module, given in the params of a layer spec."""
+    """Normalize outputs by `post_norm`, a module given in the params of a layer spec."""
 
     def __init__(self, *args: Any, post_norm: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -28,7 +28,7 @@ class PostNormLayer(TransformerLayer):
 
 
 def _after(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's way to add an output to the residual, with a norm of the output first."""
+    """Wrap Megatron's bias-dropout-add so that it normalizes the output first."""
 
     def prepare(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         add_to_residual = add(training, fused)

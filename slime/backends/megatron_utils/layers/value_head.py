@@ -1,4 +1,4 @@
-"""The critic's head: one number per token."""
+"""The critic's value head: one value per token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ValueHead(torch.nn.Module):
-    """A linear map from hidden states to a value, zero at first; the same on all tensor ranks."""
+    """A linear layer from hidden states to values, zero at first, replicated on tensor ranks."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -17,5 +17,5 @@ class ValueHead(torch.nn.Module):
         self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [T]"""
+        """Map [T, H] to [T]."""
         return (hidden @ self.weight.t()).squeeze(1).float()
