@@ -6,7 +6,7 @@ import pytest
 
 from slime.cli.plan.model_shape import read_shape
 from slime.cli.plan.request import PlanOptions, split_options
-from slime.cli.plan.suggest import suggest
+from slime.cli.plan.suggest import cluster_flags, suggest
 from slime.core.errors import ConfigError
 
 
@@ -51,3 +51,11 @@ def test_a_config_that_is_no_language_models(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 64}))
     with pytest.raises(ConfigError, match="has no num_attention_heads"):
         read_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens"), [([], "8192"), (["--max-tokens-per-gpu", "512"], "512")]
+)
+def test_suggestions_keep_the_token_budget_that_was_given(words, tokens):
+    flags = cluster_flags(16, words)
+    assert flags[flags.index("--max-tokens-per-gpu") + 1] == tokens

@@ -2,7 +2,7 @@
 
 Candidates: every TP that divides the heads and stays inside a machine, every PP (with fewer layers
 in its last stage if it does not divide them), EP for experts, CP 1; colocated, with 8192 tokens per
-GPU. Candidates whose lower bound does not fit are not built. Those that fit are sorted by less
+GPU unless given. Candidates whose lower bound does not fit are not built. Those that fit are sorted by less
 recomputation and offloading, then fewer GPUs per replica (more data parallelism, less
 communication), then tensor before pipeline parallelism.
 """
@@ -72,7 +72,7 @@ def suggest(argv: list[str], options: PlanOptions) -> int:
     size, source = gpu_capacity(options)
     host = None if options.host_memory is None else options.host_memory * GIB
     machine = Machine(gpu_bytes=size * GIB, source=source, host_bytes=host)
-    with planned_args([*argv, *_cluster(options.gpus, argv)], options) as args:
+    with planned_args([*argv, *cluster_flags(options.gpus, argv)], options) as args:
         if args.train_backend != "megatron":
             raise ConfigError(
                 "--suggest proposes layouts of --train-backend megatron; FSDP has one layout: plan it"
@@ -111,10 +111,10 @@ def _rank(suggestion: Suggestion) -> tuple[float, ...]:
     return (suggestion.effort, copies, sizes.pp, spread, suggestion.plan.fullest.total)
 
 
-def _cluster(gpus: int, argv: list[str]) -> list[str]:
+def cluster_flags(gpus: int, argv: list[str]) -> list[str]:
     """Return the flags of a cluster with 8 GPUs per machine, or --num-gpus-per-node."""
-    asked = read_command_line(argv).get("num_gpus_per_node")
-    per_node = min(gpus, asked or 8)
+    given = read_command_line(argv)
+    per_node = min(gpus, given.get("num_gpus_per_node") or 8)
     if per_node < 1 or gpus % per_node:
         fitting = [f"--num-gpus-per-node {n}" for n in range(8, 1, -1) if gpus % n == 0]
         how = " or ".join([*(f"add {flag}" for flag in fitting[:1]), "give another number of GPUs"])
@@ -125,7 +125,7 @@ def _cluster(gpus: int, argv: list[str]) -> list[str]:
     return [
         *("--actor-num-nodes", str(nodes), "--actor-num-gpus-per-node", str(per_node)),
         *("--num-gpus-per-node", str(per_node), "--colocate", "--use-dynamic-batch-size"),
-        *("--max-tokens-per-gpu", "8192"),
+        *("--max-tokens-per-gpu", str(given.get("max_tokens_per_gpu") or 8192)),
     ]
 
 
