@@ -20,7 +20,8 @@ from flag_tables.router import read_router
 from flag_tables.sglang import merge_versions, read_sglang
 from flag_tables.source import Source
 
-OUTPUT = Path(__file__).parent.parent / "slime" / "utils" / "flags"
+ROOT = Path(__file__).resolve().parents[1]
+OUTPUT = ROOT / "slime" / "config" / "flags"
 VERSIONS = {
     "megatron_core": ["0.16.1"],
     "sglang": ["0.5.16", "0.5.23"],

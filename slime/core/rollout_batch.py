@@ -74,6 +74,11 @@ class RolloutBatch:
     metadata: list[dict[str, Any] | None] | None = None
     schedule: Schedule | None = None  # row indices of this batch by optimizer step and micro-batch
 
+    @property
+    def executions(self) -> np.ndarray | None:
+        """Return `num_trajectories` under the name by which hooks knew it."""
+        return self.num_trajectories
+
     def __post_init__(self) -> None:
         for name, dtype in _SCALAR_DTYPES.items():
             column = getattr(self, name)

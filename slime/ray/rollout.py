@@ -69,6 +69,7 @@ class RolloutManager:
         )
         clock = WeightClock(interval=args.update_weights_interval)
         self.context = RolloutContext(pool=self.pool, clock=clock)
+        self.context.share()
         if args.rm_url:
             remember_key([args.rm_url], read_env().rm_token)
         config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())

@@ -72,7 +72,7 @@ class BatchFilter:
             self._dropped[result.reason or "filter"] += 1
             self.progress.dropped_groups += 1
             self._rejected_in_a_row += 1
-        self.context.progress.log()
+        self.context.progress.log(self.progress)
         self._raise_if_all_rejected()
 
     def output(self, source: DataSource) -> RolloutFnTrainOutput:

@@ -2,7 +2,7 @@
 
 Their public signatures take only `args`, so the state travels in one context variable. The RolloutManager
 creates a RolloutContext and activates it around each call of a rollout function; every asyncio task and
-every thread that slime starts inherits it.
+every thread that slime starts inherits it. Threads that a hook starts find the manager's by `share`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,18 @@ class RolloutContext:
 
     @staticmethod
     def current() -> RolloutContext:
-        context = _current.get()
+        context = _current.get() or _of_process
         if context is None:
             raise RuntimeError(
-                "there is no rollout context here: run this inside `with RolloutContext(pool=EnginePool(urls))"
-                ".active():`; a thread of your own must be started with contextvars.copy_context().run"
+                "there is no rollout context here: run this inside "
+                "`with RolloutContext(pool=EnginePool(urls)).active():`"
             )
         return context
+
+    def share(self) -> None:
+        """Make this the context of threads of this process that inherit none, such as a hook's own."""
+        global _of_process
+        _of_process = self
 
     @contextmanager
     def active(self) -> Iterator[RolloutContext]:
@@ -72,6 +77,7 @@ class RolloutContext:
 
 
 _current: ContextVar[RolloutContext | None] = ContextVar("rollout_context", default=None)
+_of_process: RolloutContext | None = None
 
 
 def current_generation() -> GenerationState | None:

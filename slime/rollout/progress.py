@@ -64,9 +64,9 @@ class ProgressMonitor:
         """Return a copy of the counters."""
         return replace(self._progress)
 
-    def log(self) -> None:
-        """Log the counters, at most once every 15 seconds."""
-        progress, now = self._progress, time.monotonic()
+    def log(self, progress: Progress) -> None:
+        """Log these counters, at most once every 15 seconds."""
+        now = time.monotonic()
         if now - self._last_logged >= _LOG_EVERY_S:
             self._last_logged = now
             logger.info(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from slime.rollout import context as context_module
 from slime.rollout.context import GenerationState, RolloutContext, current_generation, is_aborting
 from slime.rollout.engine_pool import EnginePool
 from slime.rollout.hook_calls import in_thread, on_hook_loop
@@ -32,6 +34,18 @@ def test_tasks_hook_threads_and_both_event_loops_inherit_it():
         assert all(found is context for found in http.run(find_everywhere()))
 
 
+def test_a_plain_thread_finds_the_one_that_is_shared(monkeypatch):
+    monkeypatch.setattr(context_module, "_of_process", None)
+    context = make_context()
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(RuntimeError, match="no rollout context"):
+            pool.submit(RolloutContext.current).result()
+        context.share()
+        assert pool.submit(RolloutContext.current).result() is context
+        with make_context().active() as own:
+            assert RolloutContext.current() is own
+
+
 def test_a_plain_thread_finds_it_only_with_a_copied_context():
     found: list[object] = []
 
@@ -46,7 +60,7 @@ def test_a_plain_thread_finds_it_only_with_a_copied_context():
             thread = threading.Thread(target=target, args=args)
             thread.start()
             thread.join()
-    assert "contextvars.copy_context().run" in str(found[0]) and found[1] is context
+    assert "no rollout context" in str(found[0]) and found[1] is context
 
 
 def test_contexts_nest_and_end():

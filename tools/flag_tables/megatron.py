@@ -7,7 +7,6 @@ from typing import Any
 
 from flag_tables.shape import Shape, shape_of
 from flag_tables.source import Source, Unknown, evaluate, find_class, keywords
-from slime.config.flags.spec import option_of
 
 # where each dataclass is; TransformerConfig inherits the fields of ModelParallelConfig
 CLASSES = {
@@ -60,8 +59,8 @@ def _row(
 
 def _options(name: str, shape: Shape, default: Any, spelling: str | None) -> dict[str, Any]:
     """Megatron spells some fields otherwise; one that is on by default is spelled by its off switch."""
-    plain = option_of(name)
-    off = [option_of(f"no_{name}")] if shape.kind == "bool" else []
+    plain = "--" + name.replace("_", "-")
+    off = [f"--no-{plain[2:]}"] if shape.kind == "bool" else []
     if spelling is None:
         return {"options": [plain], "off_options": off}
     if shape.kind == "bool" and default is True:
