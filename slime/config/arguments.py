@@ -20,10 +20,9 @@ from slime.config.checks.model_checks import check_model
 from slime.config.datasets import EvalDataset
 from slime.config.derive import derive
 from slime.config.env import read_env
-from slime.config.flags import algorithm, rollout, run, train
 from slime.config.flags.draft import Draft, Origin
 from slime.config.flags.parser import read_command_line, read_config
-from slime.config.flags.registry import all_flags
+from slime.config.flags.registry import OwnFlags, all_flags
 from slime.config.flags.registry import redact as redacted
 from slime.config.flags.values import nearest
 from slime.config.installed import count_gpus
@@ -34,22 +33,7 @@ __all__ = ["Args", "EvalDataset", "parse_args", "print_resolved"]
 _RESULTS = "Resolved"  # the group of values that are derived and not flags
 
 
-class Args(
-    run.Mode,
-    run.Cluster,
-    train.Model,
-    rollout.Rollout,
-    rollout.Data,
-    rollout.Reward,
-    rollout.Eval,
-    algorithm.Algorithm,
-    train.Optimizer,
-    train.Checkpoint,
-    run.Weights,
-    run.FaultTolerance,
-    run.Tracking,
-    algorithm.Sft,
-):
+class Args(OwnFlags):
     """The resolved values of a run: one attribute per flag, read-only, picklable.
 
     A flag of Megatron, SGLang or the router that was not set is None: the package's own default

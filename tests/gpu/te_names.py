@@ -118,11 +118,11 @@ def rank_tensors(args: Any, rank: int) -> dict[str, Any]:
     from slime.backends.megatron_utils.model import build_chunks
     from slime.backends.megatron_utils.model_config import gpt_options, model_config, read_config
     from slime.backends.megatron_utils.passes import prepare_config
-    from slime.backends.megatron_utils.patches import mend_megatron
+    from slime.backends.megatron_utils.patches import patch_megatron
 
     dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
     try:
-        mend_megatron()
+        patch_megatron()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=args.tensor_model_parallel_size,
             pipeline_model_parallel_size=args.pipeline_model_parallel_size,

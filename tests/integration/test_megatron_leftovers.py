@@ -15,9 +15,9 @@ pytest.importorskip("megatron.core")
 
 def _rank(connection) -> None:
     import slime.backends.megatron_utils.cpu  # noqa: F401 - before megatron-core
-    from slime.backends.megatron_utils.patches import mend_megatron
+    from slime.backends.megatron_utils.patches import patch_megatron
 
-    mend_megatron()
+    patch_megatron()
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     queue = filesystem_async._get_write_results_queue()

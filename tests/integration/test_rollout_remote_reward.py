@@ -56,7 +56,10 @@ def test_a_service_that_never_answers_is_named_with_the_time_it_had():
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (b"<html>It works!</html>", "answered with something that is not JSON .*<html>It works!</html>"),
+        (
+            b"<html>It works!</html>",
+            "answered with something that is not JSON .*<html>It works!</html>",
+        ),
         (b"", "--rm-type remote_rm returned None; expected a number or a dictionary"),
         (b"null", "--rm-type remote_rm returned None; expected a number or a dictionary"),
         (b"[1.0]", r"--rm-type remote_rm returned \[1.0\]; expected a number"),

@@ -34,8 +34,8 @@ def install_cpu_adapter() -> None:
     _answer_for_cuda()
     TorchCalls(_cuda_means_cpu).__enter__()
     with _hidden("wandb"):  # its import takes 1 s, for an inference engine not used here
-        _mend_megatron()
-    _mend_uneven_collectives()
+        _patch_megatron()
+    _patch_uneven_collectives()
     _share_groups()
 
 
@@ -128,7 +128,7 @@ def _answer_for_cuda() -> None:
     cuda.manual_seed = torch.manual_seed
 
 
-def _mend_megatron() -> None:
+def _patch_megatron() -> None:
     # Compiling megatron's small functions takes minutes on a CPU.
     set_default_env(TORCHDYNAMO_DISABLE="1")
     import megatron.core.tensor_parallel.random as random
@@ -142,7 +142,7 @@ def _mend_megatron() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu = _to_host
 
 
-def _mend_uneven_collectives() -> None:
+def _patch_uneven_collectives() -> None:
     """Patch collectives of tensor-parallel experts, whose unequal shards gloo does not support."""
     from megatron.core.tensor_parallel import mappings
 

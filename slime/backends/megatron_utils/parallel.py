@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from slime.backends.megatron_utils.patches import mend_megatron
+from slime.backends.megatron_utils.patches import patch_megatron
 from slime.core.errors import UserError
 from slime.core.types import ParallelInfo
 from slime.utils.device import device_type
@@ -26,7 +26,7 @@ def init_parallel(args: Args, virtual_stages: int | None) -> ParallelInfo:
     """Create all process groups inside the default one; destroy those of another layout."""
     global _sizes
     check_version()
-    mend_megatron()
+    patch_megatron()
     sizes = {
         "tensor_model_parallel_size": args.tensor_model_parallel_size,
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size,

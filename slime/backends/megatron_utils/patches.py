@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import DefaultLoadPlanner, ReadItem
 
 
-def mend_megatron() -> None:
+def patch_megatron() -> None:
     """Apply all patches, before a model is built; applying them again is harmless."""
     import megatron.core.utils as utils
     from megatron.core.transformer.moe import moe_utils
@@ -32,7 +32,7 @@ def mend_megatron() -> None:
         moe_utils.te_general_gemm = None
     if utils.get_te_version() is None:  # is_te_min_version compares it to a version
         utils.get_te_version = lambda: Version("0.0.0")
-    _mend_recomputation()
+    _patch_recomputation()
     _patch_expert_state()
     patch_checkpoints()
 
@@ -75,18 +75,18 @@ def _load_common(self: object, checkpoint_dir: str | Path) -> Any:
     return load_object(file, file, map_location="cpu")
 
 
-def _mend_recomputation() -> None:
+def _patch_recomputation() -> None:
     """Patch CheckpointWithoutOutput, which treats its default `fp8=False` as fp8."""
     from megatron.core.tensor_parallel import random
 
     original = random.CheckpointWithoutOutput.__init__
-    if hasattr(original, "mended"):
+    if hasattr(original, "patched"):
         return
 
     def init(self: random.CheckpointWithoutOutput, fp8: object = None) -> None:
         original(self, fp8=fp8 or None)
 
-    init.mended = True  # type: ignore[attr-defined]
+    init.patched = True  # type: ignore[attr-defined]
     random.CheckpointWithoutOutput.__init__ = init
 
 

@@ -25,7 +25,8 @@ _SECRET = re.compile(
 )
 _ADDRESS_FLAG = re.compile(r"(url|host|addr|endpoint)s?$")
 
-GROUPS: tuple[type[Any], ...] = (
+
+class OwnFlags(
     run.Mode,
     run.Cluster,
     train.Model,
@@ -40,12 +41,13 @@ GROUPS: tuple[type[Any], ...] = (
     run.FaultTolerance,
     run.Tracking,
     algorithm.Sft,
-)
+):
+    """Every group of flags that slime declares itself, in the order of the documentation."""
 
 
 @cache
 def own_flags() -> dict[str, Flag]:
-    return {flag.name: flag for group in GROUPS for flag in flags_of(group)}
+    return {flag.name: flag for group in OwnFlags.__bases__ for flag in flags_of(group)}
 
 
 @cache
