@@ -48,7 +48,7 @@ def choose_sizes(args: EngineArgs, runner: ModelRunner) -> Sizes:
         raise UserError("no memory is left for the KV cache; raise --mem-fraction-static")
     return Sizes(
         num_pages=num_pages,
-        max_pages_per_request=_with_headroom(pages_per_request),
+        max_pages_per_request=pages_per_request,
         max_running=max_running,
         chunk_size=args.chunked_prefill_size or _DEFAULT_CHUNK[runner.device.type],
     )
@@ -88,8 +88,3 @@ class MemoryReleaser:
                 moved[storage.data_ptr()] = whole.to(device)
             whole = moved[storage.data_ptr()].view(tensor.dtype)
             tensor.data = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def _with_headroom(pages: int) -> int:
-    """Deterministic mode rounds a row's pages up by less than half again."""
-    return pages + pages // 2 + 1

@@ -1,9 +1,9 @@
 """Attention over the paged KV cache, given to Hugging Face models as an attention implementation.
 
-A forward has T token rows, each belonging to some sequence. Rows that attend in the same way form a
-group: a rectangle of B sequences with Q query rows each over L cached positions. Within a group keys
-and values are gathered page by page and one scaled-dot-product call does the rest. Query heads that
-share a key head are laid out as further query rows, so keys are never repeated.
+Only the plain execution path uses it. The T tokens of a forward are cut into groups of equal shape: B
+sequences with Q queries each over L cached positions, where B or Q is 1. Per group the pages are gathered
+and one scaled-dot-product call does the rest. Query heads that share a key head (GQA) are laid out as
+further query rows, so keys are never repeated.
 """
 
 from __future__ import annotations
@@ -11,33 +11,30 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from slime.engine.cache.dense_cache import DenseRows
 from slime.engine.cache.kv_cache import KVCache, LayerShape
+from slime.engine.models.step_batch import StepBatch
 
 IMPLEMENTATION = "slime_paged"
+_MOST_QUERIES = 512  # of one group: bounds its mask, and skips positions that are masked anyway
 
 
 @dataclass(kw_only=True, eq=False)
 class AttentionGroup:
-    """B sequences x Q query rows over L positions, which lie in pages or in rows of the dense cache.
+    """B sequences x Q queries over the L positions of their pages."""
 
-    `rows` are the token rows of the queries, [B*Q]; a slice when they lie in order without padding.
-    `positions` is where each query stands in its sequence, [B, Q]; padding queries stand at 0.
-    """
-
-    rows: slice | torch.Tensor
-    source: torch.Tensor | DenseRows  # page numbers [B * L/page_size], or dense rows
-    positions: torch.Tensor  # [B, Q]
-    kv_len: int
-    valid: torch.Tensor | None = None  # indices into B*Q of the queries that are no padding
+    tokens: slice | torch.Tensor  # which of the T tokens the B*Q queries are
+    pages: torch.Tensor  # page numbers [B * L/page_size]
+    positions: torch.Tensor  # [B, Q] of each query in its sequence
+    kv_len: int  # L
     _masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> torch.Tensor:
-        """0 where a query may look and -inf elsewhere, [B, 1, repeat*Q, L]; made once for all layers."""
+        """Return 0 where a query attends and -inf elsewhere, [B, 1, repeat*Q, L]; made once for all layers."""
         key = (window, repeat)
         if key not in self._masks:
             seen = torch.arange(self.kv_len, device=self.positions.device)
@@ -57,8 +54,51 @@ class AttentionPlan:
     """Everything attention needs in one forward, the same for all layers."""
 
     cache: KVCache
-    slots: torch.Tensor  # [T] where the keys and values of each row go
+    slots: torch.Tensor  # [T] where the keys and values of each token are stored
     groups: list[AttentionGroup]
+
+
+def plan_attention(batch: StepBatch, page_table: np.ndarray, cache: KVCache) -> AttentionPlan:
+    """Cut the tokens of a forward into groups of equal shape.
+
+    Sequences with one query are grouped by the number of pages they need, rounded up. That number follows
+    from the position alone, so the shape of a token's attention does not depend on the other tokens.
+    """
+    size, positions, rows = cache.page_size, batch.positions.astype(np.int64), batch.rows
+    slots = page_table[rows, positions // size].astype(np.int64) * size + positions % size
+    counts = np.array(batch.counts, np.int64)
+    starts = np.cumsum(counts) - counts
+
+    def group(tokens: slice | np.ndarray, num_pages: int, *, q_len: int) -> AttentionGroup:
+        sequences = rows[tokens][::q_len]
+        return AttentionGroup(
+            tokens=tokens if isinstance(tokens, slice) else _to_device(tokens, cache),
+            pages=_to_device(page_table[sequences, :num_pages].reshape(-1), cache),
+            positions=_to_device(positions[tokens].reshape(-1, q_len), cache),
+            kv_len=num_pages * size,
+        )
+
+    single = starts[counts == 1]
+    needed = _round_up_pages(positions[single] // size + 1, page_table.shape[1])
+    groups = [group(single[needed == pages], int(pages), q_len=1) for pages in np.unique(needed)]
+    for start, count in zip(starts[counts > 1], counts[counts > 1], strict=True):
+        for first in range(start, start + count, _MOST_QUERIES):
+            end = min(first + _MOST_QUERIES, start + count)
+            num_pages = int(positions[end - 1]) // size + 1
+            groups.append(group(slice(first, end), num_pages, q_len=end - first))
+    return AttentionPlan(cache=cache, slots=_to_device(slots, cache), groups=groups)
+
+
+def _round_up_pages(pages: np.ndarray, most: int) -> np.ndarray:
+    """Round up to 1, 2, 3, 4, 6, 8, 12, 16, ..., at most `most`."""
+    power = 1 << np.ceil(np.log2(np.maximum(pages, 1))).astype(np.int64)
+    three_quarters = power // 4 * 3
+    rounded = np.where((power >= 4) & (three_quarters >= pages), three_quarters, power)
+    return np.minimum(rounded, most)
+
+
+def _to_device(array: np.ndarray, cache: KVCache) -> torch.Tensor:
+    return torch.from_numpy(array).to(cache.device)
 
 
 class _Current(threading.local):
@@ -107,44 +147,25 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """The signature of transformers' attention functions; returns [1, T, Hq, Dv]."""
+    """Store keys and values of the T tokens, then attend; the signature of transformers' attention functions.
+
+    Returns [1, T, Hq, Dv], contiguous because some models take a view of it.
+    """
     layer: int = module.layer_idx  # type: ignore[assignment]
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    output = attend(layer, query, key, value, scale, sliding_window, softcap, s_aux)
-    return output.unsqueeze(0).contiguous(), None  # some models take a view of it
-
-
-def attend(
-    layer: int,
-    query: torch.Tensor,  # [T, Hq, D]
-    key: torch.Tensor,  # [T, Hkv, D]
-    value: torch.Tensor,  # [T, Hkv, Dv]
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Store keys and values of the T rows, then let their queries look at all they may: [T, Hq, Dv]."""
+    output = query.new_zeros(*query.shape[:2], value.shape[2])
     if _current.probe is not None:
         _record(_current.probe, layer, key, value)
-        return query.new_zeros(*query.shape[:2], value.shape[2])
+        return output.unsqueeze(0), None
     plan = _current.plan
     assert plan is not None, "paged attention outside of the engine"
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     plan.cache.write(layer, plan.slots, key, value)
-    results = [
-        _attend(plan.cache, layer, group, (query, key, value), scale, window, softcap, sinks)
-        for group in plan.groups
-    ]
-    if len(results) == 1 and plan.groups[0].valid is None:
-        return results[0]
-    output = results[0].new_empty(query.shape[0], *results[0].shape[1:])
-    for group, result in zip(plan.groups, results, strict=True):
-        if group.valid is None:
-            output[group.rows] = result
-        else:
-            output[group.rows[group.valid]] = result[group.valid]  # type: ignore[index]
-    return output
+    for group in plan.groups:
+        output[group.tokens] = _attend(
+            plan.cache, layer, group, query[group.tokens], scale, sliding_window, softcap, s_aux
+        )
+    return output.unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)
@@ -154,25 +175,20 @@ def _attend(
     cache: KVCache,
     layer: int,
     group: AttentionGroup,
-    projected: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # query, key, value [T, H, D]
+    query: torch.Tensor,  # [B*Q, Hq, D]
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[B*Q, Hq, Dv]"""
+    """Return [B*Q, Hq, Dv]."""
     batch, q_len = group.positions.shape
-    shape = cache.layers[layer]
-    query = projected[0][group.rows]
-    heads, repeat = shape.num_heads, query.shape[1] // shape.num_heads
-    if isinstance(group.source, DenseRows):
-        group.source.write(layer, projected[1][group.rows], projected[2][group.rows])
-        keys, values = group.source.read(layer, group.kv_len)
-    else:
-        keys = cache.keys[layer].index_select(0, group.source)
-        values = cache.values[layer].index_select(0, group.source)
-        keys = keys.view(batch, group.kv_len, heads, -1)
-        values = values.view(batch, group.kv_len, heads, -1)
+    heads = cache.layers[layer].num_heads
+    repeat = query.shape[1] // heads
+    keys = cache.keys[layer].index_select(0, group.pages)
+    values = cache.values[layer].index_select(0, group.pages)
+    keys = keys.view(batch, group.kv_len, heads, -1)
+    values = values.view(batch, group.kv_len, heads, -1)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [B, Hkv, L, D]
     if q_len == 1:
         query = query.reshape(batch, heads, repeat, -1)
@@ -183,14 +199,14 @@ def _attend(
     if softcap is None and sinks is None:
         result = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
     else:
-        result = _attend_in_steps(query, keys, values, mask, scale, softcap, sinks)
+        result = _attend_unfused(query, keys, values, mask, scale, softcap, sinks)
     if q_len == 1:
         return result.reshape(batch, heads * repeat, -1)
     result = result.reshape(batch, heads, repeat, q_len, -1).permute(0, 3, 1, 2, 4)
     return result.reshape(batch * q_len, heads * repeat, -1)
 
 
-def _attend_in_steps(
+def _attend_unfused(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -199,7 +215,7 @@ def _attend_in_steps(
     softcap: float | None,
     sinks: torch.Tensor | None,  # [Hq]
 ) -> torch.Tensor:
-    """Attention with capped scores or with a learned sink per head, which no fused kernel has."""
+    """Compute attention with a softcap or with a learned sink per head, which SDPA does not support."""
     scores = (query @ keys.transpose(2, 3)).float() * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

@@ -17,31 +17,34 @@ import torch
 
 from slime.engine.cache.kv_cache import KVCache
 from slime.engine.kernels.cuda_kernels import TILE
-from slime.engine.kernels.interface import Kernels, Tokens
+from slime.engine.kernels.interface import Tokens
 from slime.engine.models.decode_graphs import NUM_INPUTS, DecodeGraphs, RowOutputs, ladder
 from slime.engine.models.fast_model import FastModel
 from slime.engine.models.sample_tokens import draw_all, draw_special, make_settings, note_settings
-from slime.engine.models.step_layout import Layout, lay_out
+from slime.engine.models.step_batch import (
+    FIXED_ROWS,
+    LAST_SAMPLED,
+    StepBatch,
+    make_batch,
+    make_span_batch,
+    split_fixed,
+)
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.scheduler import Scheduler, Step
 from slime.engine.scheduler.scores import score
 from slime.engine.scheduler.step_output import StepOutput
-
-_FIXED_ROWS = 32  # rows of every forward in deterministic mode
-_LAST = -1  # as an id: the token last drawn in the row
 
 
 class CudaRunner:
     def __init__(
         self,
         model: FastModel,
-        kernels: Kernels,
         cache: KVCache,
         scheduler: Scheduler,
         deterministic: bool,
     ) -> None:
         self._model = model
-        self._kernels = kernels
+        self._kernels = model.kernels
         self._cache = cache
         self._scheduler = scheduler
         self._deterministic = deterministic
@@ -49,7 +52,7 @@ class CudaRunner:
         table = scheduler.page_table
         self._table = torch.from_numpy(table).to(device)
         self._settings = make_settings(len(table), device)
-        sizes = [_FIXED_ROWS] if deterministic else ladder(len(table) - 1)
+        sizes = [FIXED_ROWS] if deterministic else ladder(len(table) - 1)
         with torch.inference_mode():
             self._graphs = DecodeGraphs(self._forward_rows, sizes, scheduler.scrap_row, device)
             self._graphs.record_all()
@@ -62,14 +65,14 @@ class CudaRunner:
             note_settings(self._settings, starting)
         flight = CudaFlight()
         if self._deterministic:
-            self._run_fixed(step, lay_out(step.guesses + step.pieces), flight)
+            self._run_fixed(make_batch(step), flight)
         else:
             if step.decoding:
                 self._decode(step, flight)
             if step.guesses:
-                self._verify(lay_out(step.guesses), flight)
+                self._verify(make_span_batch(step.guesses), flight)
             if step.pieces:
-                self._prefill(lay_out(step.pieces), flight)
+                self._prefill(make_span_batch(step.pieces), flight)
         flight.take_off()
         return flight
 
@@ -82,7 +85,7 @@ class CudaRunner:
         order = np.argsort(-step.positions, kind="stable")  # the longest first: none ends alone
         requests, positions = [step.decoding[i] for i in order], step.positions[order]
         inputs = self._rows_input(self._graphs.padded(count))
-        inputs[0, :count] = _LAST
+        inputs[0, :count] = LAST_SAMPLED
         inputs[1, :count] = inputs[3, :count] = step.rows[order]
         inputs[2, :count] = positions
         outputs = self._graphs.run(_pinned(inputs))
@@ -96,16 +99,16 @@ class CudaRunner:
         )
         flight.add(requests, outputs.tokens[:count], outputs.log_probs[:count], special)
 
-    def _verify(self, layout: Layout, flight: CudaFlight) -> None:
+    def _verify(self, batch: StepBatch, flight: CudaFlight) -> None:
         """Newest tokens and drafts, a row each: every one of them has a token drawn after it."""
         most = len(self._scheduler.page_table) - 1
-        for first in range(0, len(layout.ids), most):
+        for first in range(0, len(batch.ids), most):
             part = slice(first, first + most)
-            requests, positions = layout.drawn[part], layout.positions[part]
+            requests, positions = batch.sampled[part], batch.positions[part]
             count = len(requests)
             inputs = self._rows_input(self._graphs.padded(count))
-            inputs[0, :count] = layout.ids[part]
-            inputs[1, :count] = inputs[3, :count] = layout.rows[part]
+            inputs[0, :count] = batch.ids[part]
+            inputs[1, :count] = inputs[3, :count] = batch.rows[part]
             inputs[2, :count] = positions
             outputs = self._graphs.run(_pinned(inputs))
             tokens, log_probs = outputs.tokens[:count], outputs.log_probs[:count]
@@ -114,81 +117,62 @@ class CudaRunner:
             )
             flight.add(requests, tokens, log_probs, special)
 
-    def _prefill(self, layout: Layout, flight: CudaFlight) -> None:
-        tiles = _tiles(layout.counts)
-        outputs = np.concatenate([layout.drawn_at, layout.scored_at])
+    def _prefill(self, batch: StepBatch, flight: CudaFlight) -> None:
+        tiles = _tiles(batch.counts)
+        outputs = np.concatenate([batch.sampled_at, batch.scored_at])
         sent = _upload(
             self._cache.device,
-            layout.ids,
-            layout.positions,
-            layout.rows,
+            batch.ids,
+            batch.positions,
+            batch.rows,
             tiles.reshape(-1),
             outputs,
-            layout.positions[outputs],
-            layout.rows[outputs],
+            batch.positions[outputs],
+            batch.rows[outputs],
         )
         ids, positions, rows, tile_table, outputs, at, of = sent
         tokens = Tokens(ids=ids, positions=positions, rows=rows, tiles=tile_table.view(-1, 2))
         if not len(outputs):  # a piece from the middle of a prompt; only its keys and values matter
             outputs = outputs.new_zeros(1)
         logits = self._model(tokens, self._cache, self._table, outputs)
-        count = len(layout.drawn)
+        count = len(batch.sampled)
         if count:
             drawn = draw_all(
                 self._kernels,
                 logits[:count],
-                layout.drawn,
+                batch.sampled,
                 of[:count],
                 at[:count],
                 self._settings,
-                layout.positions[layout.drawn_at],
+                batch.positions[batch.sampled_at],
             )
-            flight.add(layout.drawn, *drawn)
-        if layout.scored:
-            positions = layout.positions[layout.scored_at].tolist()
-            flight.scored += score(logits[count:], layout.scored, positions)
+            flight.add(batch.sampled, *drawn)
+        if batch.scored:
+            positions = batch.positions[batch.scored_at].tolist()
+            flight.scored += score(logits[count:], batch.scored, positions)
 
-    def _run_fixed(self, step: Step, layout: Layout, flight: CudaFlight) -> None:
-        """Every token a row of its own, in forwards of one size: no row depends on the others."""
-        num_decoding = len(step.decoding)
-        total = num_decoding + len(layout.ids)
-        inputs = self._rows_input(-(-total // _FIXED_ROWS) * _FIXED_ROWS)
-        inputs[0, :num_decoding] = _LAST
-        inputs[0, num_decoding:total] = layout.ids
-        inputs[1, :total] = np.concatenate([step.rows, layout.rows])
-        inputs[2, :total] = np.concatenate([step.positions, layout.positions])
-        drawn_at = np.concatenate([np.arange(num_decoding), layout.drawn_at + num_decoding])
-        inputs[3, drawn_at] = inputs[1, drawn_at]
-        requests = step.decoding + layout.drawn
-        scored_at = layout.scored_at + num_decoding
-        for first in range(0, total, _FIXED_ROWS):
-            chunk = np.ascontiguousarray(inputs[:, first : first + _FIXED_ROWS])
-            outputs = self._graphs.run(_pinned(chunk))
-            inside = np.flatnonzero((drawn_at >= first) & (drawn_at < first + _FIXED_ROWS))
-            if len(inside):
-                at = drawn_at[inside] - first
-                self._take_drawn(outputs, [requests[i] for i in inside], at, chunk[2, at], flight)
-            inside = np.flatnonzero((scored_at >= first) & (scored_at < first + _FIXED_ROWS))
-            if len(inside):
-                at = torch.from_numpy(scored_at[inside] - first).to(self._cache.device)
-                positions = layout.positions[layout.scored_at[inside]].tolist()
-                owners = [layout.scored[i] for i in inside]
-                flight.scored += score(outputs.logits[at], owners, positions)
+    def _run_fixed(self, batch: StepBatch, flight: CudaFlight) -> None:
+        """Run the step in the fixed-size forwards of deterministic mode."""
+        for part in split_fixed(batch, self._scheduler.scrap_row):
+            inputs = self._rows_input(FIXED_ROWS)
+            inputs[:3] = part.ids, part.rows, part.positions
+            inputs[3, part.sampled_at] = part.rows[part.sampled_at]
+            outputs = self._graphs.run(_pinned(inputs))
+            if part.sampled:
+                self._take_drawn(outputs, part, flight)
+            if part.scored:
+                at = torch.from_numpy(part.scored_at).to(self._cache.device)
+                positions = part.positions[part.scored_at].tolist()
+                flight.scored += score(outputs.logits[at], part.scored, positions)
 
-    def _take_drawn(
-        self,
-        outputs: RowOutputs,
-        requests: list[Request],
-        at: np.ndarray,
-        positions: np.ndarray,
-        flight: CudaFlight,
-    ) -> None:
-        index = torch.from_numpy(at).to(self._cache.device)
+    def _take_drawn(self, outputs: RowOutputs, part: StepBatch, flight: CudaFlight) -> None:
+        index = torch.from_numpy(part.sampled_at).to(self._cache.device)
         logits, tokens, log_probs = (
             x[index] for x in (outputs.logits, outputs.tokens, outputs.log_probs)
         )
-        special = draw_special(logits, requests, tokens, log_probs, self._settings, positions)
-        flight.add(requests, tokens, log_probs, special)
+        positions = part.positions[part.sampled_at]
+        special = draw_special(logits, part.sampled, tokens, log_probs, self._settings, positions)
+        flight.add(part.sampled, tokens, log_probs, special)
 
     def _forward_rows(self, inputs: torch.Tensor) -> RowOutputs:
         ids, rows, positions, draw_rows = inputs

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import PreTrainedModel
 
 from slime.engine.cache.kv_cache import KVCache, LayerShape
@@ -26,9 +27,7 @@ from slime.engine.kernels.interface import (
     Rotary,
     Tokens,
 )
-from slime.engine.models.fused_model import FAMILIES, join_linears, keep_tensor
 
-_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # a position's angles never change
 _ROPE_PIECE = 4096
 _KNOWN_MIXTURE = "Qwen3MoeSparseMoeBlock"  # whose router is a softmax over all, then the best few
 
@@ -36,7 +35,7 @@ _KNOWN_MIXTURE = "Qwen3MoeSparseMoeBlock"  # whose router is a softmax over all,
 class FastModel:
     def __init__(self, model: PreTrainedModel, kernels: Kernels, context_len: int) -> None:
         body: Any = model.model
-        self._kernels = kernels
+        self.kernels = kernels
         self._embedding: Any = model.get_input_embeddings().weight
         self._head: Any = model.get_output_embeddings()
         self._norm, self._eps = body.norm.weight, body.norm.variance_epsilon
@@ -70,7 +69,7 @@ class FastModel:
         if outputs is not None:
             hidden = hidden.index_select(0, outputs)
             delta = None if delta is None else delta.index_select(-2, outputs)
-        normed = self._kernels.add_rms_norm(hidden, delta, self._norm, self._eps)
+        normed = self.kernels.add_rms_norm(hidden, delta, self._norm, self._eps)
         return F.linear(normed, self._head.weight, self._head.bias)
 
 
@@ -84,7 +83,7 @@ class _Layer:
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         query, key, _ = (p.out_features // attention.head_dim for p in projections)
         self.heads = Heads(num_query=query, num_key=key, dim=attention.head_dim)
-        self._qkv, self._qkv_bias = join_linears(attention, "qkv", projections)
+        self._qkv, self._qkv_bias = _join_linears(attention, "qkv", projections)
         self._qk_norm = _make_qk_norm(attention)
         self._out, self._out_bias = attention.o_proj.weight, attention.o_proj.bias
         self._before, self._after = (
@@ -115,7 +114,7 @@ class _Layer:
 
 class _GatedMlp:
     def __init__(self, mlp: Any, kernels: Kernels) -> None:
-        self._gate_up, self._bias = join_linears(mlp, "gate_up", (mlp.gate_proj, mlp.up_proj))
+        self._gate_up, self._bias = _join_linears(mlp, "gate_up", (mlp.gate_proj, mlp.up_proj))
         self._down, self._down_bias = mlp.down_proj.weight, mlp.down_proj.bias
         self._kernels = kernels
 
@@ -155,22 +154,6 @@ def _make_mlp(mlp: Any, kernels: Kernels) -> _GatedMlp | _Mixture | _Experts:
     return _Mixture(mlp, kernels.experts)
 
 
-def why_not_fast(model: PreTrainedModel) -> str | None:
-    """The reason this forward does not fit the model, or None."""
-    kind = type(model).__name__
-    if kind not in FAMILIES or not type(model).__module__.startswith("transformers."):
-        return f"it knows no {kind}"
-    config: Any = model.config
-    if config.hidden_act not in ("silu", "swish"):
-        return f"it has no activation {config.hidden_act!r}"
-    body: Any = model.model
-    if body.rotary_emb.rope_type not in _STATIC_ROPE:
-        return f"it has no rotary embedding of type {body.rotary_emb.rope_type!r}"
-    if 2 * body.rotary_emb.inv_freq.shape[-1] != body.layers[0].self_attn.head_dim:
-        return "only part of each head is rotated"
-    return None
-
-
 def _make_qk_norm(attention: Any) -> QueryKeyNorm | None:
     if not hasattr(attention, "q_norm"):
         return None
@@ -193,6 +176,33 @@ def _make_rotary(body: Any, dtype: torch.dtype, context_len: int) -> Rotary:
         cosines.append(cos[0])
         sines.append(sin[0])
     rotary = Rotary(cosines=torch.cat(cosines), sines=torch.cat(sines))
-    keep_tensor(body, "cosines", rotary.cosines)
-    keep_tensor(body, "sines", rotary.sines)
+    _register_tensor(body, "cosines", rotary.cosines)
+    _register_tensor(body, "sines", rotary.sines)
     return rotary
+
+
+def _join_linears(
+    owner: nn.Module, name: str, linears: tuple[nn.Linear, ...]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One weight and bias for all, of which theirs become views."""
+    weight = torch.cat([linear.weight.data for linear in linears])
+    if weight.device.type == "cpu":  # as x @ W.T reads it, see loading.py
+        weight = weight.t().contiguous().t()
+    bias = None
+    if linears[0].bias is not None:
+        bias = torch.cat([linear.bias.data for linear in linears])
+        _register_tensor(owner, f"{name}_bias", bias)
+    _register_tensor(owner, f"{name}_weight", weight)
+    start = 0
+    for linear in linears:
+        end = start + linear.weight.shape[0]
+        linear.weight.data = weight[start:end]
+        if bias is not None:
+            linear.bias.data = bias[start:end]
+        start = end
+    return weight, bias
+
+
+def _register_tensor(owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Known to the module, so that it moves with it, but no part of a checkpoint."""
+    owner.register_buffer(f"fused_{name}", tensor, persistent=False)

@@ -1,28 +1,68 @@
-"""The model on its device, and whoever runs its steps."""
+"""The model on its device, and the choice of the forward that runs it.
+
+There are two execution paths::
+
+    fast    FastModel on our kernels     CpuRunner (C, float32) or CudaRunner (Triton, CUDA graphs)
+    plain   the Hugging Face modules     PlainRunner, with attention over the paged KV cache
+
+`find_kernels` is the only place that decides between them.
+"""
 
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from slime.core.errors import UserError
 from slime.engine.arguments import EngineArgs
 from slime.engine.cache.kv_cache import KVCache, LayerShape
+from slime.engine.kernels.cpu_kernels import SOURCE, CpuKernels
+from slime.engine.kernels.interface import Kernels
 from slime.engine.models.attention import record_layers
-from slime.engine.models.fused_model import Forward, FusedModel, make_forward
+from slime.engine.models.cpu_runner import CpuRunner
+from slime.engine.models.fast_model import FastModel
 from slime.engine.models.loading import context_len, load_model
 from slime.engine.models.plain_runner import PlainRunner
 from slime.engine.models.routed_experts import RoutedExperts
-from slime.engine.models.select import make_fast, make_fast_runner
 from slime.engine.models.self_check import check_served
 from slime.engine.scheduler.scheduler import Scheduler, Step
 from slime.engine.scheduler.speculation import GuessFlight
 from slime.engine.scheduler.step_output import Flight
+from slime.utils.c_library import load_library
 from slime.utils.device import device_type
 
 logger = logging.getLogger(__name__)
+FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"}
+_STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # a position's angles never change
+
+
+def find_kernels(args: EngineArgs, model: PreTrainedModel) -> Kernels | str:
+    """Return the kernels of the fast path, or the reason why this model takes the plain path."""
+    if args.enable_return_routed_experts:
+        return "--enable-return-routed-experts reads the routers of the Hugging Face modules"
+    if not _is_known_family(model):
+        return f"there is no fast forward for {type(model).__name__}"
+    config: Any = model.config
+    body: Any = model.model
+    if config.hidden_act not in ("silu", "swish"):
+        return f"the fast forward has no activation {config.hidden_act!r}"
+    if body.rotary_emb.rope_type not in _STATIC_ROPE:
+        return f"the fast forward has no RoPE of type {body.rotary_emb.rope_type!r}"
+    if 2 * body.rotary_emb.inv_freq.shape[-1] != body.layers[0].self_attn.head_dim:
+        return "the fast forward has no partial RoPE"
+    if model.device.type == "cuda":
+        try:
+            from slime.engine.kernels.cuda_kernels import CudaKernels
+        except ImportError as error:
+            return f"Triton cannot be imported ({error})"
+        return CudaKernels()
+    if model.dtype != torch.float32:
+        return f"the CPU kernels compute in float32, not in {model.dtype}"
+    library = load_library(SOURCE)
+    return "gcc did not compile the CPU kernels" if library is None else CpuKernels(library)
 
 
 class StepRunner(Protocol):
@@ -32,7 +72,7 @@ class StepRunner(Protocol):
 
 
 class ModelRunner:
-    """`layers` says what each layer stores in the KV cache."""
+    """Runs the steps of one model; `layers` holds what each layer stores in the KV cache."""
 
     def __init__(self, args: EngineArgs) -> None:
         self.device = torch.device(args.device or device_type())
@@ -41,33 +81,43 @@ class ModelRunner:
         self.deterministic = args.enable_deterministic_inference
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         self.context_len = context_len(args, self.model)
-        self._returns_experts = args.enable_return_routed_experts
         self.routed_experts: RoutedExperts | None = None
-        self._fast = None if self._returns_experts else make_fast(self.model, self.context_len)
-        self._plain: Forward | None = None if self._fast else make_forward(self.model)
-        self.layers = self._fast.model.layers if self._fast else self._find_layers()
-        if self._plain is not None and not isinstance(self._plain, FusedModel):
-            check_served(self.model, self._plain, self.layers, self.context_len)
+        self._returns_experts = args.enable_return_routed_experts
+        kernels = find_kernels(args, self.model)
+        self._fast: FastModel | None = None
+        if isinstance(kernels, str):
+            logger.info(
+                "%s runs on its Hugging Face modules: %s", type(self.model).__name__, kernels
+            )
+            self.layers = _find_layers(self.model)
+            if not _is_known_family(self.model):
+                check_served(self.model, self.layers, self.context_len)
+        else:
+            self._fast = FastModel(self.model, kernels, self.context_len)
+            self.layers = self._fast.layers
         self.cache: KVCache | None = None
         self._steps: StepRunner | None = None
 
     def prepare(self, num_pages: int, scheduler: Scheduler) -> None:
-        """Take the memory of the KV cache; from here on steps can run."""
+        """Allocate the KV cache; after this, steps can run."""
         page_size = scheduler.pool.page_size
         cache = KVCache(self.layers, num_pages, page_size, self.dtype, self.device)
         self.cache = cache
-        if self._fast is not None:
-            self._steps = make_fast_runner(self._fast, cache, scheduler, self.deterministic)
-        else:
-            assert self._plain is not None
-            if self._returns_experts:
-                self.routed_experts = RoutedExperts(self.model, num_pages, page_size)
+        if self._returns_experts:
+            self.routed_experts = RoutedExperts(self.model, num_pages, page_size)
+        if self._fast is None:
             self._steps = PlainRunner(
-                self._plain, cache, scheduler, self.deterministic, self.routed_experts
+                self.model, cache, scheduler, self.deterministic, self.routed_experts
             )
+        elif self.device.type == "cuda":
+            from slime.engine.models.cuda_runner import CudaRunner
+
+            self._steps = CudaRunner(self._fast, cache, scheduler, self.deterministic)
+        else:
+            self._steps = CpuRunner(self._fast, cache, scheduler, self.deterministic)
 
     def launch(self, step: Step) -> Flight:
-        """Start one step: compute all its tokens and draw the next one where one is due."""
+        """Start one step: compute all its tokens and sample the next one where one is due."""
         assert self._steps is not None
         flight = self._steps.launch(step)
         if not step.guesses:
@@ -75,24 +125,30 @@ class ModelRunner:
         return GuessFlight(flight=flight, drafts={g.request: g.draft for g in step.guesses})
 
     def forget(self) -> None:
-        """The cache or the weights are about to go away or to move."""
+        """Drop what depends on the addresses of the cache and the weights, which are about to move."""
         if self._steps is not None:
             self._steps.forget()
 
-    @torch.inference_mode()
-    def _find_layers(self) -> dict[int, LayerShape]:
-        """Run one token with attention that only takes notes: works for any model definition."""
-        assert self._plain is not None
-        token = torch.zeros(1, dtype=torch.int64, device=self.device)
-        reason = ""
-        try:
-            with record_layers() as layers:
-                self._plain(token, token, token)
-        except (AttributeError, KeyError, NotImplementedError, TypeError) as error:
-            layers, reason = {}, f" ({error})"
-        if not layers:
-            raise UserError(
-                f"the embedded engine cannot serve {type(self.model).__name__}: its attention does not "
-                f"go through transformers' attention interface{reason}; use --rollout-engine sglang"
-            )
-        return layers
+
+def _is_known_family(model: PreTrainedModel) -> bool:
+    kind = type(model)
+    return kind.__name__ in FAMILIES and kind.__module__.startswith("transformers.")
+
+
+@torch.inference_mode()
+def _find_layers(model: PreTrainedModel) -> dict[int, LayerShape]:
+    """Run one token with attention that only records shapes, which works for any model definition."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    forward: Any = model
+    reason = ""
+    try:
+        with record_layers() as layers:
+            forward(input_ids=token, position_ids=token, use_cache=False)
+    except (AttributeError, KeyError, NotImplementedError, TypeError) as error:
+        layers, reason = {}, f" ({error})"
+    if not layers:
+        raise UserError(
+            f"the embedded engine cannot serve {type(model).__name__}: its attention does not "
+            f"go through transformers' attention interface{reason}; use --rollout-engine sglang"
+        )
+    return layers

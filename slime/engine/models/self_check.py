@@ -17,7 +17,6 @@ from slime.core.errors import UserError
 from slime.engine.cache.kv_cache import KVCache, LayerShape
 from slime.engine.cache.page_pool import PagePool
 from slime.engine.models.attention import IMPLEMENTATION
-from slime.engine.models.fused_model import Forward
 from slime.engine.models.plain_runner import PlainRunner
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import SamplingParams
@@ -31,9 +30,7 @@ _TOLERANCE = {torch.float32: 0.01}
 _TOLERANCE_16_BITS = 0.5
 
 
-def check_served(
-    model: PreTrainedModel, forward: Forward, layers: dict[int, LayerShape], context_len: int
-) -> None:
+def check_served(model: PreTrainedModel, layers: dict[int, LayerShape], context_len: int) -> None:
     """UserError if the engine's log-probs are not the model's own."""
     count = min(_PROMPT, context_len - _OUTPUT)
     if count < 2:
@@ -45,7 +42,7 @@ def check_served(
         return
     finally:
         model.set_attn_implementation(IMPLEMENTATION)
-    served = _serve(model, forward, layers, count)
+    served = _serve(model, layers, count)
     expected = _ask_model(model, served)
     found = torch.tensor([r.input_log_probs + r.output_log_probs for r in served])
     error = (found - expected).square().mean().sqrt()
@@ -58,14 +55,12 @@ def check_served(
 
 
 @torch.inference_mode()
-def _serve(
-    model: PreTrainedModel, forward: Forward, layers: dict[int, LayerShape], count: int
-) -> list[Request]:
+def _serve(model: PreTrainedModel, layers: dict[int, LayerShape], count: int) -> list[Request]:
     scheduler = Scheduler(
         PagePool(_PAGES, _PAGE), max_running=2, max_pages_per_request=_PAGES, chunk_size=_PIECE
     )
     cache = KVCache(layers, _PAGES, _PAGE, model.dtype, model.device)
-    runner = PlainRunner(forward, cache, scheduler, deterministic=False)
+    runner = PlainRunner(model, cache, scheduler, deterministic=False)
     requests = [_request(text, count, model) for text in range(2)]
     for request in requests:
         scheduler.add(request)

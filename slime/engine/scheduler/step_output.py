@@ -40,3 +40,14 @@ class Landed:
 
     def collect(self) -> StepOutput:
         return self.output
+
+
+def join_outputs(parts: list[StepOutput]) -> StepOutput:
+    if len(parts) == 1:
+        return parts[0]
+    return StepOutput(
+        requests=[request for part in parts for request in part.requests],
+        tokens=[token for part in parts for token in part.tokens],
+        log_probs=[value for part in parts for value in part.log_probs],
+        scored=[entry for part in parts for entry in part.scored],
+    )
