@@ -1,4 +1,4 @@
-"""Options of the embedded engine: SGLang's names, parsed into one frozen record. No torch here."""
+"""Options of the embedded engine under SGLang's names, parsed into one frozen record (imports no torch)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_DRAFT_TOKENS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
-    """What one engine process is started with; unset sizes are filled in when the model is known."""
+    """The options of one engine process; sizes that are None are chosen when the model is loaded."""
 
     model_path: str
     tokenizer_path: str | None = None  # default: model_path
@@ -55,7 +55,7 @@ class EngineArgs:
             )
         if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
             raise ConfigError(
-                f"--max-total-tokens {self.max_total_tokens} holds not even one page of "
+                f"--max-total-tokens {self.max_total_tokens} is less than one page of "
                 f"{self.page_size} tokens; raise it or lower --page-size"
             )
         fraction = self.mem_fraction_static
@@ -63,8 +63,8 @@ class EngineArgs:
             raise ConfigError(f"--mem-fraction-static must be between 0 and 1, not {fraction}")
         if self.speculative_algorithm not in (None, "NGRAM"):
             raise ConfigError(
-                f"--speculative-algorithm {self.speculative_algorithm}: this engine guesses by prompt "
-                "lookup alone; write NGRAM"
+                f"--speculative-algorithm {self.speculative_algorithm}: this engine only supports "
+                "prompt lookup; use NGRAM"
             )
         window = self.speculative_num_draft_tokens
         if window is not None and not 2 <= window <= MOST_DRAFT_TOKENS:
@@ -77,13 +77,15 @@ class EngineArgs:
 
 
 def parse_engine_args(argv: list[str] | None = None) -> EngineArgs:
-    """EngineArgs from a command line; ConfigError for a wrong one."""
+    """Parse a command line; raise ConfigError if it is invalid."""
     parser = _Parser(prog="slime engine", description=__doc__, allow_abbrev=False)
     for group, options in _OPTIONS.items():
         section = parser.add_argument_group(group)
         for name, settings in options.items():
             section.add_argument(option_of(name), **settings)
-    section = parser.add_argument_group("SGLang's, accepted and without effect here")
+    section = parser.add_argument_group(
+        "options of SGLang that are accepted and have no effect here"
+    )
     for name in sorted(HARMLESS):
         section.add_argument(option_of(name), nargs="*", metavar="VALUE")
     given = vars(parser.parse_args(argv))
@@ -106,21 +108,21 @@ _OPTIONS: dict[str, dict[str, dict]] = {
     "model": {
         "model_path": {"required": True, "help": "folder of a Hugging Face causal language model"},
         "tokenizer_path": {"help": "folder of the tokenizer; default: the model's"},
-        "skip_tokenizer_init": {**_SWITCH, "help": "take and give token ids only"},
+        "skip_tokenizer_init": {**_SWITCH, "help": "accept and return token ids only"},
         "trust_remote_code": {**_SWITCH, "help": "run Python code found in the model folder"},
         "load_format": {"choices": ["auto", "dummy"], "help": "dummy: random weights"},
         "dtype": {
             "choices": _DTYPES,
             "help": "auto: the checkpoint's; float32 becomes bfloat16 on CUDA",
         },
-        "tp_size": {"type": int, "help": "1, the only size there is"},
-        "device": {"choices": ["cpu", "cuda"], "help": "default: cuda where there is one"},
+        "tp_size": {"type": int, "help": "1 is the only supported size"},
+        "device": {"choices": ["cpu", "cuda"], "help": "default: cuda if available"},
         "context_length": {"type": int, "help": "default: the model's"},
         "served_model_name": {"help": "name shown by /v1/models; default: the path"},
         "weight_version": {"help": "version of the weights in model_path"},
     },
     "server": {
-        "host": {"help": "address to listen at; default 127.0.0.1"},
+        "host": {"help": "address to bind to; default 127.0.0.1"},
         "port": {"type": int, "help": "0: any free port"},
         "port_file": {"help": 'file to write {"port": ..., "pid": ...} to once it listens'},
         "api_key": {
@@ -130,15 +132,18 @@ _OPTIONS: dict[str, dict[str, dict]] = {
         "log_level": {"choices": ["debug", "info", "warning", "error"]},
     },
     "scheduling and memory": {
-        "max_running_requests": {"type": int, "help": "requests generated at the same time"},
+        "max_running_requests": {"type": int, "help": "maximum number of concurrent requests"},
         "max_total_tokens": {"type": int, "help": "tokens in the KV cache"},
-        "mem_fraction_static": {"type": float, "help": "share of a GPU for weights and KV cache"},
-        "chunked_prefill_size": {"type": int, "help": "most prompt tokens in one forward"},
+        "mem_fraction_static": {
+            "type": float,
+            "help": "fraction of GPU memory for weights and KV cache",
+        },
+        "chunked_prefill_size": {"type": int, "help": "maximum prompt tokens in one forward"},
         "page_size": {"type": int, "help": "tokens in a page of the KV cache"},
         "disable_radix_cache": {**_SWITCH, "help": "do not reuse the KV cache of common prefixes"},
         "enable_return_routed_experts": {
             **_SWITCH,
-            "help": "let requests ask which experts their tokens went to; slower",
+            "help": "let requests ask for the experts of their tokens; runs on the plain path, slower",
         },
         "enable_deterministic_inference": {
             **_SWITCH,
@@ -146,12 +151,12 @@ _OPTIONS: dict[str, dict[str, dict]] = {
         },
         "speculative_algorithm": {
             "type": str.upper,
-            "help": "NGRAM: guess what followed the same tokens before; same output, fewer steps",
+            "help": "NGRAM: draft by prompt lookup; same output, fewer steps",
         },
         "speculative_num_draft_tokens": {
             "type": int,
-            "help": "tokens of a request in one forward, the newest and the guessed ones; default 12",
+            "help": "tokens of a request in one forward, the newest and its draft; default 12",
         },
-        "random_seed": {"type": int, "help": "seed of requests that bring none"},
+        "random_seed": {"type": int, "help": "seed of requests without one"},
     },
 }

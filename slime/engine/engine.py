@@ -1,9 +1,9 @@
-"""The engine: a thread that steps over requests, and the calls other threads make on it.
+"""The engine: one thread that runs steps, and the calls that other threads make on it.
 
     HTTP threads ──submit / call──▶ commands ──▶ loop: run commands, then step() ──▶ on_update(requests)
 
-All state belongs to the loop thread; others only leave commands. It sleeps on a condition variable
-while there is nothing to do.
+All state belongs to the engine thread; other threads only enqueue commands. It sleeps on a condition
+variable while there is nothing to do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slime.engine.scheduler.request import FinishReason, Request
 from slime.engine.scheduler.sampling_params import RequestError
 from slime.engine.scheduler.scheduler import Scheduler
 from slime.engine.scheduler.speculation import DEFAULT_WINDOW, Drafter
-from slime.engine.scheduler.step_output import Flight, StepOutput
+from slime.engine.scheduler.step import PendingStep, StepOutput
 from slime.engine.server.text import TextCodec, load_codec
 from slime.engine.weights import WeightStore
 
@@ -36,8 +36,8 @@ UpdateListener = Callable[[list[Request]], None]
 
 
 class Engine:
-    """`on_update` is called in the loop thread with requests that finished or, streaming, grew;
-    `on_failure` when the loop ends by an error, after which the engine is of no more use."""
+    """`on_update` is called in the engine thread with requests that finished or, if streaming, grew;
+    `on_failure` when the loop ended with an error, after which the engine cannot be used."""
 
     def __init__(
         self, args: EngineArgs, on_update: UpdateListener, on_failure: Callable[[], None]
@@ -62,18 +62,19 @@ class Engine:
         self.weight_version = args.weight_version
         self.model_path = args.model_path
         self.pause_mode: str | None = None
-        self.released: set[str] = set()  # parts of the memory given back
+        self.released: set[str] = set()  # tags of the memory that is released
         self.failure: BaseException | None = None
         self.num_steps = 0
-        self.in_call = False  # a command of another thread is being carried out
+        self.in_call = False  # a command of another thread is running
         self._on_update = on_update
         self._on_failure = on_failure
         self._random = random.Random(args.random_seed)
         self._wake = threading.Condition()
-        self._commands: deque[tuple[bool, Callable[[], None]]] = deque()  # with: after all steps?
-        self._flights: deque[Flight] = deque()  # steps not collected yet, the oldest first
+        # (whether all launched steps must be read first, command)
+        self._commands: deque[tuple[bool, Callable[[], None]]] = deque()
+        self._pending_steps: deque[PendingStep] = deque()  # not read yet, oldest first
         self._exclusive: deque[Callable[[], None]] = deque()
-        self._held: deque[Request] = deque()  # came while an exclusive call waits for the others
+        self._held_back: deque[Request] = deque()  # arrived while an exclusive call waits
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -83,14 +84,14 @@ class Engine:
     def launch(
         cls, args: EngineArgs, on_update: UpdateListener, on_failure: Callable[[], None]
     ) -> Engine:
-        """Make an engine and step it, all in one new thread; returns once the model is loaded.
+        """Construct an engine and run it, both in one new thread; return once the model is loaded.
 
-        One thread: OpenMP keeps a team per thread that ever computed, and with more of them than
-        cores the workers sleep between any two operations instead of waiting for the next.
+        In one thread because OpenMP keeps a thread team per thread that ever computed: with more OpenMP
+        threads than cores they sleep between operations instead of spinning.
         """
         made: Future[Engine] = Future()
 
-        def live() -> None:
+        def run_thread() -> None:
             try:
                 engine = cls(args, on_update, on_failure)
             except BaseException as error:
@@ -99,7 +100,7 @@ class Engine:
             made.set_result(engine)
             engine.run()
 
-        thread = threading.Thread(target=live, name="engine", daemon=True)
+        thread = threading.Thread(target=run_thread, name="engine", daemon=True)
         thread.start()
         engine = made.result()
         engine._thread = thread
@@ -109,7 +110,7 @@ class Engine:
         def stop() -> None:
             self._stopping = True
 
-        self._leave_command(stop, settled=False)
+        self._enqueue(stop, after_steps=False)
         if self._thread is not None:
             self._thread.join()
 
@@ -117,19 +118,19 @@ class Engine:
         return self._random.getrandbits(63)
 
     def submit(self, requests: list[Request]) -> None:
-        self._leave_command(lambda: self._accept(requests), settled=False)
+        self._enqueue(lambda: self._accept(requests), after_steps=False)
 
     def call(self, function: Callable[[], T], *, exclusive: bool = False) -> Future[T]:
-        """Run `function` in the loop thread between two steps.
+        """Run `function` in the engine thread between two steps.
 
-        Exclusive: once no request is in flight; those that come meanwhile are held back. While
-        generation is paused, or memory is released, it runs at once.
+        Exclusive calls run when no request is in flight; requests that arrive meanwhile are held back. While
+        generation is paused, or memory is released, they run at once.
         """
         future: Future[T] = Future()
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # who asked has hung up
+                return  # the caller cancelled it
             self.in_call = True
             try:
                 future.set_result(function())
@@ -139,55 +140,55 @@ class Engine:
                 self.in_call = False
 
         if exclusive:
-            self._leave_command(lambda: self._exclusive.append(run), settled=False)
+            self._enqueue(lambda: self._exclusive.append(run), after_steps=False)
         else:
-            self._leave_command(run, settled=True)
+            self._enqueue(run, after_steps=True)
         return future
 
-    def _leave_command(self, command: Callable[[], None], *, settled: bool) -> None:
-        """`settled`: it must find the tokens of every step known."""
+    def _enqueue(self, command: Callable[[], None], *, after_steps: bool) -> None:
+        """Enqueue a command; with `after_steps` the tokens of all launched steps are read before it runs."""
         with self._wake:
-            self._commands.append((settled, command))
+            self._commands.append((after_steps, command))
             self._wake.notify()
 
     # called in the loop thread
 
     def step(self) -> None:
-        """Schedule and launch a step, then postprocess the one before, which runs meanwhile."""
-        if self._flights and self.scheduler.may_retract():
-            self._settle()
+        """Schedule and launch a step, then postprocess the previous one while this one runs."""
+        if self._pending_steps and self.scheduler.may_retract():
+            self._wait_for_steps()
         step = self.scheduler.schedule()
         if step:
-            flight = self.runner.launch(step)
-            self._flights.append(flight)
+            pending = self.runner.launch(step)
+            self._pending_steps.append(pending)
             self.scheduler.complete(step)
             self.num_steps += 1
-            # A draft is made from the whole text, so nothing may be pending then.
-            wait = flight.immediate or self.scheduler.drafter is not None
-            self._settle(keep=0 if wait else 1)
-        elif self._flights:
-            self._settle()
+            # Drafts are made from the whole text, so no token may be pending.
+            wait = pending.blocks_next_step or self.scheduler.drafter is not None
+            self._wait_for_steps(keep=0 if wait else 1)
+        elif self._pending_steps:
+            self._wait_for_steps()
         elif self.scheduler.has_requests:
             raise RuntimeError("nothing could be scheduled")
 
-    def _settle(self, keep: int = 0) -> None:
+    def _wait_for_steps(self, keep: int = 0) -> None:
         """Read the tokens of all steps but the last `keep`."""
-        while len(self._flights) > keep:
-            self._postprocess(self._flights.popleft().collect())
+        while len(self._pending_steps) > keep:
+            self._postprocess(self._pending_steps.popleft().wait())
 
     def abort(self, matches: Callable[[Request], bool]) -> int:
-        """End matching requests with what they have; returns how many."""
+        """Finish matching requests with the tokens they have; return how many."""
         running = [request for request in self.scheduler.running if matches(request)]
         queued = {request: None for request in self.scheduler.waiting if matches(request)}
-        queued |= {request: None for request in self._held if matches(request)}
+        queued |= {request: None for request in self._held_back if matches(request)}
         victims = [*running, *queued]
         for request in victims:
             request.finish = FinishReason(kind="abort", message="Aborted")
         for request in running:
             self._finish(request)
-        if queued:  # all at once: taking one out of a queue is linear in its length
+        if queued:  # all at once: removing one from a deque is linear in its length
             self.scheduler.drop_waiting(queued.keys())
-            self._held = deque(request for request in self._held if request not in queued)
+            self._held_back = deque(request for request in self._held_back if request not in queued)
         if victims:
             self._on_update(victims)
         return len(victims)
@@ -203,24 +204,24 @@ class Engine:
         self.pause_mode = None
 
     def flush_cache(self) -> bool:
-        """Forget all prefixes; False if requests are in the way."""
+        """Clear the prefix cache; return False if requests are running or waiting."""
         if self.scheduler.running or (self.scheduler.waiting and self.pause_mode is None):
             return False
         self.scheduler.flush()
         return True
 
     def weights_changed(self) -> None:
-        """Cached prefixes were computed with other weights; running requests keep their own."""
+        """Clear the prefix cache, which was computed with other weights; running requests keep their pages."""
         self.scheduler.flush()
 
     def release_memory(self, tags: list[str]) -> None:
-        """Give back what the tags name; requests wait until all of it is back."""
+        """Release the memory of these tags; requests wait until all of it is resumed."""
         if self.scheduler.running or (self.scheduler.waiting and self.pause_mode is None):
             raise RequestError(
                 "memory can be released only while no request is running; flush_cache first"
             )
         self.scheduler.flush()
-        self.weights.forget()
+        self.weights.invalidate()
         for tag in tags:
             if tag not in self.released:
                 self._releaser.release(tag)
@@ -240,10 +241,10 @@ class Engine:
 
     @property
     def in_flight(self) -> int:
-        return len(self.scheduler.running) + len(self.scheduler.waiting) + len(self._held)
+        return len(self.scheduler.running) + len(self.scheduler.waiting) + len(self._held_back)
 
     def run(self) -> None:
-        """Until `stop`, or until a step fails."""
+        """Run the loop until `stop`, or until a step fails."""
         try:
             while not self._stopping:
                 self._wait_for_work()
@@ -265,54 +266,53 @@ class Engine:
 
     def _run_commands(self) -> None:
         while self._commands:
-            settled, command = self._commands.popleft()
-            if settled:
-                self._settle()
+            after_steps, command = self._commands.popleft()
+            if after_steps:
+                self._wait_for_steps()
             command()
 
     def _can_step(self) -> bool:
         if self.pause_mode is not None or self.released:
             return False
-        return self.scheduler.has_requests or bool(self._flights)
+        return self.scheduler.has_requests or bool(self._pending_steps)
 
     def _can_run_exclusive(self) -> bool:
-        """While memory is away nothing runs, and those who wait have nothing in the cache yet."""
+        """Return whether an exclusive call may run: while memory is released no request holds cache pages."""
         return bool(self._exclusive) and (
             self.pause_mode is not None or bool(self.released) or not self.scheduler.has_requests
         )
 
     def _run_exclusive(self) -> None:
         while self._can_run_exclusive():
-            self._settle()
+            self._wait_for_steps()
             self._exclusive.popleft()()
         if not self._exclusive:
-            while self._held:
-                self.scheduler.add(self._held.popleft())
+            while self._held_back:
+                self.scheduler.add(self._held_back.popleft())
 
     def _accept(self, requests: list[Request]) -> None:
-        waiting_room = self._held if self._exclusive and self.pause_mode is None else None
+        if self._exclusive and self.pause_mode is None:
+            self._held_back.extend(requests)
+            return
         for request in requests:
-            if waiting_room is not None:
-                waiting_room.append(request)
-            else:
-                self.scheduler.add(request)
+            self.scheduler.add(request)
 
     def _postprocess(self, output: StepOutput) -> None:
         for request, log_prob in output.scored:
             request.input_log_probs.append(log_prob)
-        self._fail_if_no_numbers(output)
+        self._fail_nan_requests(output)
         updated: dict[Request, None] = {}  # in order, each once
         version = self.weight_version
         for request, token, log_prob in zip(
             output.requests, output.tokens, output.log_probs, strict=True
         ):
             if request.finish is None:
-                if request.num_pending == 0:  # a draw behind a right guess
-                    self.scheduler.take_guess(request)
+                if request.num_pending == 0:  # sampled after an accepted draft token
+                    self.scheduler.accept_draft(request)
                 request.num_pending -= 1
                 request.append(token, log_prob, version)
                 if request.params.stop:
-                    self._look_for_stop(request)
+                    self._check_stop_strings(request)
             elif request.row < 0:  # finished by the token before this one
                 continue
             if request.finish is not None:
@@ -324,17 +324,17 @@ class Engine:
             self._on_update(list(updated))
 
     def _finish(self, request: Request) -> None:
-        """What is known by its place in the cache is read before the place is given away."""
+        """Read the routed experts, which are stored by cache slot, before the pages are released."""
         experts = self.runner.routed_experts
         if request.return_routed_experts and experts is not None and request.pages:
             request.routed_experts = experts.of(request)
         self.scheduler.finish(request)
 
-    def _look_for_stop(self, request: Request) -> None:
+    def _check_stop_strings(self, request: Request) -> None:
         if request.num_output and (request.finish is None or request.finish.kind == "length"):
             request.finish = self.codec.find_stop(request) or request.finish
 
-    def _fail_if_no_numbers(self, output: StepOutput) -> None:
+    def _fail_nan_requests(self, output: StepOutput) -> None:
         if not math.isnan(sum(output.log_probs)):
             return
         message = f"the model's output is not a number (weights of version {self.weight_version})"
@@ -344,7 +344,7 @@ class Engine:
 
     def _fail_all(self, error: BaseException) -> None:
         message = f"the engine stopped: {error!r}"
-        for request in [*self.scheduler.running, *self.scheduler.waiting, *self._held]:
+        for request in [*self.scheduler.running, *self.scheduler.waiting, *self._held_back]:
             request.finish = FinishReason(kind="abort", message=message, status_code=500)
             self._on_update([request])
 

@@ -40,8 +40,8 @@ class TensorMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class _Views:
-    """A model's weights under checkpoint names, each where its parameter is as long as `addresses` are
-    those of the parameters. `names` has a tied weight once, under its first name."""
+    """Views of a model's weights under checkpoint names, valid while `addresses` are those of the parameters.
+    `names` has a tied weight once, under its first name."""
 
     addresses: list[int]
     by_name: dict[str, torch.Tensor]
@@ -66,17 +66,17 @@ class WeightStore:
                 "a weight-update session is already open; call end_weight_update() first"
             )
         self.session_open = True
-        self._views()  # while the trainer makes the first bucket
+        self._views()  # overlaps with the trainer making the first bucket
 
     def end_session(self) -> None:
         if not self.session_open:
             raise RequestError("end_weight_update() without begin_weight_update()")
         self.session_open = False
-        self.forget()
+        self.invalidate()
         self._imported.close()
 
-    def forget(self) -> None:
-        """Let go of where the weights are: their memory could not be given back else."""
+    def invalidate(self) -> None:
+        """Drop the views of the weights, which would keep their memory from being released."""
         self._kept = None
 
     def require_session(self, route: str) -> None:
@@ -86,7 +86,7 @@ class WeightStore:
             )
 
     def update_from_disk(self, model_path: str) -> None:
-        """Every parameter from a checkpoint folder; nothing is touched unless all of them fit."""
+        """Load every parameter from a checkpoint folder; nothing is written unless all shapes match."""
         try:
             self._read_folder(model_path)
         except (OSError, SafetensorError) as error:
@@ -103,8 +103,8 @@ class WeightStore:
         ]
         if missing or unknown:
             raise RequestError(
-                f"{model_path} is not a checkpoint of this model: it lacks {missing[:3]} "
-                f"and has {unknown[:3]} which the model does not"
+                f"{model_path} is not a checkpoint of this model: {missing[:3]} are missing "
+                f"and {unknown[:3]} are not in the model"
             )
         by_file: dict[Path, list[str]] = {}
         for name in places.keys() & views.keys():
@@ -119,9 +119,9 @@ class WeightStore:
                     views[name].copy_(file.get_tensor(name))
 
     def update_from_buffer(self, handle: Any, metas: Sequence[TensorMeta]) -> None:
-        """From memory another process of this machine shares, which is read when this returns.
+        """Copy a bucket from memory shared by another process of this machine.
 
-        The memory stays open during a session.
+        The buffer has been read when this returns, and stays mapped during a session.
         """
         places = self._places(metas)
         try:
@@ -151,7 +151,7 @@ class WeightStore:
     def update_from_group(
         self, metas: list[TensorMeta], group_name: str, *, flattened: bool
     ) -> None:
-        """As rank 0 of the group broadcasts: one tensor per name, or all of them as one run of bytes."""
+        """Receive a broadcast of rank 0 of the group: one tensor per name, or all of them as one byte buffer."""
         group = self._group(group_name)
         places = self._places(metas)
         device = self._model.device
@@ -171,14 +171,14 @@ class WeightStore:
         return tensor_checksums([(name, views.by_name[name]) for name in views.names])
 
     def _all(self) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers; going through all modules takes longer than a bucket."""
+        """Return parameters and persistent buffers, cached: state_dict takes longer than copying a bucket."""
         if not self._weights:
             found = self._model.state_dict(keep_vars=True).items()
             self._weights = {name: t for name, t in found if isinstance(t, torch.Tensor)}
         return self._weights
 
     def _views(self) -> _Views:
-        """Kept during a session, unless memory is released and comes back in another place meanwhile."""
+        """Return the views, cached during a session unless the parameters moved."""
         addresses = [tensor.data_ptr() for tensor in self._all().values()]
         if self._kept is not None and self._kept.addresses == addresses:
             return self._kept
@@ -196,7 +196,7 @@ class WeightStore:
         return made
 
     def _places(self, metas: Iterable[TensorMeta]) -> list[torch.Tensor]:
-        """Where each of these goes; refused unless all of them fit."""
+        """Return the destination of each tensor; raise RequestError unless all names and shapes match."""
         views = self._views().by_name
         places: list[torch.Tensor] = []
         for meta in metas:
@@ -215,7 +215,7 @@ class WeightStore:
 
 
 def parse_metadata(entries: Any) -> Sequence[TensorMeta]:
-    """The `metadata` of a slime_shm update."""
+    """Parse the `metadata` of a slime_shm update."""
     if not isinstance(entries, list):
         raise RequestError("metadata must be a list of {name, dtype, shape, offset}")
     try:
@@ -253,7 +253,7 @@ def _parse_entries(text: bytes) -> tuple[TensorMeta, ...]:
 def metadata_in_order(
     names: list[str], dtypes: list[str], shapes: list[list[int]]
 ) -> list[TensorMeta]:
-    """Tensors that lie end to end, as in a flattened bucket."""
+    """Return the metadata of contiguous tensors, as in a flattened bucket."""
     if not len(names) == len(dtypes) == len(shapes):
         raise RequestError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes")
     metas: list[TensorMeta] = []
@@ -287,7 +287,7 @@ def _copy_bucket(
 
 
 def _elements(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes as so many elements as there are whole ones."""
+    """View the whole elements of a byte buffer as `dtype`."""
     return buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
@@ -306,7 +306,7 @@ def _check_shape(name: str, shape: tuple[int, ...], view: torch.Tensor) -> None:
 
 
 def _find_tensors(folder: Path) -> dict[str, Path]:
-    """Which file of a checkpoint holds which tensor."""
+    """Return the file of each tensor of a checkpoint."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

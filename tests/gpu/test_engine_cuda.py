@@ -98,7 +98,7 @@ def test_guesses_change_no_token(checkpoint: Path, deterministic: bool):
             requests = engine.generate(prompts, temperature=0, max_new_tokens=40, ignore_eos=True)
             requests += engine.generate(prompts, temperature=0.5, top_p=0.9, max_new_tokens=20)
             found.append([(r.output_ids, r.output_log_probs) for r in requests])
-    guesses = [r.guesses for r in requests if r.guesses is not None]
+    guesses = [r.draft_history for r in requests if r.draft_history is not None]
     assert sum(g.num_correct for g in guesses) > 0
     if deterministic:
         assert found[0] == found[1]

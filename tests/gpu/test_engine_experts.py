@@ -49,7 +49,7 @@ def test_mix_equals_a_loop_over_pairs(seed: int, dtype: torch.dtype):
     block, hidden = _make_case(seed, dtype)
     _, scores, indices = block.gate(hidden)
     gate_up, down = block.experts.gate_up_proj, block.experts.down_proj
-    found = KERNELS.mix(hidden, indices.int(), scores, gate_up, down)
+    found = KERNELS.run_experts(hidden, indices.int(), scores, gate_up, down)
     expected = torch.zeros_like(hidden, dtype=torch.float32)
     for token, experts in enumerate(indices.tolist()):
         for place, expert in enumerate(experts):
@@ -66,7 +66,9 @@ def test_both_equal_hugging_faces_block(seed: int):
     block, hidden = _make_case(seed, torch.float32)
     logits = torch.nn.functional.linear(hidden, block.gate.weight)
     chosen = KERNELS.route(logits, block.gate.top_k, block.gate.norm_topk_prob)
-    found = KERNELS.mix(hidden, *chosen, block.experts.gate_up_proj, block.experts.down_proj)
+    found = KERNELS.run_experts(
+        hidden, *chosen, block.experts.gate_up_proj, block.experts.down_proj
+    )
     torch.testing.assert_close(found, block(hidden[None])[0], atol=2e-5, rtol=2e-5)
 
 
@@ -89,7 +91,7 @@ def test_logits_that_are_no_numbers_stay_visible():
 def _run(block: Any, hidden: torch.Tensor) -> torch.Tensor:
     logits = torch.nn.functional.linear(hidden, block.gate.weight)
     chosen = KERNELS.route(logits, block.gate.top_k, block.gate.norm_topk_prob)
-    return KERNELS.mix(hidden, *chosen, block.experts.gate_up_proj, block.experts.down_proj)
+    return KERNELS.run_experts(hidden, *chosen, block.experts.gate_up_proj, block.experts.down_proj)
 
 
 @torch.no_grad()

@@ -17,18 +17,17 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from slime.engine.kernels import cuda_kernels  # noqa: E402
-from slime.engine.kernels import cuda_matmuls as cuda_products  # noqa: E402
+from slime.engine.kernels import cuda_kernels, cuda_matmuls  # noqa: E402
 from slime.engine.kernels.cuda_kernels import CudaKernels  # noqa: E402
-from slime.engine.kernels.cuda_tiles import Blocks  # noqa: E402
 from slime.engine.kernels.interface import (  # noqa: E402
-    DrawSettings,
     Heads,
     Pages,
     QueryKeyNorm,
     Rotary,
+    SamplingState,
     Tokens,
 )
+from slime.engine.kernels.triton_launch import TileSizes  # noqa: E402
 from slime.engine.scheduler.sampling import uniforms  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -195,8 +194,8 @@ def test_norm_and_activation(dtype: torch.dtype, size: int):
 
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else DTYPES)
 @pytest.mark.parametrize("seed", range(2 if INTERPRETED else 20))
-def test_products_of_few_rows(seed: int, dtype: torch.dtype):
-    """Against fp32 products of the same numbers; parts are added up by the norm that follows."""
+def test_matmuls_of_few_rows(seed: int, dtype: torch.dtype):
+    """Against fp32 matmuls of the same numbers; parts are added up by the norm that follows."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     rows = rng.choice([1, 5, 16, 33] if INTERPRETED else [1, 8, 16, 40, 64, 100, 128, 256])
@@ -206,7 +205,7 @@ def test_products_of_few_rows(seed: int, dtype: torch.dtype):
     weight = (torch.randn(columns, depth, device=DEVICE) * depth**-0.5).to(dtype)
     expected = x.float() @ weight.float().T
     assert_close(KERNELS.linear(x, weight, None), expected, dtype)
-    parts = KERNELS.linear_parts(x, weight, None)
+    parts = KERNELS.linear_split_k(x, weight, None)
     assert_close(parts.float().view(-1, rows, columns).sum(0), expected, dtype)
     gate, up = expected.chunk(2, -1)
     active = torch.nn.functional.silu(gate) * up
@@ -223,34 +222,34 @@ def test_products_of_few_rows(seed: int, dtype: torch.dtype):
     assert_close(normed, expected, dtype)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize("gated", [False, True])
-def test_products_in_every_block(parts: int, gated: bool):
-    """Rows and columns that fill no block, and a depth cut in parts."""
+def test_matmuls_in_every_tile_size(splits: int, gated: bool):
+    """Rows and columns that fill no block, and split-K."""
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
     x = torch.randn(21, 512, device=DEVICE).to(dtype)
     weight = (torch.randn(80, 512, device=DEVICE) * 512**-0.5).to(dtype)
     expected = x.float() @ weight.float().T
-    if gated and parts == 1:
+    if gated and splits == 1:
         gate, up = expected.chunk(2, -1)
         expected = torch.nn.functional.silu(gate) * up
     for rows, columns in ((16, 16), (32, 64), (64, 32)):
-        blocks = Blocks(ROWS=rows, COLUMNS=columns, DEPTH=64, num_warps=4, num_stages=2)
-        found = cuda_products.product(x, weight, blocks, parts=parts, gated=gated and parts == 1)
+        tiles = TileSizes(BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=64, num_warps=4, num_stages=2)
+        found = cuda_matmuls.matmul(x, weight, tiles, splits=splits, gated=gated and splits == 1)
         assert_close(found.float().sum(0), expected, dtype)
 
 
-def settings(count: int, temperature: float, seed: int = 0) -> DrawSettings:
-    return DrawSettings(
+def settings(count: int, temperature: float, seed: int = 0) -> SamplingState:
+    return SamplingState(
         temperatures=torch.full((count,), temperature, device=DEVICE),
         seeds=torch.arange(seed, seed + count, device=DEVICE),
         last_tokens=torch.zeros(count, dtype=torch.int32, device=DEVICE),
     )
 
 
-def draw(logits: torch.Tensor, given: DrawSettings, position: int = 5):
+def draw(logits: torch.Tensor, given: SamplingState, position: int = 5):
     rows = torch.arange(len(logits), dtype=torch.int32, device=DEVICE)
-    return KERNELS.draw(logits, rows, torch.full_like(rows, position), given)
+    return KERNELS.sample(logits, rows, torch.full_like(rows, position), given)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
@@ -305,20 +304,20 @@ def test_greedy_draws_and_independence_of_company():
     assert not torch.equal(other, draw(logits, settings(6, 5.0), position=7)[0])
 
 
-def test_products_where_there_is_little_shared_memory(monkeypatch):
+def test_matmuls_where_there_is_little_shared_memory(monkeypatch):
     x, weight = torch.zeros(2, 8, 1024, device=DEVICE, dtype=torch.float16)
-    monkeypatch.setattr(cuda_products, "shared_memory", lambda: 99 << 10)
-    blocks = cuda_products.choose_blocks(x, weight, gated=True)
-    assert blocks is not None and blocks.num_stages == 3
-    monkeypatch.setattr(cuda_products, "shared_memory", lambda: 48 << 10)
-    assert cuda_products.choose_blocks(x, weight, gated=True) is None
+    monkeypatch.setattr(cuda_matmuls, "shared_memory", lambda: 99 << 10)
+    tiles = cuda_matmuls.choose_tiles(x, weight, gated=True)
+    assert tiles is not None and tiles.num_stages == 3
+    monkeypatch.setattr(cuda_matmuls, "shared_memory", lambda: 48 << 10)
+    assert cuda_matmuls.choose_tiles(x, weight, gated=True) is None
 
 
-def test_products_that_are_left_to_the_library():
+def test_matmuls_that_are_left_to_the_library():
     def blocks_for(rows: int, columns: int, depth: int, dtype: torch.dtype, **how: int):
         shapes = ((rows, depth), (columns, depth))
         x, weight = (torch.empty(shape, device=DEVICE, dtype=dtype) for shape in shapes)
-        return cuda_products.choose_blocks(x, weight, **how)
+        return cuda_matmuls.choose_tiles(x, weight, **how)
 
     half = torch.float16
     assert blocks_for(64, 4096, 1024, half) is not None

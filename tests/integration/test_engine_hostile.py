@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from slime.engine.server.app import INFO_ROUTES
 from slime.engine.server.control import CONTROL_ROUTES
-from slime.engine.server.info import INFO_ROUTES
 from tests.engines import LONG_CONTEXT, EngineServer, engine_server
 from tests.tiny import make_byte_tokenizer, make_tiny_checkpoint
 from tests.waiting import wait_for

@@ -15,8 +15,7 @@ import pytest
 from slime.engine.models.model_runner import ModelRunner
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import SamplingParams
-from slime.engine.scheduler.scheduler import Step
-from slime.engine.scheduler.step_output import Flight, StepOutput
+from slime.engine.scheduler.step import PendingStep, Step, StepOutput
 from tests.engines import LocalEngine, local_engine
 from tests.tiny import make_tiny_checkpoint
 
@@ -31,12 +30,12 @@ LOADS: list[dict[str, Any]] = [
 
 
 @dataclass
-class LateFlight:
-    flight: Flight
-    immediate: bool
+class LateStep:
+    pending: PendingStep
+    blocks_next_step: bool
 
-    def collect(self) -> StepOutput:
-        return self.flight.collect()
+    def wait(self) -> StepOutput:
+        return self.pending.wait()
 
 
 class LateRunner:
@@ -50,12 +49,12 @@ class LateRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def launch(self, step: Step) -> LateFlight:
-        requests = step.decoding + [piece.request for piece in step.pieces]
+    def launch(self, step: Step) -> LateStep:
+        requests = step.decoding + [span.request for span in step.prefill]
         special = any(request.params.special for request in requests)
         self.num_launched += 1
         self.on_launch(self.num_launched)
-        return LateFlight(self._runner.launch(step), immediate=special)
+        return LateStep(self._runner.launch(step), blocks_next_step=special)
 
 
 @contextmanager

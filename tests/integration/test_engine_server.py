@@ -43,7 +43,7 @@ def test_bad_starts_have_one_clear_message(checkpoint: Path, tmp_path: Path, cap
     (encoder / "config.json").write_text(json.dumps({"model_type": "t5"}))
     no_tokenizer = make_tiny_checkpoint(tmp_path / "m", with_tokenizer=False)
     cases = [
-        (["--model-path", str(tmp_path / "none")], 1, "no such folder"),
+        (["--model-path", str(tmp_path / "none")], 1, "does not exist"),
         (["--model-path", str(tmp_path)], 1, "no config.json"),
         (["--model-path", str(encoder)], 1, "'t5' is not a causal language model"),
         (["--model-path", str(no_tokenizer)], 1, "--skip-tokenizer-init"),

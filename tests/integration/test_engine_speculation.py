@@ -71,7 +71,7 @@ def test_tokens_are_those_of_decoding_one_by_one(model, prompts, limits: dict[st
         assert any(r.num_retractions for rows in requests for r in rows)
     else:
         assert steps < plain_steps
-        greedy = [r.guesses.num_correct for r in requests[0] if r.guesses]
+        greedy = [r.draft_history.num_correct for r in requests[0] if r.draft_history]
         assert sum(greedy) > 0.2 * sum(r.num_output for r in requests[0])
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime.engine.kernels.cpu_kernels import SOURCE, CpuKernels
-from slime.engine.kernels.interface import DrawSettings, Heads, Pages, QueryKeyNorm, Rotary, Tokens
+from slime.engine.kernels.interface import Heads, Pages, QueryKeyNorm, Rotary, SamplingState, Tokens
 from slime.engine.scheduler.sampling import uniforms
 from slime.utils.c_library import load_library
 
@@ -122,14 +122,14 @@ def test_draws(kernels: CpuKernels, vocab: int):
     logits = torch.randn(count, vocab) * 3
     temperatures = torch.full((count,), 0.8)
     temperatures[::3] = -1.0  # the most probable
-    settings = DrawSettings(
+    settings = SamplingState(
         temperatures=temperatures,
         seeds=torch.arange(count),
         last_tokens=torch.zeros(count, dtype=torch.int32),
     )
     rows = torch.arange(count, dtype=torch.int32)
     positions = torch.full((count,), 9, dtype=torch.int32)
-    tokens, log_probs = kernels.draw(logits, rows, positions, settings)
+    tokens, log_probs = kernels.sample(logits, rows, positions, settings)
     scaled = logits / temperatures.abs()[:, None]
     draws = torch.from_numpy(uniforms(np.arange(count), np.full(count, 10)))
     expected = torch.searchsorted(scaled.double().softmax(-1).cumsum(-1), draws[:, None])[:, 0]
@@ -149,16 +149,16 @@ def test_barred_tokens_are_not_drawn_but_count_in_the_log_probs(kernels: CpuKern
     logits[:, 0] = 60.0  # would be drawn in every row that does not bar it
     temperatures = torch.full((count,), 0.8)
     temperatures[::3] = -1.0
-    settings = DrawSettings(
+    settings = SamplingState(
         temperatures=temperatures,
         seeds=torch.arange(count),
         last_tokens=torch.zeros(count, dtype=torch.int32),
     )
-    barred = np.full((count, 3), -1, np.int32)
-    barred[::2] = [0, vocab - 1, vocab + 7]  # the last is no token of this model
+    forbidden = np.full((count, 3), -1, np.int32)
+    forbidden[::2] = [0, vocab - 1, vocab + 7]  # the last is no token of this model
     rows = torch.arange(count, dtype=torch.int32)
     positions = torch.full((count,), 9, dtype=torch.int32)
-    tokens, log_probs = kernels.draw(logits, rows, positions, settings, barred)
+    tokens, log_probs = kernels.sample(logits, rows, positions, settings, forbidden)
     scaled = logits / temperatures.abs()[:, None]
     open_ones = scaled.double().clone()
     open_ones[::2, [0, vocab - 1]] = float("-inf")
@@ -180,12 +180,12 @@ def test_rounding_at_the_end_of_a_chunk_draws_no_token_that_has_no_chance(kernel
     seeds = np.arange(2_000_000, dtype=np.uint64)
     draws = uniforms(seeds, np.full(len(seeds), 10))
     highest = seeds[np.argsort(draws)[-50:]].astype(np.int64)  # draws within 2e-5 of 1
-    settings = DrawSettings(
+    settings = SamplingState(
         temperatures=torch.ones(50),
         seeds=torch.from_numpy(highest),
         last_tokens=torch.zeros(50, dtype=torch.int32),
     )
     rows = torch.arange(50, dtype=torch.int32)
     positions = torch.full((50,), 9, dtype=torch.int32)
-    tokens, _ = kernels.draw(logits.expand(50, -1).contiguous(), rows, positions, settings)
+    tokens, _ = kernels.sample(logits.expand(50, -1).contiguous(), rows, positions, settings)
     assert 255 not in tokens.tolist()

@@ -21,7 +21,7 @@ COUNT, PAGE = 7, 4
 class InParts(CpuKernels):
     """As on a GPU with few rows: a product in three parts, which the norm adds up."""
 
-    def linear_parts(
+    def linear_split_k(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         whole = self.linear(x, weight, bias)

@@ -9,7 +9,8 @@ import pytest
 from slime.engine.cache.page_pool import PagePool
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import SamplingParams
-from slime.engine.scheduler.scheduler import Scheduler, Work
+from slime.engine.scheduler.scheduler import Scheduler
+from slime.engine.scheduler.step import TokenSpan
 
 PAGE = 4
 
@@ -39,9 +40,12 @@ def make_request(
     )
 
 
-def step(scheduler: Scheduler) -> list[Work]:
+def step(scheduler: Scheduler) -> list[TokenSpan]:
     planned = scheduler.schedule()
-    works = planned.works
+    works = [
+        TokenSpan(request=request, start=int(start), count=1, samples=True)
+        for request, start in zip(planned.decoding, planned.positions, strict=True)
+    ] + planned.prefill
     for work in works:
         request = work.request
         held = len(request.pages) * PAGE

@@ -1,4 +1,4 @@
-"""Guesses by prompt lookup: where they come from, which draws are kept, and that the distribution stays."""
+"""DraftHistory by prompt lookup: where they come from, which draws are kept, and that the distribution stays."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from slime.engine.arguments import parse_engine_args
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling import sample
 from slime.engine.scheduler.sampling_params import SamplingParams
-from slime.engine.scheduler.speculation import Drafter, Guesses, keep_right
-from slime.engine.scheduler.step_output import StepOutput
+from slime.engine.scheduler.speculation import Drafter, DraftHistory, accept_drafts
+from slime.engine.scheduler.step import StepOutput
 from tests.args import make_args
 
 
@@ -42,7 +42,7 @@ def find_slowly(text: list[int]) -> int | None:
 def test_the_latest_longest_match_is_found_however_the_text_grew():
     rng = random.Random(0)
     for _ in range(200):
-        guesses, text = Guesses(), [rng.randrange(3) for _ in range(rng.randint(1, 6))]
+        guesses, text = DraftHistory(), [rng.randrange(3) for _ in range(rng.randint(1, 6))]
         while len(text) < 40:
             assert guesses.find(text) == find_slowly(text), text
             text += [rng.randrange(3) for _ in range(rng.randint(1, 3))]
@@ -65,10 +65,10 @@ def test_a_draft_is_what_followed_before(text: list[int], most: int, draft: list
 def test_a_draft_keeps_to_the_window_and_shrinks_when_it_was_wrong():
     request, drafter = make_request([7] * 5), Drafter(9)
     assert len(drafter.draft(request, 100)) == 8
-    assert request.guesses is not None
-    request.guesses.count(8, 3)
+    assert request.draft_history is not None
+    request.draft_history.count(8, 3)
     assert len(drafter.draft(request, 100)) == 3
-    request.guesses.count(3, 3)
+    request.draft_history.count(3, 3)
     assert len(drafter.draft(request, 100)) == 6
 
 
@@ -82,14 +82,14 @@ def test_nothing_is_guessed_where_a_draw_depends_on_the_tokens_before(params: di
 def test_draws_behind_a_wrong_guess_are_dropped():
     a, b, c = (make_request([1]) for _ in range(3))
     for request in (a, b):
-        request.guesses = Guesses()
+        request.draft_history = DraftHistory()
     output = StepOutput(
         requests=[a, a, a, b, c, b],
         tokens=[5, 6, 7, 1, 8, 2],
         log_probs=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
         scored=[],
     )
-    kept = keep_right(output, {a: [5, 9], b: [1]})
+    kept = accept_drafts(output, {a: [5, 9], b: [1]})
     assert list(zip(kept.requests, kept.tokens, kept.log_probs, strict=True)) == [
         (a, 5, 0.1),
         (a, 6, 0.2),
@@ -97,9 +97,9 @@ def test_draws_behind_a_wrong_guess_are_dropped():
         (c, 8, 0.5),
         (b, 2, 0.6),
     ]
-    assert a.guesses is not None and b.guesses is not None
-    assert (a.guesses.num_proposed, a.guesses.num_correct) == (2, 1)
-    assert (b.guesses.num_proposed, b.guesses.num_correct) == (1, 1)
+    assert a.draft_history is not None and b.draft_history is not None
+    assert (a.draft_history.num_proposed, a.draft_history.num_correct) == (2, 1)
+    assert (b.draft_history.num_proposed, b.draft_history.num_correct) == (1, 1)
 
 
 def test_the_distribution_is_the_models_own():
@@ -123,7 +123,7 @@ def test_the_distribution_is_the_models_own():
                 log_probs=draw.log_probs,
                 scored=[],
             )
-            request.token_ids += keep_right(output, {request: draft}).tokens
+            request.token_ids += accept_drafts(output, {request: draft}).tokens
             forwards += 1
         texts[tuple(request.output_ids)] += 1
     for text in itertools.product(range(3), repeat=new):

@@ -17,7 +17,7 @@ from slime.engine.models.step_batch import (
 )
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import SamplingParams
-from slime.engine.scheduler.scheduler import Step, Work
+from slime.engine.scheduler.step import Step, TokenSpan
 
 PADDING_ROW = 9
 
@@ -43,8 +43,8 @@ def step() -> Step:
         decoding=[decoding],
         rows=np.array([1]),
         positions=np.array([5]),
-        pieces=[Work(request=prompt, start=0, count=40, samples=True)],
-        guesses=[Work(request=drafting, start=4, count=3, samples=True, draft=[7, 8])],
+        prefill=[TokenSpan(request=prompt, start=0, count=40, samples=True)],
+        drafts=[TokenSpan(request=drafting, start=4, count=3, samples=True, draft=[7, 8])],
     )
 
 

@@ -13,7 +13,7 @@ from slime.data.openai.render import check_template_kwargs, render_after_answer
 from slime.data.openai.replies import Answer
 from slime.data.openai.requests import ApiError, parse_chat
 from slime.data.openai.tool_calls import parse_tool_calls, same_calls
-from slime.engine.server.openai_stream import TextStream
+from slime.engine.server.openai_routes import TextStream
 from tests.tiny import make_byte_tokenizer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'

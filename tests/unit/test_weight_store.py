@@ -63,7 +63,7 @@ def test_weights_that_move_within_a_session_are_followed(model, store, moved: st
     assert store.checksums()[NORM] == tensor_checksum(NORM, torch.full_like(norm, 3.0))
 
 
-@pytest.mark.parametrize("let_go", [WeightStore.end_session, WeightStore.forget])
+@pytest.mark.parametrize("let_go", [WeightStore.end_session, WeightStore.invalidate])
 def test_memory_is_let_go_of(model, let_go: Callable[[WeightStore], None]):
     """Or a colocated trainer would not get what the engine releases, in a session that was left open too."""
     store, norm = WeightStore(model), model.get_parameter(NORM)

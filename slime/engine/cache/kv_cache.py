@@ -1,4 +1,4 @@
-"""The memory of the KV cache: keys and values of every layer, in pages."""
+"""The KV cache: keys and values of every layer, in pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LayerShape:
 
 class KVCache:
     """keys[layer] and values[layer] are [pages, page_size, heads, dim]; gathering whole pages gives a
-    sequence's keys without further copying. Page 0 is scrap for padding rows."""
+    sequence's keys without further copying. Page 0 is the padding page."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class KVCache:
         self.values[layer].view(-1, *values.shape[1:]).index_copy_(0, slots, values)
 
     def wipe(self, pages: list[int]) -> None:
-        """For attention that multiplies what it must not see by 0: that may be a NaN of somebody else."""
+        """Zero pages: SDPA multiplies masked positions by 0, which must not be a NaN of an earlier request."""
         index = torch.tensor(pages, device=self.device)
         for store in (self.keys, self.values):
             for tensor in store.values():
                 tensor.index_fill_(0, index, 0)
 
     def _pages(self, num_heads: int, dim: int) -> torch.Tensor:
-        # Zeros, not empty: a masked position counts as 0 x value, which must not be 0 x NaN.
+        # Zeros, not empty: SDPA multiplies masked positions by 0, and 0 x NaN is NaN.
         shape = (self.num_pages + 1, self.page_size, num_heads, dim)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)

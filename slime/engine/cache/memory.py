@@ -1,4 +1,4 @@
-"""How large the KV cache is, and giving memory back while a colocated trainer works."""
+"""The size of the KV cache, and releasing memory while a colocated trainer uses the device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sizes:
 
 
 def choose_sizes(args: EngineArgs, runner: ModelRunner) -> Sizes:
-    """From the options, or as much as the device has room for."""
+    """Take the sizes from the options, or use as much memory as the device has free."""
     element = torch.empty(0, dtype=runner.dtype).element_size()
     page_bytes = sum(layer.elements for layer in runner.layers.values()) * element * args.page_size
     max_running = args.max_running_requests or _DEFAULT_RUNNING
@@ -55,13 +55,13 @@ def choose_sizes(args: EngineArgs, runner: ModelRunner) -> Sizes:
 
 
 class MemoryReleaser:
-    """Moves weights to host memory and drops the KV cache, and brings them back."""
+    """Moves weights to host memory and frees the KV cache, and restores both."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
     def release(self, tag: str) -> None:
-        self._runner.forget()
+        self._runner.invalidate()
         if tag == "kv_cache":
             assert self._runner.cache is not None
             self._runner.cache.free()
@@ -78,9 +78,9 @@ class MemoryReleaser:
             self._move(self._runner.device)
 
     def _move(self, device: torch.device) -> None:
-        """Contents are kept, and so are the parameter objects, their ties and what views they are."""
+        """Move all tensors; parameter objects, tied weights and views into shared storage stay what they are."""
         model = self._runner.model
-        moved: dict[int, torch.Tensor] = {}  # by address of the memory they share
+        moved: dict[int, torch.Tensor] = {}  # by address of their storage
         for tensor in [*model.parameters(), *model.buffers()]:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in moved:

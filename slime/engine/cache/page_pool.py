@@ -1,13 +1,13 @@
-"""Bookkeeping of KV cache pages: which are free, who holds which, which may be evicted."""
+"""Reference counts of KV cache pages: which are free, in use, or evictable."""
 
 from __future__ import annotations
 
 
 class PagePool:
-    """Pages 1..num_pages; page 0 belongs to nobody and takes what padding rows write.
+    """Pages 1..num_pages; page 0 is the padding page, which padding tokens write to.
 
-    A page is held by the requests that use it and by the prefix cache, one reference each. A page that
-    only the prefix cache holds is evictable: it counts as available, but must be evicted first.
+    Each request that uses a page and the prefix cache hold one reference each. A page referenced only by
+    the prefix cache is evictable: it counts as available, but must be evicted before it is allocated.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -30,23 +30,23 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` free pages, held once; the caller has made sure that there are so many."""
+        """Allocate `count` free pages with one reference each; the caller has checked that they exist."""
         if count > len(self._free):
-            raise RuntimeError(f"{count} pages wanted, {len(self._free)} free")
+            raise RuntimeError(f"{count} pages requested, {len(self._free)} free")
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._references[page] = 1
         return pages
 
     def hold(self, pages: list[int]) -> None:
-        """One more request uses these pages."""
+        """Add the reference of one more request."""
         for page in pages:
             if self._references[page] == 1 and self._cached[page]:
                 self.num_evictable -= 1
             self._references[page] += 1
 
     def release(self, pages: list[int]) -> None:
-        """A request lets go of these pages."""
+        """Drop the reference of one request; unreferenced pages become free."""
         for page in pages:
             self._references[page] -= 1
             if self._references[page] == 0:

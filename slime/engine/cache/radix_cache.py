@@ -12,9 +12,9 @@ from slime.engine.cache.page_pool import PagePool
 class RadixCache:
     """Finds the pages that already hold a prefix, and evicts the least recently used when asked.
 
-    A node stands for one full page; the path to it is the text before it, so equal pages at different
-    places in a text are different nodes. Requests hold the pages they use in the pool, and whoever
-    holds a page holds those before it, so evictable nodes always form whole subtrees.
+    A node is one full page; the path to it is the prefix before it, so equal pages after different prefixes
+    are different nodes. A request that holds a page also holds those before it, so evictable nodes always
+    form whole subtrees.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -22,13 +22,15 @@ class RadixCache:
         self._root = _Node(page=0, parent=None, key=())
         self._clock = itertools.count(1)
         self._size = 0
-        self.epoch = 0  # pages filled in an earlier epoch must not be put into the tree
+        self.epoch = (
+            0  # incremented by `clear`; pages filled in an earlier epoch must not be inserted
+        )
 
     def __len__(self) -> int:
         return self._size
 
     def match(self, token_ids: list[int], limit: int) -> list[int]:
-        """Pages that hold the longest known prefix, at most `limit` tokens of it."""
+        """Return the pages of the longest cached prefix, at most `limit` tokens of it."""
         node, pages, now = self._root, [], next(self._clock)
         for key in self._keys(token_ids, limit):
             child = node.children.get(key)
@@ -42,11 +44,11 @@ class RadixCache:
     def insert(
         self, token_ids: list[int], pages: list[int], num_computed: int, *, in_use: bool = False
     ) -> None:
-        """Make known that `pages` hold the first `num_computed` tokens; full pages only are kept.
+        """Insert `pages`, which hold the first `num_computed` tokens; only full pages are kept.
 
-        Where the tree already has a page for a piece of text it stays, and the given one is left to
-        its request. While that is `in_use` nothing goes behind such a page: the request does not hold
-        it, so it would count as evictable with pages behind it that cannot go.
+        Where the tree already has a page for the same tokens, that one stays and the given page is left to
+        its request. While the request is `in_use`, insertion stops there: the request does not hold the page
+        in the tree, which would count as evictable while its descendants are not.
         """
         node, now = self._root, next(self._clock)
         for key, page in zip(self._keys(token_ids, num_computed), pages, strict=False):
@@ -62,7 +64,7 @@ class RadixCache:
             node = child
 
     def evict(self, count: int) -> int:
-        """Free up to `count` pages that no request uses, oldest leaves first; returns how many."""
+        """Free up to `count` pages that no request uses, least recently used leaves first; return how many."""
         leaves = [(n.last_used, id(n), n) for n in self._nodes() if self._is_evictable_leaf(n)]
         heapq.heapify(leaves)
         evicted = 0
@@ -79,7 +81,7 @@ class RadixCache:
         return evicted
 
     def clear(self) -> None:
-        """Forget everything; pages in use stay with their requests but cannot come back."""
+        """Remove everything; pages in use stay with their requests but cannot be inserted again."""
         for node in list(self._nodes()):
             self._pool.release_from_cache(node.page)
         self._root.children.clear()

@@ -1,7 +1,7 @@
 /* Kernels of the fast forward on a CPU, float32, one token per row of a matrix.
  *
- * No token's result depends on which other tokens are in the call. Positions and page table rows say
- * where a token stands: position p of row r lies in page page_table[r * width + p / page_size].
+ * No token's result depends on the other tokens of the call. Position p of page table row r is stored in
+ * page page_table[r * width + p / page_size].
  */
 
 #include <math.h>
@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define ENOUGH 8192 /* elements for which waking the other threads pays */
+#define MIN_PARALLEL 8192 /* elements from which on several threads are faster */
 #define CHUNK 256 /* vocabulary entries summed up at a time */
 
 static inline float exp_fast(float x) {
@@ -37,7 +37,7 @@ static inline float inverse_rms(const float *x, long size, float eps) {
 /* hidden += delta (if there is one); out = weight * hidden / rms(hidden) */
 void add_rms_norm(float *hidden, const float *delta, const float *weight, float *out, long tokens,
                   long size, float eps) {
-#pragma omp parallel for if (tokens * size > ENOUGH)
+#pragma omp parallel for if (tokens * size > MIN_PARALLEL)
     for (long t = 0; t < tokens; t++) {
         float *h = hidden + t * size, *o = out + t * size;
         if (delta) {
@@ -63,13 +63,13 @@ static inline void norm_and_rotate(float *x, const float *weight, float eps, con
     }
 }
 
-/* Norm (if there are weights) and rotate queries and keys in place, and store keys and values. */
+/* Apply QK norm (if there are weights) and RoPE to queries and keys in place; store keys and values. */
 void rope_store(float *qkv, long tokens, long query_heads, long key_heads, long dim,
                 const float *cosines, const float *sines, const float *query_norm,
                 const float *key_norm, float eps, const int32_t *positions, const int32_t *rows,
                 const int32_t *page_table, long width, long page_size, float *keys, float *values) {
     long stride = (query_heads + 2 * key_heads) * dim, size = key_heads * dim;
-#pragma omp parallel for if (tokens * stride > ENOUGH)
+#pragma omp parallel for if (tokens * stride > MIN_PARALLEL)
     for (long t = 0; t < tokens; t++) {
         long position = positions[t];
         const float *cosine = cosines + position * dim, *sine = sines + position * dim;
@@ -85,13 +85,13 @@ void rope_store(float *qkv, long tokens, long query_heads, long key_heads, long 
     }
 }
 
-/* `heads` key heads that lie side by side, each with the `group` query heads that share it, over
+/* Attention of `heads` adjacent key heads, each with the `group` query heads that share it (GQA), over
  * positions first..last of a row. All heads of a token are read before the next token. */
 static inline __attribute__((always_inline)) void attend_heads(
     const float *restrict queries, long heads, const long group, const long dim,
     const int32_t *restrict pages, long page_size, long stride, const float *restrict keys,
     const float *restrict values, long first, long last, float scale, float *restrict scores,
-    long room, float *restrict out) {
+    long stride_scores, float *restrict out) {
     long count = last - first + 1;
     for (long page = first / page_size, start = page * page_size; start <= last;
          page++, start += page_size) {
@@ -106,13 +106,13 @@ static inline __attribute__((always_inline)) void attend_heads(
                     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
                     for (long i = 0; i < dim; i++) sum += q[i] * k[h * dim + i];
-                    scores[(h * group + g) * room + p - first] = sum * scale;
+                    scores[(h * group + g) * stride_scores + p - first] = sum * scale;
                 }
             }
         }
     }
     for (long h = 0; h < heads * group; h++) {
-        float *s = scores + h * room, most = s[0], sum = 0.0f;
+        float *s = scores + h * stride_scores, most = s[0], sum = 0.0f;
 #pragma omp simd reduction(max : most)
         for (long i = 0; i < count; i++) most = s[i] > most ? s[i] : most;
 #pragma omp simd reduction(+ : sum)
@@ -134,7 +134,7 @@ static inline __attribute__((always_inline)) void attend_heads(
             const float *v = value + (p - start) * stride;
             for (long h = 0; h < heads; h++) {
                 for (long g = 0; g < group; g++) {
-                    float weight = scores[(h * group + g) * room + p - first];
+                    float weight = scores[(h * group + g) * stride_scores + p - first];
                     float *o = out + (h * group + g) * dim;
 #pragma omp simd
                     for (long i = 0; i < dim; i++) o[i] += weight * v[h * dim + i];
@@ -144,7 +144,7 @@ static inline __attribute__((always_inline)) void attend_heads(
     }
 }
 
-/* Each token looks at itself and all before it in its row, at most `window` of them if that is > 0. */
+/* Causal attention of each token over its row, over at most `window` positions if that is > 0. */
 void attend(const float *qkv, long tokens, long query_heads, long key_heads, long dim,
             const int32_t *positions, const int32_t *rows, const int32_t *page_table, long width,
             long page_size, const float *keys, const float *values, float scale, long window,
@@ -152,15 +152,15 @@ void attend(const float *qkv, long tokens, long query_heads, long key_heads, lon
     long qkv_stride = (query_heads + 2 * key_heads) * dim, stride = key_heads * dim;
     long group = query_heads / key_heads, longest = 0;
     for (long t = 0; t < tokens; t++) longest = positions[t] > longest ? positions[t] : longest;
-    long room = (longest + 16) / 16 * 16;
-    long heads = tokens < 16 ? 1 : key_heads; /* at a time; few tokens are shared out by heads */
-    long parts = key_heads / heads;
+    long stride_scores = (longest + 16) / 16 * 16;
+    long heads = tokens < 16 ? 1 : key_heads; /* per work item: with few tokens, threads split the heads */
+    long items = key_heads / heads; /* per token */
 #pragma omp parallel
     {
-        float *scores = aligned_alloc(64, heads * group * room * sizeof(float));
+        float *scores = aligned_alloc(64, heads * group * stride_scores * sizeof(float));
 #pragma omp for schedule(dynamic, 2)
-        for (long item = 0; item < tokens * parts; item++) {
-            long t = item / parts, head = item % parts * heads, last = positions[t];
+        for (long item = 0; item < tokens * items; item++) {
+            long t = item / items, head = item % items * heads, last = positions[t];
             long first = window > 0 && last >= window ? last - window + 1 : 0;
             const float *q = qkv + t * qkv_stride + head * group * dim;
             const int32_t *pages = page_table + rows[t] * width;
@@ -169,13 +169,13 @@ void attend(const float *qkv, long tokens, long query_heads, long key_heads, lon
 #define CASE(g, d)                                                                                 \
     if (group == g && dim == d) {                                                                  \
         attend_heads(q, heads, g, d, pages, page_size, stride, k, v, first, last, scale, scores,   \
-                     room, o);                                                                     \
+                     stride_scores, o);                                                                     \
         continue;                                                                                  \
     }
             CASE(2, 16) CASE(2, 32) CASE(2, 64) CASE(2, 128)
             CASE(1, 32) CASE(1, 64) CASE(1, 128) CASE(3, 64) CASE(4, 64) CASE(4, 128) CASE(8, 128)
             attend_heads(q, heads, group, dim, pages, page_size, stride, k, v, first, last, scale,
-                         scores, room, o);
+                         scores, stride_scores, o);
         }
         free(scores);
     }
@@ -183,7 +183,7 @@ void attend(const float *qkv, long tokens, long query_heads, long key_heads, lon
 
 /* out = silu(gate) * up; a row holds gate, then up */
 void silu_mul(const float *gate_up, float *out, long tokens, long size) {
-#pragma omp parallel for if (tokens * size > ENOUGH)
+#pragma omp parallel for if (tokens * size > MIN_PARALLEL)
     for (long t = 0; t < tokens; t++) {
         const float *gate = gate_up + t * 2 * size, *up = gate + size;
         float *o = out + t * size;
@@ -191,30 +191,30 @@ void silu_mul(const float *gate_up, float *out, long tokens, long size) {
     }
 }
 
-/* A token per row: the most probable if `uniform` is negative, else the first whose cumulative weight
- * exceeds uniform * total. Its log-prob is that of softmax(logits / temperature). A row of `barred` (none
- * if it is NULL) names up to `width` tokens that are not drawn but count in that softmax; -1 names none. */
-void draw(const float *logits, long rows, long vocab, const float *temperatures,
-          const double *uniforms, const int32_t *barred, long width, int32_t *tokens,
+/* Sample one token per row: the argmax if `uniform` is negative, else the first whose cumulative weight
+ * exceeds uniform * total. Its log-prob is that of softmax(logits / temperature). A row of `forbidden` (which
+ * may be NULL) lists up to `width` tokens that are not sampled but count in that softmax, padded with -1. */
+void sample_tokens(const float *logits, long rows, long vocab, const float *temperatures,
+          const double *uniforms, const int32_t *forbidden, long width, int32_t *tokens,
           float *log_probs) {
     long chunks = (vocab + CHUNK - 1) / CHUNK;
-#pragma omp parallel if (rows * vocab > ENOUGH)
+#pragma omp parallel if (rows * vocab > MIN_PARALLEL)
     {
         double *sums = malloc(chunks * sizeof(double));
-        float *open = barred ? malloc(vocab * sizeof(float)) : NULL;
+        float *open = forbidden ? malloc(vocab * sizeof(float)) : NULL;
 #pragma omp for
         for (long r = 0; r < rows; r++) {
             const float *all = logits + r * vocab, *x = all;
-            if (barred) {
+            if (forbidden) {
                 x = memcpy(open, all, vocab * sizeof(float));
                 for (long i = 0; i < width; i++) {
-                    int32_t b = barred[r * width + i];
+                    int32_t b = forbidden[r * width + i];
                     if (b >= 0 && b < vocab) open[b] = -INFINITY;
                 }
             }
             float inverse = 1.0f / temperatures[r], most = x[0];
             for (long i = 1; i < vocab; i++) most = x[i] > most ? x[i] : most;
-            double total = 0.0, shut = 0.0;
+            double total = 0.0, forbidden_sum = 0.0;
             for (long c = 0; c < chunks; c++) {
                 long end = (c + 1) * CHUNK < vocab ? (c + 1) * CHUNK : vocab;
                 float sum = 0.0f;
@@ -222,9 +222,9 @@ void draw(const float *logits, long rows, long vocab, const float *temperatures,
                 sums[c] = sum;
                 total += sum;
             }
-            for (long i = 0; i < (barred ? width : 0); i++) {
-                int32_t b = barred[r * width + i];
-                if (b >= 0 && b < vocab) shut += exp((double)((all[b] - most) * inverse));
+            for (long i = 0; i < (forbidden ? width : 0); i++) {
+                int32_t b = forbidden[r * width + i];
+                if (b >= 0 && b < vocab) forbidden_sum += exp((double)((all[b] - most) * inverse));
             }
             long token = vocab - 1;
             if (uniforms[r] < 0.0) {
@@ -234,7 +234,7 @@ void draw(const float *logits, long rows, long vocab, const float *temperatures,
                 long c = 0;
                 while (c < chunks - 1 && before + sums[c] <= target) before += sums[c++];
                 long end = (c + 1) * CHUNK < vocab ? (c + 1) * CHUNK : vocab;
-                long i = token = c * CHUNK; /* the likeliest, if rounding hides the one that is meant */
+                long i = token = c * CHUNK; /* the most probable, if rounding leaves none */
                 for (; i < end && before <= target; i++) {
                     if (x[i] > x[token]) token = i;
                     if (x[i] != -INFINITY) before += exp_fast((x[i] - most) * inverse);
@@ -242,7 +242,7 @@ void draw(const float *logits, long rows, long vocab, const float *temperatures,
                 if (before > target) token = i - 1;
             }
             tokens[r] = token;
-            log_probs[r] = (x[token] - most) * inverse - (float)log(total + shut);
+            log_probs[r] = (x[token] - most) * inverse - (float)log(total + forbidden_sum);
         }
         free(sums);
         free(open);

@@ -1,4 +1,4 @@
-"""The kernels of cpu.c, called with the addresses of contiguous float32 tensors."""
+"""Calls the kernels of cpu.c with the addresses of contiguous float32 tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from slime.engine.kernels.interface import (
-    DrawSettings,
-    ExpertKernels,
     Heads,
+    MoeKernels,
     Pages,
     QueryKeyNorm,
     Rotary,
+    SamplingState,
     Tokens,
 )
 from slime.engine.scheduler.sampling import uniforms
@@ -28,12 +28,12 @@ _SIGNATURES = {
     "rope_store": [_P, _L, _L, _L, _L, _P, _P, _P, _P, _F, _P, _P, _P, _L, _L, _P, _P],
     "attend": [_P, _L, _L, _L, _L, _P, _P, _P, _L, _L, _P, _P, _F, _L, _P],
     "silu_mul": [_P, _P, _L, _L],
-    "draw": [_P, _L, _L, _P, _P, _P, _L, _P, _P],
+    "sample_tokens": [_P, _L, _L, _P, _P, _P, _L, _P, _P],
 }
 
 
 class CpuKernels:
-    experts: ExpertKernels | None = None
+    experts: MoeKernels | None = None
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, types in _SIGNATURES.items():
@@ -60,7 +60,7 @@ class CpuKernels:
     ) -> torch.Tensor:
         return F.linear(x, weight, bias)
 
-    linear_parts = linear  # in one
+    linear_split_k = linear  # never split on a CPU
 
     def gated_linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -123,30 +123,30 @@ class CpuKernels:
         self._library.silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, width // 2)
         return out
 
-    def draw(
+    def sample(
         self,
         logits: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        settings: DrawSettings,
-        barred: np.ndarray | None = None,  # [R, B] int32, tokens not to be drawn; -1 is none
+        settings: SamplingState,
+        forbidden: np.ndarray | None = None,  # [R, B] int32, tokens not to sample, padded with -1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.float().contiguous()
         index = rows.long()
         temperatures = settings.temperatures[index].numpy()
         seeds = settings.seeds[index].numpy().view(np.uint64)
-        draws = uniforms(seeds, positions.numpy() + 1)
-        draws[temperatures < 0.0] = -1.0
+        uniform = uniforms(seeds, positions.numpy() + 1)
+        uniform[temperatures < 0.0] = -1.0  # greedy
         np.abs(temperatures, out=temperatures)
         tokens = torch.empty(len(index), dtype=torch.int32)
         log_probs = torch.empty(len(index), dtype=torch.float32)
-        self._library.draw(
+        self._library.sample_tokens(
             logits.data_ptr(),
             *logits.shape,
             temperatures.ctypes.data,
-            draws.ctypes.data,
-            None if barred is None else barred.ctypes.data,
-            0 if barred is None else barred.shape[1],
+            uniform.ctypes.data,
+            None if forbidden is None else forbidden.ctypes.data,
+            0 if forbidden is None else forbidden.shape[1],
             tokens.data_ptr(),
             log_probs.data_ptr(),
         )

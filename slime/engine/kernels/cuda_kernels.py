@@ -1,4 +1,4 @@
-"""The kernels in Triton: shapes turned into grids and block sizes. Needs triton to be imported."""
+"""Launches the Triton kernels: shapes become grids and block sizes. Importing it requires Triton."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
 from __future__ import annotations
@@ -10,31 +10,34 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from slime.engine.kernels import cuda_matmuls as cuda_products
-from slime.engine.kernels import triton_attention, triton_elementwise
-from slime.engine.kernels import triton_sampling as triton_draw
-from slime.engine.kernels.cuda_device import early_launch, shared_memory
+from slime.engine.kernels import (
+    cuda_matmuls,
+    triton_attention,
+    triton_elementwise,
+    triton_sampling,
+)
 from slime.engine.kernels.cuda_experts import CudaExperts, dot_precision
 from slime.engine.kernels.interface import (
-    DrawSettings,
-    ExpertKernels,
     Heads,
+    MoeKernels,
     Pages,
     QueryKeyNorm,
     Rotary,
+    SamplingState,
     Tokens,
 )
+from slime.engine.kernels.triton_launch import pdl_options, shared_memory
 
 _LOG2E = math.log2(math.e)
-_PROGRAMS = 1024  # of an attention launch: enough for every multiprocessor to have several
+_PROGRAMS = 1024  # of a decode attention launch: several per SM
 _MOST_SPLITS = 32
-_PIECE = 1024  # of the vocabulary
-_PIECES_PER_PROGRAM = 4
-TILE = 64  # tokens of a prompt that attend together
+_VOCAB_BLOCK = 1024  # vocabulary entries per block
+_BLOCKS_PER_PROGRAM = 4
+TILE = 64  # queries per program of prefill attention
 
 
 class CudaKernels:
-    experts: ExpertKernels | None = CudaExperts()
+    experts: MoeKernels | None = CudaExperts()
 
     def add_rms_norm(
         self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -51,26 +54,26 @@ class CudaKernels:
             tokens,
             SIZE=size,
             BLOCK=block,
-            PARTS=0 if delta is None else delta.numel() // hidden.numel(),
+            SPLIT_K=0 if delta is None else delta.numel() // hidden.numel(),
             num_warps=_warps(block // 256),
-            **early_launch(),
+            **pdl_options(),
         )
         return out
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        return cuda_products.linear(x, weight, bias)
+        return cuda_matmuls.linear(x, weight, bias)
 
-    def linear_parts(
+    def linear_split_k(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        return cuda_products.linear_parts(x, weight, bias)
+        return cuda_matmuls.linear_split_k(x, weight, bias)
 
     def gated_linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        out = cuda_products.gated_linear(x, weight) if bias is None else None
+        out = cuda_matmuls.gated_linear(x, weight) if bias is None else None
         return self.silu_mul(F.linear(x, weight, bias)) if out is None else out
 
     def rope_store(
@@ -105,7 +108,7 @@ class CudaKernels:
             PAGE=pages.page_size,
             NORM=norm is not None,
             num_warps=_warps(heads_block * heads.dim // 512),
-            **early_launch(),
+            **pdl_options(),
         )
 
     def attend(
@@ -133,34 +136,34 @@ class CudaKernels:
         triton_elementwise.silu_mul_kernel[grid](gate_up, out, SIZE=size, BLOCK=block, num_warps=4)
         return out
 
-    def draw(
+    def sample(
         self,
         logits: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        settings: DrawSettings,
+        settings: SamplingState,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.contiguous()
         count, vocab = logits.shape
-        pieces = triton.cdiv(vocab, _PIECE)
-        stats = logits.new_empty(count, pieces, 2, dtype=torch.float32)
+        blocks = triton.cdiv(vocab, _VOCAB_BLOCK)
+        stats = logits.new_empty(count, blocks, 2, dtype=torch.float32)
         tokens = logits.new_empty(count, dtype=torch.int32)
         log_probs = logits.new_empty(count, dtype=torch.float32)
-        grid = (count, triton.cdiv(pieces, _PIECES_PER_PROGRAM))
-        triton_draw.sum_pieces_kernel[grid](
-            *(logits, rows, settings.temperatures, stats, vocab, pieces),
-            PIECE=_PIECE,
-            PER_PROGRAM=_PIECES_PER_PROGRAM,
+        grid = (count, triton.cdiv(blocks, _BLOCKS_PER_PROGRAM))
+        triton_sampling.block_sums_kernel[grid](
+            *(logits, rows, settings.temperatures, stats, vocab, blocks),
+            BLOCK=_VOCAB_BLOCK,
+            PER_PROGRAM=_BLOCKS_PER_PROGRAM,
             num_warps=4,
-            **early_launch(),
+            **pdl_options(),
         )
-        triton_draw.choose_kernel[(count,)](
+        triton_sampling.sample_kernel[(count,)](
             *(logits, rows, positions, settings.temperatures, settings.seeds, stats),
-            *(settings.last_tokens, tokens, log_probs, vocab, pieces),
-            PIECE=_PIECE,
-            PIECES_BLOCK=triton.next_power_of_2(pieces),
+            *(settings.last_tokens, tokens, log_probs, vocab, blocks),
+            BLOCK=_VOCAB_BLOCK,
+            NUM_BLOCKS=triton.next_power_of_2(blocks),
             num_warps=4,
-            **early_launch(),
+            **pdl_options(),
         )
         return tokens, log_probs
 
@@ -187,9 +190,9 @@ def _attend_rows(
     }
     target = stats = out
     if splits > 1:
-        parts = count * heads.num_key * splits * shape["GROUP_BLOCK"]
-        target = out.new_empty(parts, shape["DIM_BLOCK"], dtype=torch.float32)
-        stats = out.new_empty(parts, 2, dtype=torch.float32)
+        num_partial = count * heads.num_key * splits * shape["GROUP_BLOCK"]
+        target = out.new_empty(num_partial, shape["DIM_BLOCK"], dtype=torch.float32)
+        stats = out.new_empty(num_partial, 2, dtype=torch.float32)
     triton_attention.decode_kernel[(heads.num_key, count, splits)](
         *(qkv, pages.keys, pages.values, pages.table, tokens.rows, tokens.positions),
         *(target, stats, scale * _LOG2E, heads.width, pages.table.shape[1], window or 0),
@@ -198,11 +201,11 @@ def _attend_rows(
         PAGE=pages.page_size,
         WINDOWED=window is not None,
         PRECISION=dot_precision(qkv),
-        **early_launch(),
+        **pdl_options(),
     )
     if splits > 1:
         triton_attention.combine_kernel[(count, heads.num_query)](
-            target, stats, out, **shape, **early_launch()
+            target, stats, out, **shape, **pdl_options()
         )
 
 
@@ -233,18 +236,18 @@ def _attend_tiles(
 
 
 def choose_splits(programs: int) -> int:
-    """Parts of a request's positions that are read side by side: more of them the fewer requests."""
+    """Return over how many programs the KV cache of a request is split: more for small batches."""
     wanted = -(-_PROGRAMS // max(programs, 1))
     return min(triton.next_power_of_2(wanted), _MOST_SPLITS)
 
 
 @functools.cache
 def _blocks(dim: int, element_size: int, stages: int) -> dict[str, int]:
-    """How many positions are looked at together, and how many such loads are under way: fewer where
-    their keys and values do not fit into a multiprocessor's shared memory."""
-    room = shared_memory() - TILE * dim * element_size - (8 << 10)  # queries and weights
+    """Return the KV block size and the pipeline stages, reduced until keys and values fit into the shared
+    memory of an SM."""
+    available = shared_memory() - TILE * dim * element_size - (8 << 10)  # queries and weights
     block = 64 if element_size == 2 else 32
-    while 2 * block * dim * element_size * stages > room and block > 16:
+    while 2 * block * dim * element_size * stages > available and block > 16:
         block, stages = (block, stages - 1) if stages > 1 else (block // 2, 1)
     return {"BLOCK": block, "num_warps": 4, "num_stages": stages}
 

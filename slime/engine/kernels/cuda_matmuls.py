@@ -1,4 +1,4 @@
-"""Matrix products on a GPU: the kernels in Triton for few rows, the library's for others. Needs triton."""
+"""Matmuls on a GPU: Triton kernels for the few rows of decoding, cuBLAS for all others."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
@@ -9,58 +9,59 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from slime.engine.kernels import triton_matmuls as triton_products
-from slime.engine.kernels.cuda_device import early_launch, shared_memory
-from slime.engine.kernels.cuda_tiles import Blocks
+from slime.engine.kernels import triton_matmuls
+from slime.engine.kernels.triton_launch import TileSizes, pdl_options, shared_memory
 
 _MOST_ROWS = 256
 _FEW_ROWS = 64
-_ROWS = 64  # of a block, even where there are fewer: that is what the matrix units take at a time
-_MOST_BYTES = 12 << 20  # of a matrix: with larger ones the library keeps every multiprocessor busy
+_ROWS = 64  # of a tile, even for fewer rows: the M dimension of a tensor core instruction
+_MOST_BYTES = 12 << 20  # of a weight: for larger ones cuBLAS keeps every SM busy
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    blocks = None if bias is not None else choose_blocks(x, weight)
-    if blocks is None:
+    tiles = None if bias is not None else choose_tiles(x, weight)
+    if tiles is None:
         return F.linear(x, weight, bias)
-    return product(x, weight, blocks)[0]
+    return matmul(x, weight, tiles)[0]
 
 
-def linear_parts(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[rows, columns], or [parts, rows, columns] in float32 that have to be added up."""
-    blocks = None if bias is not None else choose_blocks(x, weight, most_rows=_MOST_ROWS)
-    if blocks is None:
+def linear_split_k(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return [rows, columns], or split-K partial sums [splits, rows, columns] in float32."""
+    tiles = None if bias is not None else choose_tiles(x, weight, most_rows=_MOST_ROWS)
+    if tiles is None:
         return F.linear(x, weight, bias)
-    return product(x, weight, blocks, parts=choose_parts(*x.shape, blocks.DEPTH))
+    return matmul(x, weight, tiles, splits=choose_split_k(*x.shape, tiles.BLOCK_K))
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-    """silu(gate) * up of weight [gate | up, depth], or None where that is not for these kernels."""
-    blocks = choose_blocks(x, weight, gated=True)
-    return None if blocks is None else product(x, weight, blocks, gated=True)[0]
+    """Return silu(gate) * up for weight [gate | up, depth], or None where cuBLAS should run it."""
+    tiles = choose_tiles(x, weight, gated=True)
+    return None if tiles is None else matmul(x, weight, tiles, gated=True)[0]
 
 
-def product(
-    x: torch.Tensor, weight: torch.Tensor, blocks: Blocks, *, parts: int = 1, gated: bool = False
+def matmul(
+    x: torch.Tensor, weight: torch.Tensor, tiles: TileSizes, *, splits: int = 1, gated: bool = False
 ) -> torch.Tensor:
-    """[parts, rows, columns], in float32 where there are several parts."""
+    """Return [splits, rows, columns]: with split-K, partial sums in float32."""
     rows, depth = x.shape
     columns = weight.shape[0] // (2 if gated else 1)
-    out = x.new_empty(parts, rows, columns, dtype=x.dtype if parts == 1 else torch.float32)
-    grid = (triton.cdiv(columns, blocks.COLUMNS), triton.cdiv(rows, blocks.ROWS), parts)
-    triton_products.product_kernel[grid](
-        *(x, weight, out, rows, columns, depth, depth // parts),
+    out = x.new_empty(splits, rows, columns, dtype=x.dtype if splits == 1 else torch.float32)
+    grid = (triton.cdiv(columns, tiles.BLOCK_N), triton.cdiv(rows, tiles.BLOCK_M), splits)
+    triton_matmuls.matmul_kernel[grid](
+        *(x, weight, out, rows, columns, depth, depth // splits),
         GATED=gated,
-        **asdict(blocks),
-        **early_launch(),
+        **asdict(tiles),
+        **pdl_options(),
     )
     return out
 
 
-def choose_blocks(
+def choose_tiles(
     x: torch.Tensor, weight: torch.Tensor, *, most_rows: int = _FEW_ROWS, gated: bool = False
-) -> Blocks | None:
-    """What was fastest on an H200; None where the library is, or where the GPU has no room for it."""
+) -> TileSizes | None:
+    """Return the fastest tile sizes on an H200; None where cuBLAS is faster or shared memory is too small."""
     rows, depth = x.shape
     if rows > most_rows or weight.nbytes > _MOST_BYTES:
         return None
@@ -73,10 +74,10 @@ def choose_blocks(
     stages = min(wanted, shared_memory() // stage)
     if stages < 2:
         return None
-    return Blocks(ROWS=_ROWS, COLUMNS=columns, DEPTH=step, num_warps=4, num_stages=stages)
+    return TileSizes(BLOCK_M=_ROWS, BLOCK_N=columns, BLOCK_K=step, num_warps=4, num_stages=stages)
 
 
-def choose_parts(rows: int, depth: int, step: int) -> int:
-    """Of the depth: enough that every multiprocessor has some; more rows give more programs already."""
+def choose_split_k(rows: int, depth: int, step: int) -> int:
+    """Return the split-K factor that gives every SM work; more rows already give more programs."""
     most = 4 if rows <= _MOST_ROWS // 2 else 2
-    return next(parts for parts in (most, 2, 1) if depth % (parts * step) == 0)
+    return next(splits for splits in (most, 2, 1) if depth % (splits * step) == 0)

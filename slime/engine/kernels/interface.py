@@ -1,4 +1,4 @@
-"""The few operations besides matrix products that the fast forward is made of, whoever computes them."""
+"""The operations of the fast forward, implemented by CpuKernels (C) and CudaKernels (Triton)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(kw_only=True, eq=False)
 class Tokens:
-    """The T tokens of a forward: where each stands, and in which row of the page table."""
+    """The T tokens of a forward, with the position of each in its sequence and its row of the page table."""
 
     ids: torch.Tensor  # [T] int32
     positions: torch.Tensor  # [T] int32
@@ -33,7 +33,7 @@ class Heads:
 
 @dataclass(kw_only=True, eq=False)
 class Pages:
-    """The KV cache of one layer, [pages, page_size, heads, dim], and the table of who has which."""
+    """The KV cache of one layer, [pages, page_size, heads, dim], and the page table."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -46,7 +46,7 @@ class Pages:
 
 @dataclass(kw_only=True, eq=False)
 class Rotary:
-    """Cosines and sines by position, [positions, dim]."""
+    """RoPE: cosines and sines by position, [positions, dim]."""
 
     cosines: torch.Tensor
     sines: torch.Tensor
@@ -60,22 +60,22 @@ class QueryKeyNorm:
 
 
 @dataclass(kw_only=True, eq=False)
-class DrawSettings:
-    """By row of the page table. A negative temperature -t: the most probable token, log-probs at t."""
+class SamplingState:
+    """Sampling parameters by row of the page table. Temperature -t: greedy, with log-probs at t."""
 
     temperatures: torch.Tensor  # [rows] float32
     seeds: torch.Tensor  # [rows] int64
-    last_tokens: torch.Tensor  # [rows] int32, filled in by whoever draws
+    last_tokens: torch.Tensor  # [rows] int32, written by `sample`
 
 
-class ExpertKernels(Protocol):
+class MoeKernels(Protocol):
     def route(
         self, logits: torch.Tensor, top: int, normalize: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of logits [T, experts]: the `top` most probable, [T, top] int32, and their weights."""
+        """Return the top-k experts of router logits [T, experts], [T, top] int32, and their weights."""
         ...
 
-    def mix(
+    def run_experts(
         self,
         hidden: torch.Tensor,  # [T, H]
         experts: torch.Tensor,  # [T, top] int32, different ones
@@ -83,35 +83,35 @@ class ExpertKernels(Protocol):
         gate_up: torch.Tensor,  # [experts, 2 W, H]
         down: torch.Tensor,  # [experts, H, W]
     ) -> torch.Tensor:
-        """What its experts make of each token, added up by their weights: [T, H]."""
+        """Return the weighted sum of each token's expert outputs, [T, H]."""
         ...
 
 
 class Kernels(Protocol):
-    experts: ExpertKernels | None  # None: a mixture runs as Hugging Face defines it
+    experts: MoeKernels | None  # None: MoE layers run as Hugging Face modules
 
     def add_rms_norm(
         self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Add `delta`, whole or in parts, to `hidden` in place; the norm of the sum."""
+        """Add `delta` [T, H], or split-K partial sums [P, T, H], to `hidden` in place; return RMSNorm of it."""
         ...
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """[T, K] times [N, K]: [T, N]"""
+        """Return the matmul of x [T, K] with weight [N, K] transposed, [T, N]."""
         ...
 
-    def linear_parts(
+    def linear_split_k(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """The same, or parts of it [P, T, N] which `add_rms_norm` adds up."""
+        """Like `linear`, but may return split-K partial sums [P, T, N] for `add_rms_norm` to add up."""
         ...
 
     def gated_linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """silu(gate) * up, where a product with [gate | up, K] gives both"""
+        """Return silu(gate) * up, where `weight` [2 N, K] holds gate above up."""
         ...
 
     def rope_store(
@@ -123,7 +123,7 @@ class Kernels(Protocol):
         rotary: Rotary,
         norm: QueryKeyNorm | None,
     ) -> None:
-        """Norm and rotate queries and keys in place; store keys and values in their pages."""
+        """Apply QK norm and RoPE to queries and keys in place; store keys and values in their pages."""
         ...
 
     def attend(
@@ -135,15 +135,15 @@ class Kernels(Protocol):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Each query over its row up to its own position: [T, num_query * dim]."""
+        """Causal attention of each query over its row of the page table: [T, num_query * dim]."""
         ...
 
-    def draw(
+    def sample(
         self,
         logits: torch.Tensor,  # [R, V]
         rows: torch.Tensor,  # [R] int32, of the page table
-        positions: torch.Tensor,  # [R] int32, of the token before the one to draw
-        settings: DrawSettings,
+        positions: torch.Tensor,  # [R] int32, of the token before the one to sample
+        settings: SamplingState,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [R] int32, also noted in `last_tokens`, and their log-probs [R] float32."""
+        """Return tokens [R] int32, also written to `last_tokens`, and their log-probs [R] float32."""
         ...

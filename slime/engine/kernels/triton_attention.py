@@ -1,4 +1,4 @@
-"""Attention over paged keys and values in Triton: one query per request, or tiles of a prompt.
+"""Attention over the paged KV cache in Triton: split-KV decode, and prefill in tiles of queries.
 
 Keys and values of a layer are [pages, page_size, heads, dim]; position p of row r of the page table
 lies in page table[r, p // page_size]. Scores are kept in base 2 (log2(e) is part of the scale).
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slime.engine.kernels.triton_launch import start_early
+from slime.engine.kernels.triton_launch import pdl_wait
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def decode_kernel(
     rows,  # [T]
     positions,  # [T]
     out,  # [T, query heads * dim], or partial sums [T, key heads, SPLITS, GROUP_BLOCK, DIM_BLOCK]
-    stats,  # [T, key heads, SPLITS, GROUP_BLOCK, 2]: greatest score and sum of weights
+    stats,  # [T, key heads, SPLITS, GROUP_BLOCK, 2]: maximum score and softmax denominator
     scale,
     width,
     table_width,
@@ -37,14 +37,14 @@ def decode_kernel(
     SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One key head of one request, all query heads that share it, over one part of its positions.
+    """One key head of one request with all query heads that share it, over one split of its positions.
 
-    Heads of a request run side by side: what they read lies side by side.
+    Heads of a request are neighbouring programs: what they read is contiguous.
     """
-    if EARLY:
-        start_early()
+    if PDL:
+        pdl_wait()
     head = tl.program_id(0)
     token = tl.program_id(1)
     split = tl.program_id(2)
@@ -53,9 +53,9 @@ def decode_kernel(
     first = 0
     if WINDOWED:
         first = tl.maximum(length - window, 0) // BLOCK * BLOCK
-    part = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
-    low = first + split * part
-    high = tl.minimum(length, low + part)
+    split_len = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
+    low = first + split * split_len
+    high = tl.minimum(length, low + split_len)
     group = tl.arange(0, GROUP_BLOCK)
     dim = tl.arange(0, DIM_BLOCK)
     in_group = group < GROUP
@@ -110,11 +110,11 @@ def combine_kernel(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Join the parts of one query head."""
-    if EARLY:
-        start_early()
+    """Combine the splits of one query head."""
+    if PDL:
+        pdl_wait()
     token = tl.program_id(0)
     query_head = tl.program_id(1)
     head = query_head // GROUP

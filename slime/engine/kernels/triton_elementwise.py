@@ -1,4 +1,4 @@
-"""Norms, rotation with cache write, and activation in Triton, one token per program."""
+"""RMSNorm, RoPE with KV cache write, and activation in Triton, one token per program."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -6,33 +6,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slime.engine.kernels.triton_launch import start_early
+from slime.engine.kernels.triton_launch import pdl_wait
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def add_rms_norm_kernel(
     hidden,
-    delta,  # [PARTS, T, SIZE]
+    delta,  # [SPLIT_K, T, SIZE]
     weight,
     out,
     eps,
     tokens,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
-        start_early()
+    if PDL:
+        pdl_wait()
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < SIZE
     at = token * SIZE + i
     x = tl.load(hidden + at, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(PARTS):
-        added = delta + part * tokens * SIZE + at
+    for split in tl.static_range(SPLIT_K):
+        added = delta + split * tokens * SIZE + at
         x += tl.load(added, mask=mask, other=0.0).to(tl.float32)
-    if PARTS > 0:
+    if SPLIT_K > 0:
         rounded = x.to(hidden.dtype.element_ty)
         tl.store(hidden + at, rounded, mask=mask)
         x = rounded.to(tl.float32)
@@ -65,11 +65,11 @@ def rope_store_kernel(
     HALF_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Queries are rotated in place; keys and values go to their page."""
-    if EARLY:
-        start_early()
+    """Apply QK norm and RoPE to queries in place; store keys and values in their page."""
+    if PDL:
+        pdl_wait()
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + token).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
@@ -94,18 +94,18 @@ def rope_store_kernel(
         key_b = tl.load(key_norm + half + i, mask=i < half, other=0.0).to(tl.float32)
         a = (a * tl.where(is_query, query_a, key_a)).to(qkv.dtype.element_ty).to(tl.float32)
         b = (b * tl.where(is_query, query_b, key_b)).to(qkv.dtype.element_ty).to(tl.float32)
-    turn = position * DIM + i
-    cos_a = tl.load(cosines + turn, mask=i < half, other=0.0).to(tl.float32)
-    cos_b = tl.load(cosines + turn + half, mask=i < half, other=0.0).to(tl.float32)
-    sin_a = tl.load(sines + turn, mask=i < half, other=0.0).to(tl.float32)
-    sin_b = tl.load(sines + turn + half, mask=i < half, other=0.0).to(tl.float32)
-    turned_a = (a * cos_a - b * sin_a).to(qkv.dtype.element_ty)
-    turned_b = (b * cos_b + a * sin_b).to(qkv.dtype.element_ty)
-    tl.store(base + head * DIM + i, turned_a, mask=real & is_query)
-    tl.store(base + head * DIM + half + i, turned_b, mask=real & is_query)
+    angle = position * DIM + i
+    cos_a = tl.load(cosines + angle, mask=i < half, other=0.0).to(tl.float32)
+    cos_b = tl.load(cosines + angle + half, mask=i < half, other=0.0).to(tl.float32)
+    sin_a = tl.load(sines + angle, mask=i < half, other=0.0).to(tl.float32)
+    sin_b = tl.load(sines + angle + half, mask=i < half, other=0.0).to(tl.float32)
+    rotated_a = (a * cos_a - b * sin_a).to(qkv.dtype.element_ty)
+    rotated_b = (b * cos_b + a * sin_b).to(qkv.dtype.element_ty)
+    tl.store(base + head * DIM + i, rotated_a, mask=real & is_query)
+    tl.store(base + head * DIM + half + i, rotated_b, mask=real & is_query)
     key_at = keys + slot * (KEY_HEADS * DIM) + (head - QUERY_HEADS) * DIM + i
-    tl.store(key_at, turned_a, mask=real & (head >= QUERY_HEADS))
-    tl.store(key_at + half, turned_b, mask=real & (head >= QUERY_HEADS))
+    tl.store(key_at, rotated_a, mask=real & (head >= QUERY_HEADS))
+    tl.store(key_at + half, rotated_b, mask=real & (head >= QUERY_HEADS))
     v = tl.arange(0, VALUE_BLOCK)
     in_value = v < KEY_HEADS * DIM
     value = tl.load(base + (QUERY_HEADS + KEY_HEADS) * DIM + v, mask=in_value)

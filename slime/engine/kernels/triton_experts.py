@@ -1,8 +1,8 @@
-"""A mixture of experts in Triton: choosing, listing, the two products, and the sum over a token's experts.
+"""MoE in Triton: top-k routing, grouping by expert, the two grouped matmuls, and the sum over experts.
 
-A pair is a token with one of its experts, number token * TOP + place. A program of a product has some
-columns of one expert and goes through that expert's pairs: its matrix is read once where they fit into one
-block, as they do in decoding. No sum depends on which other tokens there are.
+A pair is a token with one of its experts, number token * TOP + place. A program of a matmul computes some
+columns for all pairs of one expert: its weight is read once where the pairs fit into one tile, as they do
+in decoding. No sum depends on the other tokens of the batch.
 """
 
 # pyright: reportMissingImports=false
@@ -23,14 +23,14 @@ def route_kernel(
     TOP_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """The most probable experts, the first of equal ones; with NORM their weights add up to one."""
+    """Top-k softmax routing, ties to the lower index; with NORM the weights add up to one."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     x = tl.load(logits + token * NUM + i, mask=i < NUM, other=float("-inf")).to(tl.float32)
     x = tl.exp(x - tl.max(x, 0))
     total = tl.sum(x, 0)
     is_number = total == total
-    # Where nothing is a number the first ones are taken: they must be different ones all the same.
+    # If the logits are NaN the first experts are taken, since the experts of a token must differ.
     left = tl.where(i < NUM, tl.where(is_number, x / total, 0.0), -1.0)
     place = tl.arange(0, TOP_BLOCK)
     chosen = tl.zeros([TOP_BLOCK], tl.int32)
@@ -51,7 +51,7 @@ def route_kernel(
 
 @triton.jit
 def list_kernel(experts, lists, counts, num_pairs, capacity, BLOCK: tl.constexpr):
-    """The pairs of one expert, in order, and how many they are."""
+    """List the pairs of one expert in order, and count them."""
     expert = tl.program_id(0)
     found = 0
     for first in range(0, num_pairs, BLOCK):
@@ -74,27 +74,27 @@ def gate_up_kernel(
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
     TOP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """silu(gate) * up of every pair."""
+    """Grouped matmul with gate and up: silu(gate) * up of every pair."""
     expert = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + expert)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
     matrix = matrices + expert * (2 * WIDTH * HIDDEN) + column[None, :] * HIDDEN
-    for first in range(0, count, ROWS):
-        row = first + tl.arange(0, ROWS)
+    for first in range(0, count, BLOCK_M):
+        row = first + tl.arange(0, BLOCK_M)
         pair = tl.load(lists + expert * capacity + row, mask=row < count, other=0).to(tl.int64)
         source = hidden + (pair // TOP)[:, None] * HIDDEN
-        gate = tl.zeros([ROWS, COLUMNS], tl.float32)
-        up = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in range(0, HIDDEN, DEPTH):
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, HIDDEN, BLOCK_K):
             k = start + depth
             wanted, inside = (row < count)[:, None], (column < WIDTH)[None, :]
-            if HIDDEN % DEPTH != 0:
+            if HIDDEN % BLOCK_K != 0:
                 wanted, inside = wanted & (k < HIDDEN)[None, :], inside & (k < HIDDEN)[:, None]
             a = tl.load(source + k[None, :], mask=wanted, other=0.0)
             b = tl.load(matrix + k[:, None], mask=inside, other=0.0)
@@ -104,9 +104,9 @@ def gate_up_kernel(
         kind = out.dtype.element_ty
         gate = gate.to(kind).to(tl.float32)
         active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-        product = (active * up.to(kind).to(tl.float32)).to(kind)
+        result = (active * up.to(kind).to(tl.float32)).to(kind)
         target = out + pair[:, None] * WIDTH + column[None, :]
-        tl.store(target, product, mask=(row < count)[:, None] & (column < WIDTH)[None, :])
+        tl.store(target, result, mask=(row < count)[:, None] & (column < WIDTH)[None, :])
 
 
 @triton.jit
@@ -120,44 +120,44 @@ def down_kernel(
     capacity,
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What each expert gives for each of its tokens, times its weight."""
+    """Grouped matmul with down: the output of every pair, times the weight of its expert."""
     expert = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + expert)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
     matrix = matrices + expert * (HIDDEN * WIDTH) + column[None, :] * WIDTH
-    for first in range(0, count, ROWS):
-        row = first + tl.arange(0, ROWS)
+    for first in range(0, count, BLOCK_M):
+        row = first + tl.arange(0, BLOCK_M)
         pair = tl.load(lists + expert * capacity + row, mask=row < count, other=0).to(tl.int64)
         source = active + pair[:, None] * WIDTH
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in range(0, WIDTH, DEPTH):
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, WIDTH, BLOCK_K):
             k = start + depth
             wanted, inside = (row < count)[:, None], (column < HIDDEN)[None, :]
-            if WIDTH % DEPTH != 0:
+            if WIDTH % BLOCK_K != 0:
                 wanted, inside = wanted & (k < WIDTH)[None, :], inside & (k < WIDTH)[:, None]
             a = tl.load(source + k[None, :], mask=wanted, other=0.0)
             b = tl.load(matrix + k[:, None], mask=inside, other=0.0)
             total = tl.dot(a, b, total, input_precision=PRECISION)
         kind = out.dtype.element_ty
         weight = tl.load(weights + pair, mask=row < count, other=0.0).to(tl.float32)
-        product = (total.to(kind).to(tl.float32) * weight[:, None]).to(kind)
+        result = (total.to(kind).to(tl.float32) * weight[:, None]).to(kind)
         target = out + pair[:, None] * HIDDEN + column[None, :]
-        tl.store(target, product, mask=(row < count)[:, None] & (column < HIDDEN)[None, :])
+        tl.store(target, result, mask=(row < count)[:, None] & (column < HIDDEN)[None, :])
 
 
 @triton.jit
-def sum_kernel(parts, out, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr):
-    """[T, TOP, SIZE] to [T, SIZE]"""
+def sum_kernel(outputs, out, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum [T, TOP, SIZE] over the experts of each token: [T, SIZE]."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for n in tl.static_range(TOP):
-        part = parts + (token * TOP + n) * SIZE + i
-        total += tl.load(part, mask=i < SIZE, other=0.0).to(tl.float32)
+        source = outputs + (token * TOP + n) * SIZE + i
+        total += tl.load(source, mask=i < SIZE, other=0.0).to(tl.float32)
     tl.store(out + token * SIZE + i, total.to(out.dtype.element_ty), mask=i < SIZE)

@@ -1,27 +1,69 @@
-"""Kernels that are launched before the one in front of them has ended.
+"""How the Triton kernels are launched: tile sizes, shared memory, and programmatic dependent launch (PDL).
 
-With EARLY a kernel says at once that the next may be launched, and waits for all before it to be done: the
-time to get started is spent while others still work. A kernel that is launched so must call `start_early`
-in every program before it touches what others write or read; matrices may be fetched before.
+With PDL a kernel signals at once that the next one may be launched and then waits until all kernels before
+it have finished, so that launch latency overlaps with their work. A kernel launched with PDL must call
+`pdl_wait` in every program before it touches what others write or read; weights may be prefetched before.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+_HOPPER = 9
+_HOPPERS_SHARED_MEMORY = 227 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileSizes:
+    """The tile of a matmul that one program computes, and its pipeline: compile options of a kernel."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    num_warps: int
+    num_stages: int
+
+
+def pdl_options() -> dict[str, bool]:
+    """Return the launch arguments that enable PDL where the GPU supports it."""
+    return {"PDL": True, "launch_pdl": True} if _supports_pdl() else {"PDL": False}
+
+
+@functools.cache
+def shared_memory() -> int:
+    """Return the bytes of shared memory available to one program."""
+    if not _on_gpu():
+        return _HOPPERS_SHARED_MEMORY
+    utils = triton.runtime.driver.active.utils
+    return utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"]
+
+
+@functools.cache
+def _supports_pdl() -> bool:
+    return _on_gpu() and torch.cuda.get_device_capability()[0] >= _HOPPER
+
+
+def _on_gpu() -> bool:
+    """Return whether kernels run on a GPU and not in Triton's interpreter."""
+    return torch.cuda.is_available() and not triton.knobs.runtime.interpret
+
 
 @triton.jit
-def start_early():
+def pdl_wait():
     gdc_launch_dependents()
     gdc_wait()
 
 
 @triton.jit
-def fetch_rows(addresses, nbytes):
-    """Have that many bytes (a multiple of 16) from each address brought into the L2 cache."""
+def prefetch_l2(addresses, nbytes):
+    """Prefetch that many bytes (a multiple of 16) from each address into L2."""
     # One warp is enough; the others hold the same addresses.
     tl.inline_asm_elementwise(
         """

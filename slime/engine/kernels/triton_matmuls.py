@@ -1,7 +1,7 @@
-"""Matrix products for the few rows of a decoding step, which are as fast as their matrix is read.
+"""Split-K matmul for the few rows of a decoding step, bound by the bandwidth of reading the weight.
 
-A program has some columns of the result over one part of the depth. Its rows of the matrix are fetched
-into the cache before the kernel in front is done; the parts are added up by the norm that comes next.
+A program computes one tile of the output over one split of K. With PDL its part of the weight is prefetched
+into L2 before the preceding kernel has finished; the partial sums are added up by the RMSNorm that follows.
 """
 
 # pyright: reportMissingImports=false
@@ -10,41 +10,41 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slime.engine.kernels.triton_launch import fetch_rows, start_early
+from slime.engine.kernels.triton_launch import pdl_wait, prefetch_l2
 
 
 @triton.jit(do_not_specialize=["rows"])
-def product_kernel(
+def matmul_kernel(
     x,  # [rows, depth]
-    matrix,  # [columns, depth]; GATED: [2 * columns, depth], gate above up
-    out,  # [parts, rows, columns]
+    weight,  # [columns, depth]; GATED: [2 * columns, depth], gate above up
+    out,  # [splits, rows, columns]
     rows,
     columns,
     depth,
-    part_depth,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    split_depth,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    part = tl.program_id(2)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    split = tl.program_id(2)
     inside = column < columns
-    first = matrix + tl.where(inside, column, 0).to(tl.int64) * depth + part * part_depth
-    if EARLY:
-        nbytes = tl.zeros([COLUMNS], tl.int32) + part_depth * 2
-        fetch_rows(first.to(tl.int64), nbytes)
+    first = weight + tl.where(inside, column, 0).to(tl.int64) * depth + split * split_depth
+    if PDL:
+        nbytes = tl.zeros([BLOCK_N], tl.int32) + split_depth * 2
+        prefetch_l2(first.to(tl.int64), nbytes)
         if GATED:
-            fetch_rows((first + columns * depth).to(tl.int64), nbytes)
-        start_early()
-    k = tl.arange(0, DEPTH)
+            prefetch_l2((first + columns * depth).to(tl.int64), nbytes)
+        pdl_wait()
+    k = tl.arange(0, BLOCK_K)
     real = row < rows
-    source = x + tl.where(real, row, 0).to(tl.int64)[:, None] * depth + part * part_depth
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    up = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, part_depth, DEPTH):
+    source = x + tl.where(real, row, 0).to(tl.int64)[:, None] * depth + split * split_depth
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, split_depth, BLOCK_K):
         a = tl.load(source + (start + k)[None, :], mask=real[:, None], other=0.0)
         b = tl.load(first[None, :] + (start + k)[:, None])
         total = tl.dot(a, b, total)
@@ -56,5 +56,5 @@ def product_kernel(
         gate = total.to(kind).to(tl.float32)
         active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
         total = active * up.to(kind).to(tl.float32)
-    at = (part * rows + row).to(tl.int64)[:, None] * columns + column[None, :]
+    at = (split * rows + row).to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(out + at, total.to(kind), mask=real[:, None] & inside[None, :])

@@ -102,7 +102,7 @@ def _to_device(array: np.ndarray, cache: KVCache) -> torch.Tensor:
 
 
 class _Current(threading.local):
-    """The forward running in this thread; models hand through no argument of ours reliably."""
+    """The plan of the forward in this thread; models do not reliably pass extra arguments through."""
 
     plan: AttentionPlan | None = None
     probe: dict[int, LayerShape] | None = None
@@ -112,7 +112,7 @@ _current = _Current()
 
 
 class use_plan:
-    """Attention inside the `with` follows this plan."""
+    """Run attention inside the `with` by this plan."""
 
     def __init__(self, plan: AttentionPlan) -> None:
         self._plan = plan
@@ -125,7 +125,7 @@ class use_plan:
 
 
 class record_layers:
-    """Attention inside the `with` computes nothing and notes what each layer would store."""
+    """Make attention inside the `with` only record what each layer would store."""
 
     def __enter__(self) -> dict[int, LayerShape]:
         _current.probe = {}

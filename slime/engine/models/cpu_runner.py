@@ -10,15 +10,15 @@ from slime.engine.kernels.cpu_kernels import CpuKernels
 from slime.engine.kernels.interface import Tokens
 from slime.engine.models.fast_model import FastModel
 from slime.engine.models.sample_tokens import (
-    barred_ends,
-    draw_special,
-    make_settings,
-    note_settings,
+    forbidden_ends,
+    make_sampling_state,
+    sample_special,
+    set_sampling_state,
 )
 from slime.engine.models.step_batch import StepBatch, make_batch, split_fixed
-from slime.engine.scheduler.scheduler import Scheduler, Step
-from slime.engine.scheduler.scores import score
-from slime.engine.scheduler.step_output import Landed, StepOutput, join_outputs
+from slime.engine.scheduler.sampling import score
+from slime.engine.scheduler.scheduler import Scheduler
+from slime.engine.scheduler.step import FinishedStep, Step, StepOutput, join_outputs
 
 
 class CpuRunner:
@@ -34,25 +34,25 @@ class CpuRunner:
         self._kernels = model.kernels
         self._cache = cache
         self._table = torch.from_numpy(scheduler.page_table)  # shares its memory
-        self._settings = make_settings(len(scheduler.page_table), cache.device)
-        self._padding_row = scheduler.scrap_row
+        self._sampling = make_sampling_state(len(scheduler.page_table), cache.device)
+        self._padding_row = scheduler.padding_row
         self._deterministic = deterministic
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> Landed:
-        starting = [piece.request for piece in step.pieces if piece.samples]
+    def launch(self, step: Step) -> FinishedStep:
+        starting = [span.request for span in step.prefill if span.samples]
         if starting:
-            note_settings(self._settings, starting)
+            set_sampling_state(self._sampling, starting)
         batch = make_batch(step)
         parts = split_fixed(batch, self._padding_row) if self._deterministic else [batch]
-        return Landed(output=join_outputs([self._forward(part) for part in parts]))
+        return FinishedStep(output=join_outputs([self._forward(part) for part in parts]))
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Do nothing: no state here depends on the addresses of the weights or the cache."""
 
     def _forward(self, batch: StepBatch) -> StepOutput:
         ids, rows, positions = map(torch.from_numpy, (batch.ids, batch.rows, batch.positions))
-        ids = torch.where(ids < 0, self._settings.last_tokens.index_select(0, rows), ids)
+        ids = torch.where(ids < 0, self._sampling.last_tokens.index_select(0, rows), ids)
         tokens = Tokens(ids=ids, positions=positions, rows=rows)
         if len(batch.sampled) == len(ids):  # a token is sampled after each of them
             logits = self._model(tokens, self._cache, self._table)
@@ -72,18 +72,18 @@ class CpuRunner:
         output = StepOutput(requests=requests, tokens=[], log_probs=[], scored=[])
         if count:
             sampled_logits, at = logits[:count], positions[:count]
-            barred = barred_ends(requests, at.tolist())
-            tokens, log_probs = self._kernels.draw(
-                sampled_logits, rows[:count], at, self._settings, barred
+            forbidden = forbidden_ends(requests, at.tolist())
+            tokens, log_probs = self._kernels.sample(
+                sampled_logits, rows[:count], at, self._sampling, forbidden
             )
-            draw_special(
+            sample_special(
                 sampled_logits,
                 requests,
                 tokens,
                 log_probs,
-                self._settings,
+                self._sampling,
                 at.numpy(),
-                ends_barred=True,
+                ends_forbidden=True,
             )
             output.tokens, output.log_probs = tokens.tolist(), log_probs.tolist()
         if batch.scored:

@@ -1,4 +1,4 @@
-"""Forwards of one token per row, recorded as CUDA graphs over a ladder of batch sizes."""
+"""CUDA graphs of forwards with one token per row, captured for a list of batch sizes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 logger = logging.getLogger(__name__)
-# ids (negative: the last token drawn in the row), rows, positions, rows to draw for
+# ids (negative: the last token sampled in the row), rows, positions, rows to sample for
 NUM_INPUTS = 4
 
 
 @dataclass(kw_only=True, eq=False)
 class RowOutputs:
-    """What one forward leaves in memory that the next one uses again."""
+    """The outputs of one forward, in memory that the next forward overwrites."""
 
     logits: torch.Tensor  # [B, V]
     tokens: torch.Tensor  # [B] int32
@@ -30,28 +30,28 @@ RowForward = Callable[[torch.Tensor], RowOutputs]  # takes [NUM_INPUTS, B] int32
 
 
 class DecodeGraphs:
-    """All sizes are recorded at the start. A graph knows only addresses: after `forget` each size is
-    recorded again when it is needed, since a rollout of short answers needs but a few."""
+    """All sizes are captured at the start. A graph holds addresses: after `invalidate` each size is captured
+    again when it is first needed, since a rollout of short responses needs only a few."""
 
     def __init__(
-        self, forward: RowForward, sizes: list[int], scrap_row: int, device: torch.device
+        self, forward: RowForward, sizes: list[int], padding_row: int, device: torch.device
     ) -> None:
         self._forward = forward
-        self._scrap_row = scrap_row
+        self._padding_row = padding_row
         self._sizes = sizes
         self._inputs = torch.zeros(NUM_INPUTS * sizes[-1], dtype=torch.int32, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, RowOutputs]] = {}
         self._failed = False
 
     def padded(self, count: int) -> int:
-        """The size that a batch of this many rows is filled up to."""
+        """Return the captured batch size that `count` rows are padded to."""
         return next(size for size in self._sizes if size >= count)
 
     def run(self, inputs: torch.Tensor) -> RowOutputs:
-        """`inputs` [NUM_INPUTS, B] int32 in pinned memory, B one of the sizes."""
+        """Replay the graph; `inputs` [NUM_INPUTS, B] int32 in pinned memory, B one of the sizes."""
         size = inputs.shape[1]
         if size not in self._graphs and not self._failed:
-            self._record(size)
+            self._capture(size)
         static = self._static(size)
         static.copy_(inputs, non_blocking=True)
         if self._failed:
@@ -60,42 +60,42 @@ class DecodeGraphs:
         graph.replay()
         return outputs
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         self._graphs.clear()
 
-    def record_all(self) -> None:
-        """The largest first, so that the others fit into its memory; compiles what is not compiled."""
+    def capture_all(self) -> None:
+        """Warm up and capture all sizes, the largest first so that the others reuse its memory pool."""
         start = time.perf_counter()
-        gc.collect()  # graphs of a runner before this one, and the memory they hold
+        gc.collect()  # frees graphs of an earlier runner and their memory
         for size in reversed(self._sizes):
             if not self._failed:
-                self._run_once(size)
-                self._record(size)
+                self._warm_up(size)
+                self._capture(size)
         if not self._failed:
             seconds = time.perf_counter() - start
-            logger.info("recorded %d CUDA graphs in %.1f s", len(self._graphs), seconds)
+            logger.info("captured %d CUDA graphs in %.1f s", len(self._graphs), seconds)
 
     def _static(self, size: int) -> torch.Tensor:
         return self._inputs[: NUM_INPUTS * size].view(NUM_INPUTS, size)
 
-    def _run_once(self, size: int) -> None:
-        """Kernels are compiled and workspaces allocated, neither of which can be recorded."""
+    def _warm_up(self, size: int) -> None:
+        """Compile kernels and allocate workspaces, neither of which can be captured."""
         static = self._static(size)
         static.zero_()
-        static[1].fill_(self._scrap_row)
-        static[3].fill_(self._scrap_row)
+        static[1].fill_(self._padding_row)
+        static[3].fill_(self._padding_row)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._forward(static)
         torch.cuda.current_stream().wait_stream(side)
 
-    def _record(self, size: int) -> None:
+    def _capture(self, size: int) -> None:
         pool: Any = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
         graph = torch.cuda.CUDAGraph()
         try:
             with (
-                _no_collection(),
+                _garbage_collection_off(),
                 torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
             ):
                 outputs = self._forward(self._static(size))
@@ -109,8 +109,8 @@ class DecodeGraphs:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """A graph that is collected while another is recorded spoils the recording."""
+def _garbage_collection_off() -> Iterator[None]:
+    """Disable garbage collection: freeing a graph while another is captured invalidates the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -120,8 +120,8 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def ladder(most: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24, ..., 256, 288, ..., 1024, 1152, ..., and `most`."""
+def graph_batch_sizes(most: int) -> list[int]:
+    """Return 1, 2, 4, 8, 16, 24, ..., 256, 288, ..., 1024, 1152, ..., and `most`."""
     sizes = [size for size in (1, 2, 4) if size < most]
     size = 8
     while size < most:

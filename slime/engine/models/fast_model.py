@@ -1,7 +1,7 @@
-"""The forward of Llama-like models on the engine's own kernels.
+"""The fast path: the forward of Llama-like models on the engine's own kernels.
 
-Per layer four matrix products and five kernels or fewer, on the same parameters that Hugging Face's
-modules have; query, key and value lie in one matrix, and so do gate and up::
+Per layer four matmuls and at most five kernels, on the parameters of the Hugging Face modules; query, key
+and value are fused into one weight, and so are gate and up::
 
     hidden ─ add_rms_norm ─ qkv ─ rope_store ─ attend ─ out ─ add_rms_norm ─ gated_linear ─ down ─▶
        ▲                                                │                                     │
@@ -19,17 +19,17 @@ from transformers import PreTrainedModel
 
 from slime.engine.cache.kv_cache import KVCache, LayerShape
 from slime.engine.kernels.interface import (
-    ExpertKernels,
     Heads,
     Kernels,
+    MoeKernels,
     Pages,
     QueryKeyNorm,
     Rotary,
     Tokens,
 )
 
-_ROPE_PIECE = 4096
-_KNOWN_MIXTURE = "Qwen3MoeSparseMoeBlock"  # whose router is a softmax over all, then the best few
+_ROPE_CHUNK = 4096
+_KNOWN_MOE = "Qwen3MoeSparseMoeBlock"  # whose router is softmax, then top-k
 
 
 class FastModel:
@@ -58,7 +58,7 @@ class FastModel:
         table: torch.Tensor,
         outputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [R, V] of the tokens named by `outputs` [R], or of all."""
+        """Return logits [R, V] of the tokens with indices `outputs` [R], or of all."""
         hidden = F.embedding(tokens.ids, self._embedding)  # [T, H]
         delta: torch.Tensor | None = None
         for layer in self._layers:
@@ -101,13 +101,13 @@ class _Layer:
         pages: Pages,
         rotary: Rotary,
     ) -> torch.Tensor:
-        """What is to be added to `hidden` next; `delta`, left by the layer before, is added now."""
+        """Add `delta`, the output of the layer before, to `hidden` in place; return the output of this layer."""
         kernels, heads = self._kernels, self.heads
         normed = kernels.add_rms_norm(hidden, delta, self._before, self._eps)
         qkv = kernels.linear(normed, self._qkv, self._qkv_bias)
         kernels.rope_store(qkv, tokens, heads, pages, rotary, self._qk_norm)
         attended = kernels.attend(qkv, tokens, heads, pages, self._scale, self._window)
-        delta = kernels.linear_parts(attended, self._out, self._out_bias)
+        delta = kernels.linear_split_k(attended, self._out, self._out_bias)
         normed = kernels.add_rms_norm(hidden, delta, self._after, self._eps)
         return self._mlp(normed)
 
@@ -120,11 +120,11 @@ class _GatedMlp:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         active = self._kernels.gated_linear(hidden, self._gate_up, self._bias)
-        return self._kernels.linear_parts(active, self._down, self._down_bias)
+        return self._kernels.linear_split_k(active, self._down, self._down_bias)
 
 
-class _Mixture:
-    def __init__(self, mlp: Any, kernels: ExpertKernels) -> None:
+class _Moe:
+    def __init__(self, mlp: Any, kernels: MoeKernels) -> None:
         self._router, self._kernels = mlp.gate, kernels
         self._gate_up, self._down = mlp.experts.gate_up_proj, mlp.experts.down_proj
 
@@ -132,11 +132,11 @@ class _Mixture:
         router = self._router
         logits = F.linear(hidden, router.weight)
         experts, weights = self._kernels.route(logits, router.top_k, router.norm_topk_prob)
-        return self._kernels.mix(hidden, experts, weights, self._gate_up, self._down)
+        return self._kernels.run_experts(hidden, experts, weights, self._gate_up, self._down)
 
 
-class _Experts:
-    """A mixture of experts, run as Hugging Face defines it."""
+class _HuggingFaceMoe:
+    """A MoE layer that runs as its Hugging Face module."""
 
     def __init__(self, mlp: Any) -> None:
         self._mlp = mlp
@@ -146,12 +146,12 @@ class _Experts:
         return (output[0] if isinstance(output, tuple) else output)[0]
 
 
-def _make_mlp(mlp: Any, kernels: Kernels) -> _GatedMlp | _Mixture | _Experts:
+def _make_mlp(mlp: Any, kernels: Kernels) -> _GatedMlp | _Moe | _HuggingFaceMoe:
     if hasattr(mlp, "gate_proj"):
         return _GatedMlp(mlp, kernels)
-    if kernels.experts is None or type(mlp).__name__ != _KNOWN_MIXTURE:
-        return _Experts(mlp)
-    return _Mixture(mlp, kernels.experts)
+    if kernels.experts is None or type(mlp).__name__ != _KNOWN_MOE:
+        return _HuggingFaceMoe(mlp)
+    return _Moe(mlp, kernels.experts)
 
 
 def _make_qk_norm(attention: Any) -> QueryKeyNorm | None:
@@ -166,12 +166,12 @@ def _make_qk_norm(attention: Any) -> QueryKeyNorm | None:
 
 @torch.no_grad()
 def _make_rotary(body: Any, dtype: torch.dtype, context_len: int) -> Rotary:
-    """As Hugging Face computes it, rounded to the model's dtype, for all positions."""
+    """Compute RoPE for all positions as Hugging Face does, rounded to the model's dtype."""
     like = torch.empty(0, dtype=dtype, device=body.rotary_emb.inv_freq.device)
     cosines: list[torch.Tensor] = []
     sines: list[torch.Tensor] = []
-    for start in range(0, context_len + 1, _ROPE_PIECE):
-        end = min(start + _ROPE_PIECE, context_len + 1)
+    for start in range(0, context_len + 1, _ROPE_CHUNK):
+        end = min(start + _ROPE_CHUNK, context_len + 1)
         cos, sin = body.rotary_emb(like, torch.arange(start, end, device=like.device)[None])
         cosines.append(cos[0])
         sines.append(sin[0])
@@ -184,9 +184,9 @@ def _make_rotary(body: Any, dtype: torch.dtype, context_len: int) -> Rotary:
 def _join_linears(
     owner: nn.Module, name: str, linears: tuple[nn.Linear, ...]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One weight and bias for all, of which theirs become views."""
+    """Fuse linears into one weight and bias; theirs become views, so that weight updates write to both."""
     weight = torch.cat([linear.weight.data for linear in linears])
-    if weight.device.type == "cpu":  # as x @ W.T reads it, see loading.py
+    if weight.device.type == "cpu":  # the memory layout of loading.py
         weight = weight.t().contiguous().t()
     bias = None
     if linears[0].bias is not None:
@@ -204,5 +204,5 @@ def _join_linears(
 
 
 def _register_tensor(owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Known to the module, so that it moves with it, but no part of a checkpoint."""
+    """Register a non-persistent buffer, so that the tensor moves with the module."""
     owner.register_buffer(f"fused_{name}", tensor, persistent=False)

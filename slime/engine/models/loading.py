@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model on its device, or to one sentence that says why not."""
+"""Loads a checkpoint folder as a model on its device, or raises UserError with the reason."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _DTYPES = {
     "float32": torch.float32,
 }
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
-_DEFAULT_CONTEXT = 4096  # of models that name no limit
+_DEFAULT_CONTEXT = 4096  # of models without max_position_embeddings
 
 
 def load_model(args: EngineArgs, device: torch.device) -> PreTrainedModel:
-    """The model in evaluation mode, its attention going through the engine's KV cache."""
+    """Load the model in evaluation mode, with attention over the engine's KV cache."""
     config = _load_config(args)
     options: dict[str, Any] = {
         "dtype": _choose_dtype(args.dtype, config, device),
@@ -40,8 +40,8 @@ def load_model(args: EngineArgs, device: torch.device) -> PreTrainedModel:
         "trust_remote_code": args.trust_remote_code,
     }
     if args.enable_deterministic_inference:
-        # Each token's experts as products of their own: a loop over experts has shapes that depend
-        # on where all the tokens of a batch go.
+        # One matmul per token and expert: a loop over experts has shapes that depend on the routing of
+        # all tokens of the batch.
         options["experts_implementation"] = "batched_mm"
     model = _make_model(args, config, options, device)
     torch.nn.Module.to(model, device)
@@ -49,7 +49,7 @@ def load_model(args: EngineArgs, device: torch.device) -> PreTrainedModel:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     if device.type == "cpu":
-        _lay_out_by_columns(model)
+        _store_column_major(model)
     return model
 
 
@@ -61,7 +61,7 @@ def _make_model(
             return _load_weights(args, config, options)
         with torch.device(device):
             return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, **options))
-    except KeyError as error:  # in a table of the attentions that the model knows
+    except KeyError as error:  # in the model's table of attention implementations
         if error.args != (IMPLEMENTATION,):
             raise
         raise UserError(
@@ -71,7 +71,7 @@ def _make_model(
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> frozenset[int]:
-    """Tokens that end a response: the generation config's, else the model's, and the tokenizer's."""
+    """Return the tokens that end a response: the generation config's, else the model's, and the tokenizer's."""
     generation: GenerationConfig | None = model.generation_config  # type: ignore[assignment]
     found = getattr(generation, "eos_token_id", None)
     if found is None:
@@ -91,8 +91,8 @@ def context_len(args: EngineArgs, model: PreTrainedModel) -> int:
     short = _longrope_border(model)
     if short is not None and chosen > short:
         raise UserError(
-            f"{type(model).__name__} rotates all of a text in another way once it has more than {short} "
-            "tokens (longrope), so short and long texts cannot share the embedded engine: add "
+            f"{type(model).__name__} has longrope, which changes the RoPE of a whole text once it has more than "
+            f"{short} tokens; the embedded engine cannot serve short and long texts together: add "
             f"--context-length {short} (for a run --sglang-context-length {short}), or use "
             "--rollout-engine sglang"
         )
@@ -100,7 +100,7 @@ def context_len(args: EngineArgs, model: PreTrainedModel) -> int:
 
 
 def _longrope_border(model: PreTrainedModel) -> int | None:
-    """The longest text with the short factors of longrope; None for models without it."""
+    """Return the longest text with the short factors of longrope; None for models without it."""
     config: Any = model.config.get_text_config()
     given = getattr(config, "rope_parameters", None) or {}
     for rope in (given, *(value for value in given.values() if isinstance(value, dict))):
@@ -113,9 +113,11 @@ def _longrope_border(model: PreTrainedModel) -> int | None:
 def _load_config(args: EngineArgs) -> PreTrainedConfig:
     path = Path(args.model_path)
     if not path.is_dir():
-        raise UserError(f"--model-path {path}: no such folder")
+        raise UserError(f"--model-path: {path} does not exist")
     if not (path / "config.json").is_file():
-        raise UserError(f"--model-path {path}: no config.json in it, so no Hugging Face model")
+        raise UserError(
+            f"--model-path: {path} has no config.json, so it is not a Hugging Face model"
+        )
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -129,7 +131,7 @@ def _load_config(args: EngineArgs) -> PreTrainedConfig:
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS
     if others:
         raise UserError(
-            f"--model-path {path}: the embedded engine has no layers of kind {sorted(others)}; "
+            f"--model-path {path}: the embedded engine does not support layers of kind {sorted(others)}; "
             "use --rollout-engine sglang"
         )
     return config
@@ -138,9 +140,9 @@ def _load_config(args: EngineArgs) -> PreTrainedConfig:
 def _load_weights(
     args: EngineArgs, config: PreTrainedConfig, options: dict[str, Any]
 ) -> PreTrainedModel:
-    """Transformers fills in what a checkpoint lacks at random and only warns; here it is an error.
+    """Load the weights; a missing tensor is an error, where transformers would initialize it at random.
 
-    FP8 weights are unpacked: the engine computes in the dtype it was asked for.
+    FP8 weights are dequantized: the engine computes in the requested dtype.
     """
     check_weights(args.model_path, "--model-path")
     try:
@@ -151,14 +153,14 @@ def _load_weights(
     missing = sorted(report["missing_keys"])
     if missing:
         raise UserError(
-            f"--model-path {args.model_path}: its weights are not of the model its config.json "
-            f"describes; {len(missing)} tensors are missing, such as {missing[0]}"
+            f"--model-path {args.model_path}: its weights do not match its config.json; "
+            f"{len(missing)} tensors are missing, such as {missing[0]}"
         )
     return model
 
 
-def _lay_out_by_columns(model: PreTrainedModel) -> None:
-    """Keep matrices as x @ W.T reads them: up to twice as fast with few rows. Shapes stay the same."""
+def _store_column_major(model: PreTrainedModel) -> None:
+    """Store the weights of linears column-major: x @ W.T is up to twice as fast with few rows."""
     embedding = model.get_input_embeddings().weight
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and module.weight is not embedding:

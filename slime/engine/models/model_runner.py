@@ -28,9 +28,9 @@ from slime.engine.models.loading import context_len, load_model
 from slime.engine.models.plain_runner import PlainRunner
 from slime.engine.models.routed_experts import RoutedExperts
 from slime.engine.models.self_check import check_served
-from slime.engine.scheduler.scheduler import Scheduler, Step
-from slime.engine.scheduler.speculation import GuessFlight
-from slime.engine.scheduler.step_output import Flight
+from slime.engine.scheduler.scheduler import Scheduler
+from slime.engine.scheduler.speculation import PendingDraftStep
+from slime.engine.scheduler.step import PendingStep, Step
 from slime.utils.c_library import load_library
 from slime.utils.device import device_type
 
@@ -66,9 +66,9 @@ def find_kernels(args: EngineArgs, model: PreTrainedModel) -> Kernels | str:
 
 
 class StepRunner(Protocol):
-    def launch(self, step: Step) -> Flight: ...
+    def launch(self, step: Step) -> PendingStep: ...
 
-    def forget(self) -> None: ...
+    def invalidate(self) -> None: ...
 
 
 class ModelRunner:
@@ -116,18 +116,20 @@ class ModelRunner:
         else:
             self._steps = CpuRunner(self._fast, cache, scheduler, self.deterministic)
 
-    def launch(self, step: Step) -> Flight:
+    def launch(self, step: Step) -> PendingStep:
         """Start one step: compute all its tokens and sample the next one where one is due."""
         assert self._steps is not None
-        flight = self._steps.launch(step)
-        if not step.guesses:
-            return flight
-        return GuessFlight(flight=flight, drafts={g.request: g.draft for g in step.guesses})
+        pending = self._steps.launch(step)
+        if not step.drafts:
+            return pending
+        return PendingDraftStep(
+            pending=pending, drafts={span.request: span.draft for span in step.drafts}
+        )
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Drop what depends on the addresses of the cache and the weights, which are about to move."""
         if self._steps is not None:
-            self._steps.forget()
+            self._steps.invalidate()
 
 
 def _is_known_family(model: PreTrainedModel) -> bool:

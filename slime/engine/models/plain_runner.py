@@ -12,10 +12,9 @@ from slime.engine.cache.kv_cache import KVCache
 from slime.engine.models.attention import plan_attention, use_plan
 from slime.engine.models.routed_experts import RoutedExperts
 from slime.engine.models.step_batch import StepBatch, make_batch, split_fixed
-from slime.engine.scheduler.sampling import sample
-from slime.engine.scheduler.scheduler import Scheduler, Step
-from slime.engine.scheduler.scores import score
-from slime.engine.scheduler.step_output import Landed, StepOutput, join_outputs
+from slime.engine.scheduler.sampling import sample, score
+from slime.engine.scheduler.scheduler import Scheduler
+from slime.engine.scheduler.step import FinishedStep, Step, StepOutput, join_outputs
 
 
 class PlainRunner:
@@ -34,16 +33,16 @@ class PlainRunner:
         self._routed_experts = routed_experts
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> Landed:
+    def launch(self, step: Step) -> FinishedStep:
         """Compute all tokens of the step and sample the next token where one is due."""
         if self._scheduler.new_pages:
             self._cache.wipe([0, *self._scheduler.new_pages])
         batch = make_batch(step)
         batch.ids[: len(step.decoding)] = [request.token_ids[-1] for request in step.decoding]
-        parts = split_fixed(batch, self._scheduler.scrap_row) if self._deterministic else [batch]
-        return Landed(output=join_outputs([self._forward(part) for part in parts]))
+        parts = split_fixed(batch, self._scheduler.padding_row) if self._deterministic else [batch]
+        return FinishedStep(output=join_outputs([self._forward(part) for part in parts]))
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Do nothing: no state here depends on the addresses of the weights or the cache."""
 
     def _forward(self, batch: StepBatch) -> StepOutput:

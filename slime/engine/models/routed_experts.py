@@ -1,7 +1,7 @@
-"""Which experts every cached token went to, for trainers that repeat the choice.
+"""Records the experts that every cached token was routed to, for routing replay in the trainer.
 
-Kept by place in the KV cache, beside the keys and values: a prefix that is found there brings its choices
-along, and so does a request that was interrupted.
+Stored by slot of the KV cache, beside the keys and values, so that prefix cache hits and interrupted
+requests keep their routing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class RoutedExperts:
-    """Notes what the routers of `model` choose; layers without experts stay -1."""
+    """Records the choices of the routers of `model` by forward hooks; layers without experts stay -1."""
 
     def __init__(self, model: PreTrainedModel, num_pages: int, page_size: int) -> None:
         config = model.config.get_text_config()
@@ -33,8 +33,8 @@ class RoutedExperts:
         }
         if not routers:
             raise UserError(
-                f"--enable-return-routed-experts: {type(model).__name__} has no routers whose choice the "
-                "embedded engine can see; remove it or use --rollout-engine sglang"
+                f"--enable-return-routed-experts: {type(model).__name__} has no routers that the "
+                "embedded engine can read; remove it or use --rollout-engine sglang"
             )
         self._page_size = page_size
         shape = (
@@ -55,21 +55,21 @@ class RoutedExperts:
                     self._seen[layer] = part
                     return
             raise UserError(
-                f"--enable-return-routed-experts: the routers of {model_name} do not tell which experts "
+                f"--enable-return-routed-experts: the routers of {model_name} do not return which experts "
                 "they choose; remove it or use --rollout-engine sglang"
             )
 
         return hook
 
     def keep(self, plan: AttentionPlan) -> None:
-        """After a forward: its rows went to the places of the plan."""
+        """Store the choices of the last forward in the slots of its plan."""
         slots = plan.slots.cpu().numpy()
         for layer, experts in self._seen.items():
             self._chosen[slots, layer] = experts.reshape(len(slots), -1).cpu().numpy()
         self._seen.clear()
 
     def of(self, request: Request) -> str:
-        """As SGLang gives it: base64 of int32 [tokens - 1, layers, experts per token]."""
+        """Return the routing in SGLang's format: base64 of int32 [tokens - 1, layers, experts per token]."""
         wanted = len(request.token_ids) - 1
         positions = np.arange(min(wanted, request.num_computed))
         pages = np.array(request.pages, np.int64)[positions // self._page_size]

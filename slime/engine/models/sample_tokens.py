@@ -1,25 +1,25 @@
-"""Draws tokens by the kernels, and by plain operations where a request asks for more than they do."""
+"""Sampling on the fast path: by the kernels, and in torch for requests with parameters they lack."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from slime.engine.kernels.interface import DrawSettings, Kernels
+from slime.engine.kernels.interface import Kernels, SamplingState
 from slime.engine.scheduler.request import Request
-from slime.engine.scheduler.sampling import SamplingRows
+from slime.engine.scheduler.sampling import BatchSampler
 
 
-def make_settings(num_rows: int, device: torch.device) -> DrawSettings:
-    return DrawSettings(
+def make_sampling_state(num_rows: int, device: torch.device) -> SamplingState:
+    return SamplingState(
         temperatures=torch.ones(num_rows, dtype=torch.float32, device=device),
         seeds=torch.zeros(num_rows, dtype=torch.int64, device=device),
         last_tokens=torch.zeros(num_rows, dtype=torch.int32, device=device),
     )
 
 
-def note_settings(settings: DrawSettings, requests: list[Request]) -> None:
-    """Of requests that draw their first token in the rows they have."""
+def set_sampling_state(settings: SamplingState, requests: list[Request]) -> None:
+    """Write the parameters of requests that sample their first token to their rows."""
     device = settings.seeds.device
     rows = torch.tensor([request.row for request in requests])
     params = [request.params for request in requests]
@@ -33,8 +33,8 @@ def note_settings(settings: DrawSettings, requests: list[Request]) -> None:
     settings.seeds[rows] = seeds
 
 
-def barred_ends(requests: list[Request], positions: list[int]) -> np.ndarray | None:
-    """[R, B] int32: tokens that would end a request before its minimum length, filled up with -1."""
+def forbidden_ends(requests: list[Request], positions: list[int]) -> np.ndarray | None:
+    """Return [R, B] int32, the tokens that would end a request before min_new_tokens, padded with -1."""
     ends: dict[int, list[int]] = {}
     for i, (request, position) in enumerate(zip(requests, positions, strict=True)):
         params = request.params
@@ -43,54 +43,54 @@ def barred_ends(requests: list[Request], positions: list[int]) -> np.ndarray | N
     width = max(map(len, ends.values()), default=0)
     if not width:
         return None
-    barred = np.full((len(requests), width), -1, np.int32)
+    forbidden = np.full((len(requests), width), -1, np.int32)
     for i, tokens in ends.items():
-        barred[i, : len(tokens)] = tokens
-    return barred
+        forbidden[i, : len(tokens)] = tokens
+    return forbidden
 
 
-def draw_special(
+def sample_special(
     logits: torch.Tensor,  # [R, V]
     requests: list[Request],
     tokens: torch.Tensor,  # [R], written to
     log_probs: torch.Tensor,
-    settings: DrawSettings,
-    positions: np.ndarray,  # [R], of the tokens before those to draw
+    settings: SamplingState,
+    positions: np.ndarray,  # [R], of the tokens before those to sample
     *,
-    ends_barred: bool = False,
+    ends_forbidden: bool = False,
 ) -> bool:
-    """Draw again for special requests; whether there were any.
+    """Sample again, in torch, for requests with special parameters; return whether there were any.
 
-    `ends_barred`: nothing that `barred_ends` names was drawn, so a minimum length alone is not special.
+    With `ends_forbidden` the kernel has applied `forbidden_ends`, so min_new_tokens alone is not special.
     """
     special = [
         i
         for i, request in enumerate(requests)
-        if (request.params.reshaped if ends_barred else request.params.special)
+        if (request.params.reshaped if ends_forbidden else request.params.special)
     ]
     if not special:
         return False
     chosen = [requests[i] for i in special]
     index = torch.tensor(special, device=logits.device)
     following = positions[special].astype(np.int64) + 1
-    drawn, values = SamplingRows(chosen, logits.device).draw(logits[index], following)
-    tokens[index] = drawn.to(tokens.dtype)
+    sampled, values = BatchSampler(chosen, logits.device).sample(logits[index], following)
+    tokens[index] = sampled.to(tokens.dtype)
     log_probs[index] = values
     rows = torch.tensor([request.row for request in chosen], device=logits.device)
-    settings.last_tokens[rows] = drawn.to(settings.last_tokens.dtype)
+    settings.last_tokens[rows] = sampled.to(settings.last_tokens.dtype)
     return True
 
 
-def draw_all(
+def sample_all(
     kernels: Kernels,
     logits: torch.Tensor,
     requests: list[Request],
     rows: torch.Tensor,
     positions: torch.Tensor,
-    settings: DrawSettings,
+    settings: SamplingState,
     host_positions: np.ndarray,  # `positions`, on the host
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Tokens, log-probs, and whether any request was special."""
-    tokens, log_probs = kernels.draw(logits, rows, positions, settings)
-    special = draw_special(logits, requests, tokens, log_probs, settings, host_positions)
+    """Return tokens, log-probs, and whether any request had special parameters."""
+    tokens, log_probs = kernels.sample(logits, rows, positions, settings)
+    special = sample_special(logits, requests, tokens, log_probs, settings, host_positions)
     return tokens, log_probs, special

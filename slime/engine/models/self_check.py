@@ -1,8 +1,8 @@
-"""Whether a model that nobody tried gives the numbers of its own forward when the engine serves it.
+"""Checks at start that a model of an unknown family gives the same log-probs in the engine as on its own.
 
-A recurrent layer keeps what it knows of a text elsewhere than in keys and values; other models look
-through masks of their own. Served in pieces, beside another text, these would be wrong without a word.
-So two short texts go both ways before the first request does.
+Recurrent layers keep state outside of the KV cache, and other models use attention masks of their own. With
+chunked prefill and batching these would silently give wrong results. So two short sequences are run both
+through the engine and through the model before the first request.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from slime.engine.scheduler.sampling_params import SamplingParams
 from slime.engine.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-_PROMPT, _OUTPUT, _PIECE = 24, 4, 14  # tokens: both prompts are cut, one goes on beside the other
+_PROMPT, _OUTPUT, _CHUNK = 24, 4, 14  # tokens: both prompts are prefilled in chunks, batched
 _PAGE, _PAGES = 4, 16
-# Of how much log-probs vary from token to token: rounding stays below, another text's influence does not.
+# Relative to the standard deviation of the log-probs: rounding errors stay below, real ones do not.
 _TOLERANCE = {torch.float32: 0.01}
 _TOLERANCE_16_BITS = 0.5
 
 
 def check_served(model: PreTrainedModel, layers: dict[int, LayerShape], context_len: int) -> None:
-    """UserError if the engine's log-probs are not the model's own."""
+    """Raise UserError if the engine's log-probs are not the model's own."""
     count = min(_PROMPT, context_len - _OUTPUT)
     if count < 2:
         return
@@ -49,15 +49,15 @@ def check_served(model: PreTrainedModel, layers: dict[int, LayerShape], context_
     if error <= _TOLERANCE.get(model.dtype, _TOLERANCE_16_BITS) * expected.std() + 1e-5:
         return
     raise UserError(
-        f"the embedded engine cannot serve {type(model).__name__}: in pieces it gives other log-probs than "
-        f"in one (by {error:.2g} on average); use --rollout-engine sglang"
+        f"the embedded engine cannot serve {type(model).__name__}: with chunked prefill it gives other "
+        f"log-probs than in one forward (by {error:.2g} on average); use --rollout-engine sglang"
     )
 
 
 @torch.inference_mode()
 def _serve(model: PreTrainedModel, layers: dict[int, LayerShape], count: int) -> list[Request]:
     scheduler = Scheduler(
-        PagePool(_PAGES, _PAGE), max_running=2, max_pages_per_request=_PAGES, chunk_size=_PIECE
+        PagePool(_PAGES, _PAGE), max_running=2, max_pages_per_request=_PAGES, chunk_size=_CHUNK
     )
     cache = KVCache(layers, _PAGES, _PAGE, model.dtype, model.device)
     runner = PlainRunner(model, cache, scheduler, deterministic=False)
@@ -66,7 +66,7 @@ def _serve(model: PreTrainedModel, layers: dict[int, LayerShape], count: int) ->
         scheduler.add(request)
     while scheduler.has_requests:
         step = scheduler.schedule()
-        output = runner.launch(step).collect()
+        output = runner.launch(step).wait()
         scheduler.complete(step)
         for request, log_prob in output.scored:
             request.input_log_probs.append(log_prob)
@@ -95,7 +95,7 @@ def _request(text: int, count: int, model: PreTrainedModel) -> Request:
 
 @torch.inference_mode()
 def _ask_model(model: PreTrainedModel, requests: list[Request]) -> torch.Tensor:
-    """The log-probs of all tokens but the first by the model's own attention, text by text: [2, T - 1]"""
+    """Return the log-probs of all tokens but the first by the model's own attention, [2, T - 1]."""
     rows: list[torch.Tensor] = []
     model.set_attn_implementation("eager")
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from slime.engine.scheduler.request import Request
-from slime.engine.scheduler.scheduler import Step, Work
+from slime.engine.scheduler.step import Step, TokenSpan
 
 FIXED_ROWS = 32  # tokens of every forward in deterministic mode
 LAST_SAMPLED = -1  # as an id: the token last sampled in this row, which the host may not know yet
@@ -43,7 +43,7 @@ class StepBatch:
 
 def make_batch(step: Step) -> StepBatch:
     """Return the whole step as one batch: decoding requests first, then drafts and prefill chunks."""
-    batch = make_span_batch(step.guesses + step.pieces)
+    batch = make_span_batch(step.drafts + step.prefill)
     count = len(step.decoding)
     if not count:
         return batch
@@ -60,7 +60,7 @@ def make_batch(step: Step) -> StepBatch:
     )
 
 
-def make_span_batch(spans: list[Work]) -> StepBatch:
+def make_span_batch(spans: list[TokenSpan]) -> StepBatch:
     ids: list[int] = []
     positions: list[np.ndarray] = [np.zeros(0, np.int32)]
     sampled: list[Request] = []
@@ -71,8 +71,8 @@ def make_span_batch(spans: list[Work]) -> StepBatch:
         request, first, end = span.request, len(ids), span.start + span.count
         ids += span.tokens
         positions.append(np.arange(span.start, end, dtype=np.int32))
-        sampled += [request] * span.num_draws
-        sampled_at += range(len(ids) - span.num_draws, len(ids))
+        sampled += [request] * span.num_samples
+        sampled_at += range(len(ids) - span.num_samples, len(ids))
         wanted = _scored_positions(request, span.start, end)
         scored += [request] * len(wanted)
         scored_at += [first + position - span.start for position in wanted]

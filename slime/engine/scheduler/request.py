@@ -1,4 +1,4 @@
-"""One request on its way through the engine."""
+"""The state of one request in the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from slime.engine.scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from slime.engine.scheduler.speculation import Guesses
+    from slime.engine.scheduler.speculation import DraftHistory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class FinishReason:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionSpan:
-    """Output tokens start..end (end exclusive) were produced by weights of this version."""
+    """Output tokens start..end (end exclusive) were sampled with weights of this version."""
 
     version: str
     start: int
@@ -34,13 +34,13 @@ class VersionSpan:
 @dataclass(kw_only=True, eq=False)
 class Request:
     """`token_ids` is the prompt and then the output; `num_computed` of them have their keys and values
-    in the cache, in `pages` in order. `num_pending` more have been drawn on the device and not read yet.
+    in the cache, in `pages` in order. `num_pending` more were sampled on the device and are not known yet.
 
         prompt [5, 9, 5], two tokens generated, the second not yet run through the model::
 
             token_ids = [5, 9, 5, 7, 6]     prompt_len = 3     num_computed = 4     num_pending = 0
 
-        the same while the device is at work on the third::
+        the same while the device computes the third::
 
             token_ids = [5, 9, 5, 7, 6]     prompt_len = 3     num_computed = 5     num_pending = 1
     """
@@ -65,13 +65,12 @@ class Request:
     num_retractions: int = 0
     row: int = -1  # row of the page table while running
     cache_epoch: int = -1  # which generation of the prefix cache the pages may go to
-    guesses: Guesses | None = None  # with speculative decoding, from the first step of decoding on
+    draft_history: DraftHistory | None = None  # set by the first decoding step with drafts
     # filled in step by step
     output_log_probs: list[float] = field(default_factory=list)
     input_log_probs: list[float] = field(default_factory=list)
-    version_starts: list[tuple[str, int]] = field(
-        default_factory=list
-    )  # version, first output token
+    # (version, first output token)
+    version_starts: list[tuple[str, int]] = field(default_factory=list)
     finish: FinishReason | None = None
     routed_experts: str | None = None  # encoded, once finished
 
@@ -85,7 +84,7 @@ class Request:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens to run through the model before the next one can be sampled; 1 while decoding."""
+        """Return how many tokens must be computed before the next one can be sampled; 1 while decoding."""
         return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
@@ -101,7 +100,7 @@ class Request:
     def append(self, token: int, log_prob: float, version: str) -> None:
         token_ids, starts, params = self.token_ids, self.version_starts, self.params
         count = len(token_ids) - self.prompt_len + 1
-        if count > params.max_new_tokens:  # no token was wanted at all
+        if count > params.max_new_tokens:  # max_new_tokens is 0
             self.finish = FinishReason(kind="length")
             return
         token_ids.append(token)
@@ -117,7 +116,7 @@ class Request:
             self.finish = self._finish_by(token, count)
 
     def _finish_by(self, token: int, count: int) -> FinishReason | None:
-        """The end that the token just appended brings; stop strings are looked at elsewhere."""
+        """Return the finish reason due to the token just appended; stop strings are checked elsewhere."""
         params = self.params
         if (
             token in self.eos_ids or token in params.stop_token_ids

@@ -1,8 +1,8 @@
-"""Draws the next token of every row, each with its own settings and its own random stream.
+"""Samples the next token of every row, each with its own parameters and its own random stream.
 
-A draw depends on the request's seed and the position of the token alone: one uniform number per token
-from a counter-based hash, looked up in the cumulative distribution of the row. So a request gives the
-same tokens whatever else is in the batch, and goes on unchanged after being interrupted.
+Inverse transform sampling: one uniform number per token from a counter-based hash of the request's seed and
+the token's position, looked up in the cumulative distribution of the row. So a request gets the same tokens
+whatever else is in the batch, also after an interruption.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ import torch
 
 from slime.engine.scheduler.request import Request
 
+_SCORED_ROWS = 512  # logits whose log-softmax is computed at a time
+
 
 def sample(
     logits: torch.Tensor, requests: list[Request], positions: np.ndarray | None = None
-) -> Draw:
-    """One token per row of `logits` [R, V], for the requests and positions of the rows; without
-    positions, the next one of every request."""
+) -> SampledTokens:
+    """Sample one token per row of `logits` [R, V], at the given positions of the requests; by default at the
+    next position of each."""
     if positions is None:
         positions = np.array([len(request.token_ids) for request in requests], np.int64)
-    tokens, log_probs = SamplingRows(requests, logits.device).draw(logits, positions)
-    return Draw(tokens=tokens.tolist(), log_probs=log_probs.tolist())
+    tokens, log_probs = BatchSampler(requests, logits.device).sample(logits, positions)
+    return SampledTokens(tokens=tokens.tolist(), log_probs=log_probs.tolist())
 
 
 @dataclass(kw_only=True, eq=False)
-class Draw:
-    """tokens and their log-probs in the distribution that temperature alone gives, one per row."""
+class SampledTokens:
+    """Sampled tokens and their log-probs under softmax(logits / temperature), one per row."""
 
     tokens: list[int]
     log_probs: list[float]
 
 
-class SamplingRows:
-    """The settings of the requests of a batch, one row each, made once for as long as they stay."""
+class BatchSampler:
+    """The sampling parameters of a batch of requests, one row each."""
 
     def __init__(self, requests: list[Request], device: torch.device) -> None:
         params = [request.params for request in requests]
@@ -51,10 +53,10 @@ class SamplingRows:
         self._filtered = [i for i, p in enumerate(params) if p.filtered]
         self._shaped = [i for i, p in enumerate(params) if p.penalized or p.min_new_tokens]
 
-    def draw(
+    def sample(
         self, logits: torch.Tensor, positions: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [R] for these positions of their texts, and their log-probs [R].
+        """Return tokens [R] at these positions, and their log-probs [R].
 
         Log-probs are those of softmax(logits / temperature) in fp32, before penalties, biases and the
         filters top_k, top_p and min_p: what a trainer computes from the same logits.
@@ -72,25 +74,40 @@ class SamplingRows:
         return logits if self._scale is None else logits / self._scale
 
     def _choose(self, log_probs: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
-        """Token ids [R]: the most probable for greedy rows, a draw for the others."""
+        """Return token ids [R]: the argmax of greedy rows, a sample of the others."""
         if self._all_greedy:
             return log_probs.argmax(dim=-1)
         probs = log_probs.exp()
         if self._filtered:
             requests = [self._requests[i] for i in self._filtered]
             probs[self._filtered] = _filter(probs[self._filtered], requests)
-        draws = torch.from_numpy(_uniforms(self._streams, positions)).to(probs.device).unsqueeze(1)
+        uniform = torch.from_numpy(_uniforms(self._streams, positions)).to(probs.device)
         total = probs.cumsum(dim=-1, dtype=torch.float64)
-        # The first token whose cumulative weight exceeds the target; it has a weight of its own.
-        tokens = torch.searchsorted(total, draws * total[:, -1:], right=True).squeeze(1)
+        # The first token whose cumulative weight exceeds the target; its own weight is positive.
+        tokens = torch.searchsorted(
+            total, uniform.unsqueeze(1) * total[:, -1:], right=True
+        ).squeeze(1)
         tokens = tokens.clamp_(max=probs.shape[1] - 1)
         if self._any_greedy:
             tokens = torch.where(self._greedy, log_probs.argmax(dim=-1), tokens)
         return tokens
 
 
+def score(
+    logits: torch.Tensor, requests: list[Request], positions: list[int]
+) -> list[tuple[Request, float]]:
+    """Return the log-prob of the prompt token after position i of request i, from row i of `logits`."""
+    targets = [r.token_ids[p + 1] for r, p in zip(requests, positions, strict=True)]
+    values: list[float] = []
+    for start in range(0, len(targets), _SCORED_ROWS):
+        part = logits[start : start + _SCORED_ROWS].float()
+        index = torch.tensor(targets[start : start + _SCORED_ROWS], device=part.device).unsqueeze(1)
+        values += torch.log_softmax(part, dim=-1).gather(1, index).squeeze(1).tolist()
+    return list(zip(requests, values, strict=True))
+
+
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Numbers in [0, 1) from 64-bit seeds and positions (splitmix64's finalizer, twice)."""
+    """Return numbers in [0, 1) from 64-bit seeds and positions (splitmix64's finalizer, twice)."""
     return _uniforms(_mix(seeds.astype(np.uint64) + _GOLDEN), positions)
 
 
@@ -109,7 +126,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _filter(probs: torch.Tensor, requests: list[Request]) -> torch.Tensor:
-    """Zero what top_k, top_p and min_p leave out; the rest is not renormalised."""
+    """Zero the tokens outside of top_k, top_p and min_p; the rest is not renormalised."""
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, device=probs.device, dtype=torch.float64).unsqueeze(1)
@@ -126,7 +143,7 @@ def _filter(probs: torch.Tensor, requests: list[Request]) -> torch.Tensor:
 
 
 def _shape(logits: torch.Tensor, requests: list[tuple[int, Request]]) -> torch.Tensor:
-    """Logits with penalties, biases and end tokens forbidden before min_new_tokens."""
+    """Apply penalties and biases, and forbid end tokens before min_new_tokens."""
     logits = logits.clone()
     for row, request in requests:
         params = request.params

@@ -1,4 +1,4 @@
-"""How one request samples its tokens: SGLang's `sampling_params`, checked once."""
+"""The sampling parameters of a request: SGLang's `sampling_params`, validated once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-# Known to SGLang, not done here: refused by name, never ignored.
+# Parameters of SGLang that this engine does not support: refused by name, never ignored.
 _UNSUPPORTED = {
     "stop_regex": None,
     "beam_width": None,
@@ -18,14 +18,14 @@ _UNSUPPORTED = {
 }
 _HARMLESS = {"stream_interval"}
 _SMALLEST_TEMPERATURE = 1e-6  # below it, as with SGLang, decoding is greedy
-_LARGEST = 1e30  # what 32 bits can still be divided by the smallest temperature
+_LARGEST = 1e30  # a float32 that can still be divided by the smallest temperature
 MOST_REQUESTS = 16384  # of one call: prompts times `n`
 _MOST_STOPS = 64
-_LONGEST_STOP = 1024  # bytes; as many tokens are decoded at every step to look for it
+_LONGEST_STOP = 1024  # bytes; as many tokens are decoded at every step to find it
 
 
 class RequestError(ValueError):
-    """A request that cannot be carried out; becomes HTTP 400 with this text.
+    """An invalid request; becomes HTTP 400 with this text.
 
     `plain`: the body is {"error": text} and not {"error": {"message": text}}, as SGLang has it for
     mistakes inside sampling_params.
@@ -38,7 +38,7 @@ class RequestError(ValueError):
 
 @dataclass(kw_only=True, frozen=True)
 class SamplingParams:
-    """temperature 0, and what is hardly more, is greedy decoding; top_k -1 is the whole vocabulary."""
+    """Temperature 0, or nearly 0, is greedy decoding; top_k -1 is the whole vocabulary."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
@@ -65,7 +65,7 @@ class SamplingParams:
 
     @property
     def scale(self) -> float:
-        """What logits are divided by; greedy requests report the log-probs of temperature 1."""
+        """Return the divisor of the logits; greedy requests report the log-probs of temperature 1."""
         greedy = self.temperature < _SMALLEST_TEMPERATURE
         return 1.0 if greedy else min(self.temperature, _LARGEST)
 
@@ -84,17 +84,17 @@ class SamplingParams:
 
     @cached_property
     def special(self) -> bool:
-        """Draws need filters, or the tokens drawn before."""
+        """Return whether sampling needs more than a temperature: filters, or the tokens sampled before."""
         return self.reshaped or self.min_new_tokens > 0
 
     @cached_property
     def reshaped(self) -> bool:
-        """The distribution is another one, beyond some tokens left out of it."""
+        """Return whether filters, penalties or biases change the distribution."""
         return self.filtered or self.penalized
 
 
 def parse_sampling_params(given: dict[str, Any]) -> SamplingParams:
-    """A request's dictionary as SamplingParams; RequestError names the first wrong key."""
+    """Parse a request's dictionary; RequestError names the first invalid key."""
     values: dict[str, Any] = {}
     for key, value in given.items():
         if key in _UNSUPPORTED:

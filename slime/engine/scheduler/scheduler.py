@@ -1,22 +1,21 @@
-"""Decides which tokens of which requests the next forward computes.
+"""Decides which tokens of which requests the next step computes.
 
     waiting ──admit──▶ running ──finish──▶ done
        ▲                  │
-       └────retract───────┘   no page left for an older request, or generation is paused
+       └────retract───────┘   no free page for an older request, or generation is paused
 
-A step takes one token of every decoding request and fills up with pieces of prompts, at most
-`chunk_size` tokens of them. The oldest requests come first; under want of pages the youngest go back to
-the queue, so the oldest always gets ahead.
+A step computes one token of every decoding request and prefill chunks of at most `chunk_size` tokens in
+all. The oldest requests come first; when pages run out the youngest are retracted to the queue, so the
+oldest always makes progress.
 
-What every step needs of every request lies in arrays by row of the page table, so that a step in which
-nobody comes or goes costs a few operations on arrays, however many requests run.
+Per-request state that every step needs is in arrays by row of the page table, so that a step in which no
+request starts or finishes costs a few array operations, however many requests run.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,62 +23,10 @@ from slime.engine.cache.page_pool import PagePool
 from slime.engine.cache.radix_cache import RadixCache
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.speculation import Drafter
+from slime.engine.scheduler.step import Step, TokenSpan
 
-# Looking for the oldest pages costs a walk over the tree, so that a good many of them go at a time.
+# Finding the least recently used pages walks the whole tree, so many are evicted at a time.
 _EVICT_AT_LEAST, _EVICT_SHARE = 32, 1 / 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """Run tokens start..start+count of a request through the model, then sample if that is its last.
-
-    The last of them may be a draft, guesses that are not in the request's text: then the token after
-    its newest one is sampled, and the one after each guess.
-    """
-
-    request: Request
-    start: int
-    count: int
-    samples: bool
-    draft: list[int] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> list[int]:
-        end = self.start + self.count - len(self.draft)
-        return self.request.token_ids[self.start : end] + self.draft
-
-    @property
-    def num_draws(self) -> int:
-        """How many of its last tokens a next one is sampled for."""
-        return 1 + len(self.draft) if self.samples else 0
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Step:
-    """One forward: the newest token of each decoding request, and pieces of prompts.
-
-    With speculative decoding the decoding requests are in `guesses`, with their drafts, and nowhere else.
-
-    `decoding` and `rows` are the same objects from step to step until a request comes or goes.
-    """
-
-    decoding: list[Request]
-    rows: np.ndarray  # their rows of the page table
-    positions: np.ndarray  # where their newest token stands
-    pieces: list[Work]
-    guesses: list[Work] = field(default_factory=list)
-
-    @property
-    def works(self) -> list[Work]:
-        """The decoding requests as works, then the pieces."""
-        decoding = [
-            Work(request=request, start=start, count=1, samples=True)
-            for request, start in zip(self.decoding, self.positions.tolist(), strict=True)
-        ]
-        return decoding + self.guesses + self.pieces
-
-    def __bool__(self) -> bool:
-        return bool(self.decoding or self.pieces or self.guesses)
 
 
 class Scheduler:
@@ -94,57 +41,58 @@ class Scheduler:
         drafter: Drafter | None = None,
     ) -> None:
         self.pool = pool
+        self.max_running = max_running
         self.drafter = drafter
         self.cache = RadixCache(pool)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
-        # The last row belongs to nobody: padding of a forward stands there, at page 0.
+        # The last row is the padding row: its pages are 0, the padding page.
         self.page_table = np.zeros((max_running + 1, max_pages_per_request), np.int32)
         self.page_writes: list[
             tuple[int, int, list[int]]
         ] = []  # row, first page, pages; see complete
-        self.new_pages: list[int] = []  # that hold what somebody else left there; see complete
+        self.new_pages: list[int] = []  # with stale contents of earlier requests; see complete
         self.num_retracted = 0
         self._chunk_size = chunk_size
         self._use_prefix_cache = use_prefix_cache
         self._free_rows = list(range(max_running - 1, -1, -1))
         self._lens = np.zeros(max_running, np.int64)  # tokens, those pending included
-        self._room = np.zeros(max_running, np.int64)  # tokens the pages held have room for
+        self._capacity = np.zeros(max_running, np.int64)  # tokens that fit into the pages held
         self._limits = np.zeros(max_running, np.int64)  # tokens at which a request ends
         self._prompts: list[Request] = []  # running, but not decoding yet
         self._decoding: list[Request] = []
         self._rows = np.zeros(0, np.int64)  # of _decoding
-        self._stale = False  # _decoding and _rows have to be made anew
+        self._decoding_changed = False  # _decoding and _rows are out of date
 
     @property
     def has_requests(self) -> bool:
         return bool(self.running or self.waiting)
 
     @property
-    def scrap_row(self) -> int:
-        return len(self.page_table) - 1
+    def padding_row(self) -> int:
+        return self.max_running
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
     def may_retract(self) -> bool:
-        """Whether there may be too few pages for all that run; pending tokens must be read first."""
+        """Return whether pages may run out in the next step, so that pending tokens must be read first."""
         self._refresh()
-        wanted = int(np.count_nonzero(self._lens[self._rows] > self._room[self._rows]))
+        wanted = int(np.count_nonzero(self._lens[self._rows] > self._capacity[self._rows]))
         if self._prompts:
             wanted += self.pool.pages_for(self._chunk_size) + len(self._prompts)
         return wanted > self.pool.num_available
 
     def schedule(self) -> Step:
-        """The work of the next step; every token in it has a page."""
+        """Return the next step; every token in it has a page."""
         self._refresh()
         retracted = self.num_retracted
-        pieces, budget = self._feed()
+        spans, budget = self._schedule_running()
         if self.num_retracted > retracted:
-            pieces = [piece for piece in pieces if piece.request.row >= 0]
+            spans = [span for span in spans if span.request.row >= 0]
             self._refresh()
         else:
-            self._admit(pieces, budget)
+            self._admit(spans, budget)
         decoding, rows = self._decoding, self._rows
         lens = self._lens[rows]
         unfinished = lens < self._limits[rows]
@@ -154,47 +102,46 @@ class Scheduler:
             ]
             rows, lens = rows[unfinished], lens[unfinished]
         if self.drafter is None:
-            return Step(decoding=decoding, rows=rows, positions=lens - 1, pieces=pieces)
-        guesses = [self._guess(request, self.drafter) for request in decoding]
-        return Step(decoding=[], rows=rows[:0], positions=lens[:0], pieces=pieces, guesses=guesses)
+            return Step(decoding=decoding, rows=rows, positions=lens - 1, prefill=spans)
+        drafts = [self._draft_span(request, self.drafter) for request in decoding]
+        return Step(decoding=[], rows=rows[:0], positions=lens[:0], prefill=spans, drafts=drafts)
 
     def complete(self, step: Step) -> None:
-        """The tokens of this step are in the cache now and the next ones drawn, though not known yet;
-        whole pages of prompts become shareable. `page_writes` and `new_pages` have been seen and start
-        anew."""
+        """Account for a launched step: its tokens are in the cache and the next ones sampled, though not
+        known yet. Full pages of prompts become shareable; `page_writes` and `new_pages` are cleared."""
         self.page_writes.clear()
         self.new_pages.clear()
         self._lens[step.rows] += 1
         for request in step.decoding:
             request.num_computed += 1
             request.num_pending += 1
-        for guess in step.guesses:
-            self._take_draw(guess.request)
-        for piece in step.pieces:
-            request = piece.request
-            request.num_computed = piece.start + piece.count
-            if piece.count > 1:
-                self._remember(request, in_use=True)
-            if piece.samples:
+        for span in step.drafts:
+            self._advance(span.request)
+        for span in step.prefill:
+            request = span.request
+            request.num_computed = span.start + span.count
+            if span.count > 1:
+                self._cache_prefix(request, in_use=True)
+            if span.samples:
                 request.num_pending += 1
                 self._lens[request.row] += 1
                 self._prompts.remove(request)
-                self._stale = True
+                self._decoding_changed = True
 
-    def take_guess(self, request: Request) -> None:
-        """Its newest token was guessed: it is in the cache already, and the next one is drawn."""
-        self._take_draw(request)
+    def accept_draft(self, request: Request) -> None:
+        """Account for an accepted draft token: it is in the cache already, and the next one is sampled."""
+        self._advance(request)
 
     def finish(self, request: Request) -> None:
-        """Take a request out, wherever it is, and keep what it computed for others."""
+        """Remove a request, running or waiting, and keep its full pages in the prefix cache."""
         if request.row >= 0:
-            self._leave(request)
+            self._release(request)
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
     def drop_waiting(self, requests: Collection[Request]) -> None:
-        """Take requests out that have not begun, or were retracted."""
+        """Remove requests from the queue."""
         self.waiting = deque(request for request in self.waiting if request not in requests)
 
     def retract_all(self) -> None:
@@ -205,55 +152,53 @@ class Scheduler:
         self.cache.clear()
 
     def _refresh(self) -> None:
-        if self._stale:
+        if self._decoding_changed:
             prompts = set(self._prompts)
             self._decoding = [request for request in self.running if request not in prompts]
             self._rows = np.array([request.row for request in self._decoding], np.int64)
-            self._stale = False
+            self._decoding_changed = False
 
-    def _feed(self) -> tuple[list[Work], int]:
-        """Pages for what runs, the oldest first; the next pieces of prompts and what is left of the
-        budget."""
+    def _schedule_running(self) -> tuple[list[TokenSpan], int]:
+        """Allocate pages for the running requests, oldest first; return their next prefill chunks and the
+        token budget that is left."""
         budget = self._chunk_size
-        pieces: list[Work] = []
-        hungry = np.flatnonzero(self._lens[self._rows] > self._room[self._rows]).tolist()
-        wanting = {self._decoding[i] for i in hungry}.union(self._prompts)
+        spans: list[TokenSpan] = []
+        full = np.flatnonzero(self._lens[self._rows] > self._capacity[self._rows]).tolist()
+        wanting = {self._decoding[i] for i in full}.union(self._prompts)
         prompts = set(self._prompts)
         for request in [r for r in self.running if r in wanting] if wanting else []:
             if request.row < 0:  # retracted in favour of an older one
                 continue
             if request not in prompts:
-                self._make_room(request, int(self._lens[request.row]))
+                self._allocate_pages(request, int(self._lens[request.row]))
                 continue
             count = min(request.num_remaining, budget)
-            if count and self._make_room(request, request.num_computed + count):
+            if count and self._allocate_pages(request, request.num_computed + count):
                 budget -= count
-                pieces.append(_piece(request, count))
-        return pieces, budget
+                spans.append(_next_chunk(request, count))
+        return spans, budget
 
-    def _guess(self, request: Request, drafter: Drafter) -> Work:
-        """The newest token and a draft, as long as there is room for it without pushing anyone out."""
+    def _draft_span(self, request: Request, drafter: Drafter) -> TokenSpan:
+        """Return the newest token with a draft that fits into free pages, without retracting others."""
         length = int(self._lens[request.row])
         spare = self.pool.num_available - len(self.running)
-        room = (len(request.pages) + max(spare, 0)) * self.pool.page_size
-        most = min(int(self._limits[request.row]) - 1, room) - length
+        capacity = (len(request.pages) + max(spare, 0)) * self.pool.page_size
+        most = min(int(self._limits[request.row]) - 1, capacity) - length
         draft = drafter.draft(request, most)
-        self._make_room(request, length + len(draft))
+        self._allocate_pages(request, length + len(draft))
         count = 1 + len(draft)
-        return Work(request=request, start=length - 1, count=count, samples=True, draft=draft)
+        return TokenSpan(request=request, start=length - 1, count=count, samples=True, draft=draft)
 
-    def _take_draw(self, request: Request) -> None:
+    def _advance(self, request: Request) -> None:
         self._lens[request.row] += 1
         request.num_computed += 1
         request.num_pending += 1
 
-    def _admit(self, pieces: list[Work], budget: int) -> None:
+    def _admit(self, spans: list[TokenSpan], budget: int) -> None:
         if not (self.waiting and self._free_rows):
             return
         in_flight = {
-            self._next_page(piece.request.token_ids, piece.start)
-            for piece in pieces
-            if piece.count > 1
+            self._next_page(span.request.token_ids, span.start) for span in spans if span.count > 1
         }
         skipped: list[Request] = []
         while self.waiting and budget > 0 and self._free_rows:
@@ -262,24 +207,24 @@ class Scheduler:
             next_page = self._next_page(request.token_ids, len(prefix) * self.pool.page_size)
             shareable = len(next_page or ()) <= self._sharing_limit(request)
             if shareable and next_page is not None and next_page in in_flight:
-                # Another request computes this page in this very step: wait for it and share it.
+                # Another request computes this page in the same step: wait and share it.
                 skipped.append(request)
                 continue
             if not self._fits(request, prefix):
                 skipped.append(request)
                 break
-            self._enter(request, prefix)
+            self._start(request, prefix)
             count = min(request.num_remaining, budget)
             budget -= count
-            if not self._make_room(request, request.num_computed + count):
+            if not self._allocate_pages(request, request.num_computed + count):
                 raise RuntimeError("a request was admitted without pages for its first chunk")
             in_flight.add(next_page)
-            pieces.append(_piece(request, count))
+            spans.append(_next_chunk(request, count))
         self.waiting.extendleft(reversed(skipped))
 
     def _fits(self, request: Request, prefix: list[int]) -> bool:
-        """Hold the prefix if the whole prompt fits beside it, with a page for each running request to
-        grow into (without one it would soon push this one out again)."""
+        """Hold the prefix if the whole prompt fits, with one spare page for each running request (without
+        which this one would soon be retracted again)."""
         self.pool.hold(prefix)
         needed = self.pool.pages_for(len(request.token_ids) + 1) - len(prefix)
         if needed <= self.pool.num_available - len(self.running):
@@ -288,7 +233,7 @@ class Scheduler:
         return False
 
     def _next_page(self, token_ids: list[int], num_computed: int) -> tuple[int, ...] | None:
-        """The text up to the end of the first page not computed yet; None if that is past the prompt."""
+        """Return the tokens up to the end of the first page not computed yet; None past the prompt."""
         end = (num_computed // self.pool.page_size + 1) * self.pool.page_size
         return tuple(token_ids[:end]) if self._use_prefix_cache and end < len(token_ids) else None
 
@@ -298,14 +243,14 @@ class Scheduler:
         return self.cache.match(request.token_ids, self._sharing_limit(request))
 
     def _sharing_limit(self, request: Request) -> int:
-        """Tokens from the start of its text that need not be computed for this request."""
+        """Return how many leading tokens may come from the prefix cache."""
         # The last token is always computed: its output is what the next one is sampled from.
         limit = len(request.token_ids) - 1
         if request.logprob_start_len >= 0 and request.num_output == 0:
             limit = min(limit, request.logprob_start_len)
         return limit
 
-    def _enter(self, request: Request, prefix: list[int]) -> None:
+    def _start(self, request: Request, prefix: list[int]) -> None:
         request.row = self._free_rows.pop()
         request.pages = prefix
         request.num_computed = len(prefix) * self.pool.page_size
@@ -315,18 +260,18 @@ class Scheduler:
             request.num_cached = request.num_computed
         request.cache_epoch = self.cache.epoch
         row = request.row
-        self.page_table[row] = 0  # not the pages of the row's last owner, which are others' by now
+        self.page_table[row] = 0  # not the pages of the row's previous request
         self._write_pages(row, 0, prefix)
         self._lens[row] = len(request.token_ids)
-        self._room[row] = request.num_computed
+        self._capacity[row] = request.num_computed
         self._limits[row] = request.prompt_len + max(request.params.max_new_tokens, 1)
         self.running.append(request)
         self._prompts.append(request)
 
-    def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Give the request pages for its first `num_tokens`, retracting younger requests if needed.
+    def _allocate_pages(self, request: Request, num_tokens: int) -> bool:
+        """Allocate pages for the first `num_tokens` of the request, retracting younger ones if needed.
 
-        False: it was itself the youngest and went back to the queue.
+        Return False if it was the youngest itself and was retracted.
         """
         missing = self.pool.pages_for(num_tokens) - len(request.pages)
         if missing <= 0:
@@ -343,7 +288,7 @@ class Scheduler:
         self.new_pages += pages
         self._write_pages(request.row, len(request.pages), pages)
         request.pages = request.pages + pages
-        self._room[request.row] = len(request.pages) * self.pool.page_size
+        self._capacity[request.row] = len(request.pages) * self.pool.page_size
         return True
 
     def _write_pages(self, row: int, first: int, pages: list[int]) -> None:
@@ -351,31 +296,31 @@ class Scheduler:
         self.page_writes.append((row, first, pages))
 
     def _retract(self, request: Request) -> None:
-        self._leave(request)
+        self._release(request)
         self.running.remove(request)
         request.num_retractions += 1
         self.num_retracted += 1
         self.waiting.appendleft(request)
 
-    def _leave(self, request: Request) -> None:
-        self._remember(request, in_use=False)
+    def _release(self, request: Request) -> None:
+        self._cache_prefix(request, in_use=False)
         self.pool.release(request.pages)
         self._free_rows.append(request.row)
         if request in self._prompts:
             self._prompts.remove(request)
-        self._stale = True
+        self._decoding_changed = True
         request.pages = []
         request.num_computed = request.num_pending = 0
         request.row = -1
 
-    def _remember(self, request: Request, *, in_use: bool) -> None:
+    def _cache_prefix(self, request: Request, *, in_use: bool) -> None:
         if self._use_prefix_cache and request.cache_epoch == self.cache.epoch:
             text, pages, count = request.token_ids, request.pages, request.num_computed
             self.cache.insert(text, pages, count, in_use=in_use)
 
 
-def _piece(request: Request, count: int) -> Work:
-    return Work(
+def _next_chunk(request: Request, count: int) -> TokenSpan:
+    return TokenSpan(
         request=request,
         start=request.num_computed,
         count=count,

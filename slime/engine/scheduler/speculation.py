@@ -1,14 +1,14 @@
-"""Speculative decoding by prompt lookup: what followed the last tokens before is guessed to follow again.
+"""Speculative decoding by prompt lookup (n-gram drafts): the tokens that followed the last ones earlier.
 
     text so far  ... the cat sat on the mat. the cat        newest token: "cat"
-    draft                                    sat on the     what stood after "the cat" earlier
-    drawn                                    sat on a       one forward: kept, kept, kept (the first
-                                                            wrong guess gives way to the token drawn)
+    draft                                    sat on the     what followed "the cat" earlier
+    sampled                                  sat on a       one forward: accepted, accepted, and the first
+                                                            wrong draft token is replaced by the sampled one
 
-Every position is drawn from the model's own distribution with the number that belongs to the request's
-seed and that position, whether it was guessed or not; a guess only decides how many draws one forward
-brings. So tokens are those that decoding one by one would give, and a draft d is kept with the model's
-probability of d, which is what rejection sampling does for a draft that is certain of itself.
+Every position is sampled from the model's own distribution with the uniform number of the request's seed and
+that position, with or without a draft; drafts only decide how many tokens one forward yields. So the tokens
+are those of plain decoding, and a draft token d is accepted with the model's probability of d, as rejection
+sampling does for a deterministic draft.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from slime.engine.scheduler.request import Request
-from slime.engine.scheduler.step_output import Flight, StepOutput
+from slime.engine.scheduler.step import PendingStep, StepOutput
 
-_FEWEST, _MOST = 2, 4  # tokens at the end of the text that are looked for in it
-DEFAULT_WINDOW = 12  # tokens of a request in one forward, as SGLang's NGRAM has it
+_FEWEST, _MOST = 2, 4  # n-gram sizes that are looked up
+DEFAULT_WINDOW = 12  # tokens of a request in one forward, SGLang's default for NGRAM
 
 
 @dataclass(kw_only=True, eq=False)
-class Guesses:
-    """What was guessed for one request, and where in its text a guess may be found.
+class DraftHistory:
+    """The n-gram index of one request's text, and how many of its draft tokens were accepted.
 
-    After the text [5, 9, 5, 9] ``ends`` is {(5, 9): 2, (9, 5): 3, (5, 9, 5): 3}: where the token after
-    each run stands. The last run is not in it yet: nothing has followed.
+    After the text [5, 9, 5, 9] ``ends`` is {(5, 9): 2, (9, 5): 3, (5, 9, 5): 3}: the position of the token
+    that followed each n-gram last. N-grams at the end of the text are not in it yet: nothing has followed.
     """
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     num_seen: int = 0  # tokens of the text that are in `ends`
-    reach: int = 1 << 30  # draft tokens worth trying, by how the last draft did
+    reach: int = 1 << 30  # maximum draft length, adapted to how the last draft did
     num_steps: int = 0
     num_proposed: int = 0
     num_correct: int = 0
 
     def find(self, text: list[int]) -> int | None:
-        """Where the token stands that followed when the text last ended as it does now."""
+        """Return the position of the token that last followed the n-gram at the end of the text."""
         for end in range(max(self.num_seen, 1), len(text)):
             for size in range(_FEWEST, min(_MOST, end) + 1):
                 self.ends[tuple(text[end - size : end])] = end
@@ -50,7 +50,7 @@ class Guesses:
         return None
 
     def count(self, num_proposed: int, num_correct: int) -> None:
-        """Try twice as much after a draft that was right to its end, else what would have been right."""
+        """Update the statistics; double the draft length after a fully accepted draft, else cut it."""
         self.num_steps += 1
         self.num_proposed += num_proposed
         self.num_correct += num_correct
@@ -60,62 +60,62 @@ class Guesses:
 
 
 class Drafter:
-    """`window`: at most so many tokens of a request in one forward, the newest one included."""
+    """Makes drafts; `window` is the maximum of tokens of a request in one forward, the newest included."""
 
     def __init__(self, window: int) -> None:
         self._most = window - 1
 
     def draft(self, request: Request, most: int) -> list[int]:
-        """Up to `most` guesses at what follows the text of the request."""
-        if request.guesses is None:
-            request.guesses = Guesses()
+        """Return up to `most` draft tokens."""
+        if request.draft_history is None:
+            request.draft_history = DraftHistory()
         params = request.params
-        most = min(most, self._most, request.guesses.reach)
-        # Penalties and the least length change a distribution by the tokens before it, guesses among them.
+        most = min(most, self._most, request.draft_history.reach)
+        # Penalties and min_new_tokens make a distribution depend on the tokens before it, drafts included.
         if most < 1 or params.penalized or params.min_new_tokens:
             return []
-        end = request.guesses.find(request.token_ids)
+        end = request.draft_history.find(request.token_ids)
         return [] if end is None else _continue(request.token_ids, end, most)
 
 
 def _continue(text: list[int], start: int, count: int) -> list[int]:
-    """`count` tokens from `start`; a text that repeats itself goes on past its own end."""
+    """Return `count` tokens from `start`, repeating periodically past the end of the text."""
     period = len(text) - start
     return [text[start + i % period] for i in range(count)]
 
 
 @dataclass(kw_only=True, eq=False)
-class GuessFlight:
-    """A step with drafts, whose output holds no draw behind a wrong guess."""
+class PendingDraftStep:
+    """A step with drafts; its output omits tokens sampled after a rejected draft token."""
 
-    flight: Flight
+    pending: PendingStep
     drafts: dict[Request, list[int]]
-    immediate: bool = True
+    blocks_next_step: bool = True
 
-    def collect(self) -> StepOutput:
-        return keep_right(self.flight.collect(), self.drafts)
+    def wait(self) -> StepOutput:
+        return accept_drafts(self.pending.wait(), self.drafts)
 
 
-def keep_right(output: StepOutput, drafts: dict[Request, list[int]]) -> StepOutput:
-    """Draws up to and with the first that differs from the guess; a request's come in order."""
+def accept_drafts(output: StepOutput, drafts: dict[Request, list[int]]) -> StepOutput:
+    """Keep the sampled tokens of each request up to and including the first that differs from its draft."""
     kept = StepOutput(requests=[], tokens=[], log_probs=[], scored=output.scored)
-    num_right = dict.fromkeys(drafts, 0)
-    open_drafts = set(drafts)  # all guesses so far were right
+    num_accepted = dict.fromkeys(drafts, 0)
+    still_accepted = set(drafts)  # requests whose draft tokens were all accepted so far
     for request, token, log_prob in zip(
         output.requests, output.tokens, output.log_probs, strict=True
     ):
-        if request in drafts and request not in open_drafts:
+        if request in drafts and request not in still_accepted:
             continue
         kept.requests.append(request)
         kept.tokens.append(token)
         kept.log_probs.append(log_prob)
         if request in drafts:
-            draft, right = drafts[request], num_right[request]
+            draft, right = drafts[request], num_accepted[request]
             if right < len(draft) and draft[right] == token:
-                num_right[request] += 1
+                num_accepted[request] += 1
             else:
-                open_drafts.discard(request)
+                still_accepted.discard(request)
     for request, draft in drafts.items():
-        assert request.guesses is not None
-        request.guesses.count(len(draft), num_right[request])
+        assert request.draft_history is not None
+        request.draft_history.count(len(draft), num_accepted[request])
     return kept

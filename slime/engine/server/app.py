@@ -1,12 +1,13 @@
 """HTTP routes of the engine.
 
-With a key every route needs it but /health, /health_generate and /ready, which say nothing. Without one
-control routes are closed, and the others are open as SGLang's are.
+With a key, every route requires it except /health, /health_generate and /ready, which reveal nothing.
+Without a key, control routes are closed and the others are open, as SGLang's are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,12 +15,12 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+import slime
 from slime.engine.engine import Engine
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import RequestError
 from slime.engine.server.control import CONTROL_ROUTES
 from slime.engine.server.hub import ReplyHub
-from slime.engine.server.info import INFO_ROUTES
 from slime.engine.server.openai_routes import OpenAIRoutes
 from slime.engine.server.protocol import Generation, Limits, encode_text, make_reply, parse_generate
 from slime.engine.server.workers import Workers
@@ -33,8 +34,8 @@ from slime.utils.http_guard import (
     has_key,
 )
 
-_CONTROL_BODY = 1024 * MIB  # metadata of weights, from those who have the key
-_INLINE_BODY = MIB  # what is parsed on the event loop; larger ones on a thread
+_CONTROL_BODY = 1024 * MIB  # metadata of weights, from clients that have the key
+_INLINE_BODY = MIB  # bodies up to this size are parsed on the event loop, larger ones on a thread
 _TEXT_S = 20.0
 _REPLIES_AT_A_TIME = 256
 _HEALTH_POLL = 0.5  # seconds
@@ -43,7 +44,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EngineApp:
-    """Binds one engine to its routes; must be made on the event loop that serves them."""
+    """Binds one engine to its routes; must be constructed on the event loop that serves them."""
 
     def __init__(
         self, engine: Engine, hub: ReplyHub, key: str | None, http: HttpLimits | None = None
@@ -105,7 +106,7 @@ class EngineApp:
         generation = await self._parse(await self._bodies.read(http))
         if self._engine.failure is not None:
             return _error(f"the engine stopped: {self._engine.failure!r}", 503)
-        self._hub.require_room(len(generation.requests))
+        self._hub.check_capacity(len(generation.requests))
         if generation.stream:
             return await self._stream(http, generation)
         await self._hub.run(generation.requests)
@@ -116,11 +117,11 @@ class EngineApp:
         for request in generation.requests:
             replies.append(self._reply(request, generation))
             if len(replies) % _REPLIES_AT_A_TIME == 0:
-                await asyncio.sleep(0)  # others are answered meanwhile
+                await asyncio.sleep(0)  # let other handlers run
         return _json(replies if generation.is_batch else replies[0])
 
     async def _parse(self, data: bytes) -> Generation:
-        """On the event loop what is small and has no text, else on a thread."""
+        """Parse small bodies without text on the event loop, all others on a thread."""
         if len(data) > _INLINE_BODY:
             return await self._workers.run(lambda: self._parse_body(_parse_json(data)))
         body = _parse_json(data)
@@ -139,7 +140,7 @@ class EngineApp:
         )
 
     async def _stream(self, http: web.Request, generation: Generation) -> web.StreamResponse:
-        """Server-sent events; each carries everything generated so far."""
+        """Stream server-sent events; each carries everything generated so far."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(http)
         places = {request: index for index, request in enumerate(generation.requests)}
@@ -160,7 +161,7 @@ class EngineApp:
         )
 
     async def _health(self, _: web.Request) -> web.Response:
-        """200 if the loop thread answers, or is busy with a call such as a weight update."""
+        """Return 200 if the engine thread responds, or is busy with a call such as a weight update."""
         answer = asyncio.wrap_future(self._engine.call(lambda: None))
         while self._engine.failure is None:
             done, _pending = await asyncio.wait([answer], timeout=_HEALTH_POLL)
@@ -192,7 +193,7 @@ class EngineApp:
 
 
 def _failed(requests: list[Request]) -> web.Response | None:
-    """An abort that carries a status becomes an HTTP error."""
+    """Return the HTTP error of the first request aborted with a status code, if any."""
     for request in requests:
         if request.finish is not None and request.finish.status_code is not None:
             return _error(request.finish.message, request.finish.status_code)
@@ -219,3 +220,74 @@ def _json(value: Any, status: int = 200) -> web.Response:
 
 def _error(message: str, status: int) -> web.Response:
     return _json({"error": {"message": message}}, status)
+
+
+def model_info(engine: Engine) -> dict[str, Any]:
+    config = engine.runner.model.config
+    return {
+        "model_path": engine.model_path,
+        "served_model_name": engine.args.served_model_name or engine.model_path,
+        "tokenizer_path": engine.args.tokenizer_path or engine.args.model_path,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": engine.weight_version,
+        "load_format": engine.args.load_format,
+        "reasoning_parser": None,
+        "tool_call_parser": None,
+        "disaggregation_mode": "null",
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": config.model_type,
+        "architectures": config.architectures,
+    }
+
+
+def server_info(engine: Engine) -> dict[str, Any]:
+    scheduler, sizes = engine.scheduler, engine.sizes
+    page_size = engine.args.page_size
+    state = {
+        "num_running_reqs": len(scheduler.running),
+        "num_waiting_reqs": len(scheduler.waiting),
+        "num_used_tokens": (sizes.num_pages - scheduler.pool.num_available) * page_size,
+        "num_cached_pages": len(scheduler.cache),
+        "num_retracted_reqs": scheduler.num_retracted,
+        "num_steps": engine.num_steps,
+        "paused": engine.pause_mode,
+        "released": sorted(engine.released),
+        "weight_version": engine.weight_version,
+    }
+    options = dataclasses.asdict(engine.args)
+    del options["api_key"]
+    return {
+        **options,
+        "engine": "slime",
+        "version": slime.__version__,
+        "dtype": str(engine.runner.dtype).removeprefix("torch."),
+        "device": str(engine.runner.device),
+        "context_length": engine.runner.context_len,
+        "max_running_requests": sizes.max_running,
+        "max_total_num_tokens": sizes.num_pages * page_size,
+        "chunked_prefill_size": sizes.chunk_size,
+        "internal_states": [state],
+    }
+
+
+def models(engine: Engine) -> dict[str, Any]:
+    name = engine.args.served_model_name or engine.model_path
+    entry = {
+        "id": name,
+        "object": "model",
+        "owned_by": "slime",
+        "root": engine.model_path,
+        "max_model_len": engine.runner.context_len,
+    }
+    return {"object": "list", "data": [entry]}
+
+
+INFO_ROUTES: dict[str, Callable[[Engine], dict[str, Any]]] = {
+    "/model_info": model_info,
+    "/get_model_info": model_info,
+    "/server_info": server_info,
+    "/get_server_info": server_info,
+    "/v1/models": models,
+}

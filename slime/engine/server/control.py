@@ -102,8 +102,8 @@ async def init_weights_update_group(engine: Engine, body: Body) -> Body:
         "name": _get(body, "group_name", str, "weight_update_group"),
         "backend": _get(body, "backend", str, "nccl"),
     }
-    # On a daemon thread: it waits for the other members, who may never come, while the loop has requests
-    # to serve and the process may be told to end.
+    # On a daemon thread: it blocks until all members have joined, which may never happen, and must keep
+    # neither the engine from serving requests nor the process from exiting.
     join = DaemonCall(lambda: engine.weights.init_group(**options), "init-weights-group")
     return await _reported(join.future)
 
@@ -145,7 +145,7 @@ async def weights_checker(engine: Engine, body: Body) -> Body:
     if action != "checksum":
         raise RequestError(f"action must be checksum, got {action!r}")
     sums = await _call(engine, engine.weights.checksums)
-    # Sums add up, so the engine's own is the sum of its tensors'.
+    # Checksums are additive: the engine's is the sum of its tensors'.
     total = format_checksum(sum(sums.values()) % 2**64)
     rank = {
         "checksums": {name: format_checksum(value) for name, value in sums.items()},
@@ -193,7 +193,7 @@ async def _report(engine: Engine, function: Callable[[], None], *, exclusive: bo
 
 
 async def _reported(work: Awaitable[None]) -> Body:
-    """{"success", "message"} as the weight routes answer."""
+    """Await the work and return the reply of the weight routes, {"success", "message"}."""
     try:
         await work
     except (RequestError, RuntimeError) as error:

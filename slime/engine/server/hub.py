@@ -1,4 +1,4 @@
-"""Between the engine's thread and the HTTP event loop: who waits for which request."""
+"""Delivers updates of requests from the engine's thread to the HTTP handlers that await them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_IN_FLIGHT = 1 << 16
 
 
 class ReplyHub:
-    """Requests are waited for in the event loop; updates come from the engine's thread."""
+    """HTTP handlers await requests in the event loop; updates arrive from the engine's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -25,22 +25,22 @@ class ReplyHub:
         self.engine: Engine | None = None
 
     def on_update(self, requests: list[Request]) -> None:
-        """Called in the engine's thread; one wake-up of the loop for a whole step."""
+        """Deliver updates; called in the engine's thread, with one wake-up of the event loop per step."""
         self._loop.call_soon_threadsafe(self._deliver, requests)
 
-    def require_room(self, count: int) -> None:
-        """Refuse requests beyond those that may be in flight; a client may try again."""
+    def check_capacity(self, count: int) -> None:
+        """Raise Refused (503) if these requests exceed the maximum number in flight."""
         assert self.engine is not None
         if self.engine.in_flight + count > _MOST_IN_FLIGHT:
             raise Refused(503, f"{self.engine.in_flight} requests are in flight: try again later")
 
     async def run(self, requests: list[Request]) -> None:
-        """Until all of them are finished; if the caller goes away they are aborted."""
+        """Wait until all requests are finished; abort them if the caller is cancelled."""
         async for _ in self.stream(requests):
             pass
 
     async def stream(self, requests: list[Request]) -> AsyncIterator[Request]:
-        """Each request whenever it has news; a request's last appearance is finished."""
+        """Yield a request on each update; the last time it is yielded, it is finished."""
         assert self.engine is not None
         queue: asyncio.Queue[Request] = asyncio.Queue()
         for request in requests:

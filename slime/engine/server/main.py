@@ -15,8 +15,8 @@ from pathlib import Path
 from slime.config.env import read_env, set_default_env
 from slime.utils.gc_tuning import collector_off
 
-# Read when torch brings OpenMP in. Its threads spin about 1 ms for each other before they sleep, not
-# 15 ms: a sixth slower on free cores, and many times faster where other processes use them too.
+# Read when torch loads OpenMP. Threads spin about 1 ms at a barrier before they sleep instead of 15 ms:
+# a sixth slower on idle cores, and many times faster where other processes use them too.
 set_default_env(GOMP_SPINCOUNT="30000")
 
 with collector_off():
@@ -47,8 +47,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def serve(args: EngineArgs) -> int:
-    """Until SIGTERM or SIGINT; 1 if the engine itself failed."""
-    listener = _listen(args)  # first: a taken port should not cost loading the model
+    """Serve until SIGTERM or SIGINT; return the exit status, 1 if the engine failed."""
+    listener = _listen(args)  # first, so that a port in use is reported before the model is loaded
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     hub = ReplyHub(loop)
@@ -60,7 +60,7 @@ async def serve(args: EngineArgs) -> int:
     hub.engine = engine
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.collect()
-    gc.freeze()  # or every full collection walks all the objects of torch and transformers
+    gc.freeze()  # full collections skip the objects of torch and transformers
     limits = HttpLimits()
     server = GuardedServer(EngineApp(engine, hub, _key(args), limits).make(), limits)
     await server.start(listener)
@@ -85,11 +85,11 @@ def _listen(args: EngineArgs) -> socket.socket:
 
 
 def _key(args: EngineArgs) -> str | None:
-    """SLIME_ENGINE_TOKEN, as runs set it, or --api-key, which other users of the machine can read."""
+    """Return SLIME_ENGINE_TOKEN, as runs set it, or --api-key, which other users of the machine can read."""
     key = read_env().engine_token or args.api_key
     if not key:
         logger.warning(
-            "neither SLIME_ENGINE_TOKEN nor --api-key is set: everybody who reaches the port may "
+            "neither SLIME_ENGINE_TOKEN nor --api-key is set: everyone who can reach the port may "
             "generate, and control routes are closed"
         )
     return key or None

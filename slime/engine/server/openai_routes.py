@@ -1,4 +1,4 @@
-"""OpenAI's routes in front of the engine: /v1/chat/completions and /v1/completions, as SGLang has them.
+"""OpenAI-compatible routes, /v1/chat/completions and /v1/completions, as SGLang provides them.
 
 Body ──▶ ApiRequest ──▶ token ids and sampling parameters ──▶ the requests of /generate ──▶ choices
 """
@@ -28,7 +28,6 @@ from slime.engine.engine import Engine
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import MOST_REQUESTS, RequestError
 from slime.engine.server.hub import ReplyHub
-from slime.engine.server.openai_stream import TextStream
 from slime.engine.server.protocol import Generation, Limits, parse_generate
 from slime.engine.server.workers import Workers
 from slime.utils.http_guard import BodyReader, Refused
@@ -37,7 +36,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Chunk = dict[str, Any]
-_INLINE_BODY = 1 << 20  # what is parsed on the event loop; larger ones on a thread
+_TOOL_CALL = "<tool_call>"
+_INLINE_BODY = (
+    1 << 20
+)  # bodies up to this size are parsed on the event loop, larger ones on a thread
 
 
 class OpenAIRoutes:
@@ -75,7 +77,7 @@ class OpenAIRoutes:
         return _parse_json(data)
 
     async def _encode_chat(self, asked: ChatRequest) -> list[int]:
-        """Render and tokenize beside the event loop; a rendering that takes too long is ended."""
+        """Render and tokenize on worker threads; rendering is interrupted after a timeout."""
         codec, context_len = self._engine.codec, self._limits.context_len
         if len(asked.messages) > context_len:
             raise ApiError(
@@ -103,7 +105,7 @@ class OpenAIRoutes:
         if self._engine.failure is not None:
             raise ApiError(f"the engine stopped: {self._engine.failure!r}", 503)
         generation = self._generation(asked, prompts)
-        self._hub.require_room(len(generation.requests))
+        self._hub.check_capacity(len(generation.requests))
         name = f"{'chatcmpl' if isinstance(asked, ChatRequest) else 'cmpl'}-{secrets.token_hex(12)}"
         num_prompt = sum(len(ids) for ids in prompts)
         if asked.stream:
@@ -121,8 +123,8 @@ class OpenAIRoutes:
                 asked.max_tokens or 16
             )  # what OpenAI's completions default to
         else:
-            room = min(self._limits.context_len, self._limits.cache_tokens) - len(prompts[0])
-            params["max_new_tokens"] = max(room - 1, 1)
+            available = min(self._limits.context_len, self._limits.cache_tokens) - len(prompts[0])
+            params["max_new_tokens"] = max(available - 1, 1)
         body = {
             "input_ids": prompts,
             "sampling_params": params,
@@ -162,7 +164,7 @@ class OpenAIRoutes:
         )
 
     def _log_probs(self, request: Request, start: int = 0) -> list[TokenLogProb]:
-        """Of the output tokens from `start` on."""
+        """Return the log-probs of the output tokens from `start` on."""
         pairs = zip(request.output_ids[start:], request.output_log_probs[start:], strict=False)
         return [
             TokenLogProb(token=self._engine.codec.decode_token(token), log_prob=float(value))
@@ -251,3 +253,42 @@ def _error(error: ApiError | RequestError | Refused) -> web.Response:
 
 def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+class TextStream:
+    """Turns the growing text of a response into deltas that never have to be taken back.
+
+    Held back: incomplete characters, a possible beginning of a stop string, and everything from a tool call
+    on, which is sent as a tool call and not as text.
+    """
+
+    def __init__(self, stops: tuple[str, ...], *, hold_tool_calls: bool) -> None:
+        self._marks = (*stops, _TOOL_CALL) if hold_tool_calls else stops
+        self._hold_tool_calls = hold_tool_calls
+        self._sent = ""
+
+    def push(self, text: str, answer: Answer | None) -> str:
+        """Return the part of `text`, all text so far, to send now; with `answer`, the final text, the rest."""
+        if answer is not None:
+            final = answer.text
+            part = final[len(self._sent) :] if final.startswith(self._sent) else ""
+        else:
+            part = self._safe(text)[len(self._sent) :]
+        self._sent += part
+        return part
+
+    def _safe(self, text: str) -> str:
+        if self._hold_tool_calls and _TOOL_CALL in text:
+            return text[: text.index(_TOOL_CALL)].rstrip()
+        text = text.rstrip("\ufffd")
+        held = max((_overlap(text, mark) for mark in self._marks), default=0)
+        text = text[: len(text) - held] if held else text
+        return text.rstrip() if self._hold_tool_calls else text
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Return how many characters at the end of `text` are the beginning of `mark`."""
+    for size in range(min(len(mark), len(text)), 0, -1):
+        if text.endswith(mark[:size]):
+            return size
+    return 0

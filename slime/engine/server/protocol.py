@@ -17,11 +17,11 @@ from slime.engine.scheduler.sampling_params import (
     SamplingParams,
     parse_sampling_params,
 )
-from slime.engine.scheduler.speculation import Guesses
+from slime.engine.scheduler.speculation import DraftHistory
 from slime.engine.server.text import TextCodec
 
-# Top-level keys of SGLang's that ask for something this engine does not do. Keys it does not know
-# either are ignored, as SGLang ignores them.
+# Top-level keys of SGLang that this engine does not support. Keys that SGLang does not know either are
+# ignored, as SGLang ignores them.
 _UNSUPPORTED = (
     "input_embeds",
     "image_data",
@@ -44,14 +44,14 @@ _UNSUPPORTED = (
 )
 
 
-_MOST_TOKENS = 1 << 25  # of one call: every copy of a prompt has a list of its own
+_MOST_TOKENS = 1 << 25  # per call: every copy of a prompt has its own list
 _RID_PREFIX = f"{secrets.token_hex(8)}-"
 _rid_numbers = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the engine can do: a request's tokens must fit into both the context and the cache."""
+    """Limits of the engine: a request's tokens must fit into both the context and the cache."""
 
     context_len: int
     cache_tokens: int
@@ -77,7 +77,7 @@ def parse_generate(
     eos_ids: frozenset[int],
     new_seed: Callable[[], int],
 ) -> Generation:
-    """RequestError says what is wrong with the body, whose prompts are token ids by now."""
+    """Parse a body whose prompts are token ids; RequestError says what is wrong with it."""
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     _refuse_unsupported(body)
@@ -127,7 +127,7 @@ def parse_generate(
 def make_reply(
     request: Request, *, codec: TextCodec, weight_version: str, with_token_text: bool
 ) -> dict[str, Any]:
-    """The reply to one request, as it stands."""
+    """Return the reply to one request in its current state."""
     output_ids = request.output_ids
     meta: dict[str, Any] = {
         "id": request.rid,
@@ -152,14 +152,14 @@ def make_reply(
         meta |= _log_probs(request, output_ids, codec if with_token_text else None)
     if request.routed_experts is not None:
         meta["routed_experts"] = request.routed_experts
-    if request.guesses is not None and request.guesses.num_proposed:
-        meta |= _guess_figures(request.guesses, len(output_ids))
+    if request.draft_history is not None and request.draft_history.num_proposed:
+        meta |= _draft_metrics(request.draft_history, len(output_ids))
     reply: dict[str, Any] = {"output_ids": output_ids, "meta_info": meta}
     return {"text": codec.decode(request), **reply} if codec.available else reply
 
 
 def _log_probs(request: Request, output_ids: list[int], codec: TextCodec | None) -> dict[str, Any]:
-    """Triples of log-prob, token id and text; the first prompt token asked for has no log-prob."""
+    """Return (log-prob, token id, text) triples; the first requested prompt token has no log-prob."""
 
     def triples(values: Iterable[float | None], tokens: list[int]) -> list[list[Any]]:
         pairs = zip(values, tokens, strict=False)
@@ -178,13 +178,13 @@ def _log_probs(request: Request, output_ids: list[int], codec: TextCodec | None)
     }
 
 
-def _guess_figures(guesses: Guesses, num_output: int) -> dict[str, Any]:
+def _draft_metrics(history: DraftHistory, num_output: int) -> dict[str, Any]:
     return {
-        "spec_accept_rate": guesses.num_correct / guesses.num_proposed,
-        "spec_accept_length": num_output / guesses.num_steps,
-        "spec_num_correct_drafts": guesses.num_correct,
-        "spec_num_proposed_drafts": guesses.num_proposed,
-        "spec_verify_ct": guesses.num_steps,
+        "spec_accept_rate": history.num_correct / history.num_proposed,
+        "spec_accept_length": num_output / history.num_steps,
+        "spec_num_correct_drafts": history.num_correct,
+        "spec_num_proposed_drafts": history.num_proposed,
+        "spec_verify_ct": history.num_steps,
     }
 
 
@@ -224,7 +224,7 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
 
 
 def encode_text(body: Any, codec: TextCodec, limits: Limits, deadline: float) -> Any:
-    """The body with token ids in the place of `text`; others as they are."""
+    """Return the body with `text` replaced by token ids; a body without text is returned as it is."""
     text = body.get("text") if isinstance(body, dict) else None
     if text is None or body.get("input_ids") is not None:
         return body
@@ -263,7 +263,7 @@ def _check_count(count: int) -> None:
 
 
 def _check_total(prompts: list[list[int]], params: list[SamplingParams]) -> None:
-    """Refuse more requests than a call may have before the first of them is made."""
+    """Refuse too many requests or tokens in one call before the first request is created."""
     _check_count(sum(p.n for p in params))
     tokens = sum(len(ids) * p.n for ids, p in zip(prompts, params, strict=True))
     if tokens > _MOST_TOKENS:
@@ -273,7 +273,7 @@ def _check_total(prompts: list[list[int]], params: list[SamplingParams]) -> None
 
 
 def _parse_params(given: list[dict[str, Any]], limits: Limits) -> list[SamplingParams]:
-    """Parameters of each prompt; those that all of them share are parsed and checked once."""
+    """Return the parameters of each prompt; shared ones are parsed and checked once."""
     known: dict[int, SamplingParams] = {}
     for one in given:
         if id(one) not in known:
@@ -303,7 +303,7 @@ def _rids(given: Any, count: int, is_batch: bool) -> list[str]:
 
 
 def _spread(given: Any, count: int, name: str, kind: type) -> list[Any]:
-    """One value for all prompts, or a list with one each."""
+    """Return a list with one value per prompt; a single value applies to all prompts."""
     values = given if isinstance(given, list) else [given] * count
     if len(values) != count or not all(isinstance(value, kind) for value in values):
         raise RequestError(f"`{name}` must be one {kind.__name__} or a list of {count} of them")
@@ -317,16 +317,16 @@ def _or(value: Any, default: Any) -> Any:
 def _fit(
     params: SamplingParams, given: dict[str, Any], num_prompt: int, limits: Limits
 ) -> SamplingParams:
-    """The parameters, if the request can ever run; the default length shrinks to what fits."""
+    """Check that the request can ever run; the default max_new_tokens shrinks to what fits."""
     context = limits.context_len
     if num_prompt >= context:
         raise RequestError(
             f"The input ({num_prompt} tokens) is longer than the model's context length ({context} tokens)."
         )
-    room = min(context, limits.cache_tokens) - num_prompt
+    available = min(context, limits.cache_tokens) - num_prompt
     if given.get("max_new_tokens") is None:
         params = dataclasses.replace(
-            params, max_new_tokens=max(0, min(params.max_new_tokens, room))
+            params, max_new_tokens=max(0, min(params.max_new_tokens, available))
         )
     wanted = params.max_new_tokens
     if num_prompt + wanted > context:
@@ -336,7 +336,7 @@ def _fit(
             f"and {wanted} tokens for the completion. Please reduce the number of tokens in the input "
             "messages or the completion to fit within the limit."
         )
-    if max(wanted, 1) > room:
+    if max(wanted, 1) > available:
         raise RequestError(
             f"The request needs {num_prompt + max(wanted, 1)} tokens of KV cache and there are "
             f"{limits.cache_tokens}; start the engine with a larger --max-total-tokens."

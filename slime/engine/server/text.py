@@ -1,4 +1,4 @@
-"""Text in and out: the tokenizer, and the search for stop strings."""
+"""The tokenizer behind locks, and the search for stop strings."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from slime.engine.scheduler.sampling_params import RequestError
 
 
 class TextCodec:
-    """The tokenizer behind a lock (HTTP and engine thread share it), or none: then ids only.
+    """The tokenizer, locked because HTTP and engine threads share it; without one, token ids only.
 
-    Encoding has a copy of its own behind a lock of its own: a client's long text must not keep the engine
-    from decoding.
+    Encoding has its own copy and its own lock, so that a client's long text does not block the engine's
+    decoding.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
-        self._encoder: PreTrainedTokenizerBase | None = None  # made when the first text comes
+        self._encoder: PreTrainedTokenizerBase | None = None  # copied when the first text arrives
         self._special = frozenset(tokenizer.all_special_ids if tokenizer is not None else ())
         self._lock, self._encoder_lock = threading.Lock(), threading.Lock()
 
@@ -39,15 +39,15 @@ class TextCodec:
 
     @cached_property
     def longest_token(self) -> int:
-        """The most characters that one token can stand for."""
+        """Return the maximum number of characters in one token."""
         return max(map(len, self.require("`text`").get_vocab()))
 
     def encode(self, text: str, context_len: int) -> list[int]:
-        """Ids of a prompt; a text that cannot fit into the context is refused before it is tokenized."""
+        """Tokenize a prompt; a text that cannot fit into the context is refused before that."""
         return self._encode(text, context_len, add_special_tokens=True)
 
     def encode_rendered(self, text: str, context_len: int) -> list[int]:
-        """Ids of what a chat template has made, special tokens included."""
+        """Tokenize a rendered chat template, which has its own special tokens."""
         return self._encode(text, context_len, add_special_tokens=False)
 
     def _encode(self, text: str, context_len: int, *, add_special_tokens: bool) -> list[int]:
@@ -64,11 +64,11 @@ class TextCodec:
             return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def render(self, make_text: Callable[[PreTrainedTokenizerBase], str]) -> str:
-        """The text that the tokenizer's chat template makes."""
+        """Return the text rendered by the tokenizer's chat template."""
         return make_text(self.require("a chat template"))
 
     def decode(self, request: Request) -> str:
-        """The output as text, cut at the stop string that ended it."""
+        """Return the output text, cut at the stop string that ended it."""
         text = self._decode(request, request.output_ids)
         finish = request.finish
         if (
@@ -87,8 +87,8 @@ class TextCodec:
         return text
 
     def find_stop(self, request: Request) -> FinishReason | None:
-        """The first stop string in the end of the output, if any."""
-        # A token stands for at least one byte, so a match cannot begin before this many tokens.
+        """Return the finish reason if a stop string occurs at the end of the output."""
+        # A token has at least one byte, so a match cannot begin before this many tokens.
         window = max(len(stop.encode()) for stop in request.params.stop) + 1
         tail = self._decode(request, request.token_ids[self._tail_start(request, window) :])
         for stop in request.params.stop:
@@ -97,7 +97,7 @@ class TextCodec:
         return None
 
     def _tail_start(self, request: Request, count: int) -> int:
-        """Where the last `count` tokens of the output begin, those without text not counted."""
+        """Return where the last `count` tokens with text begin in the output."""
         start = max(request.prompt_len, len(request.token_ids) - count)
         silent = self._special if request.params.skip_special_tokens else frozenset()
         if not silent or silent.isdisjoint(request.token_ids[start:]):
@@ -124,7 +124,7 @@ class TextCodec:
         return text
 
     def require(self, what: str) -> PreTrainedTokenizerBase:
-        """The tokenizer, for what needs one."""
+        """Return the tokenizer; raise RequestError that `what` needs one."""
         if self._tokenizer is None:
             raise RequestError(f"{what} needs a tokenizer, and this engine was started without one")
         return self._tokenizer
@@ -134,7 +134,7 @@ def load_codec(args: EngineArgs) -> TextCodec:
     if args.skip_tokenizer_init:
         return TextCodec(None)
     path = args.tokenizer_path or args.model_path
-    # Without these files transformers makes an empty tokenizer of the model's kind instead of failing.
+    # Without these files transformers makes an empty tokenizer instead of failing.
     if not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
         raise _no_tokenizer(path, f"none of {', '.join(_TOKENIZER_FILES)}")
     try:

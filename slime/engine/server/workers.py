@@ -1,4 +1,4 @@
-"""Work beside the event loop, on daemon threads: none of them keeps the process from ending."""
+"""Work outside of the event loop, on daemon threads, which do not keep the process from exiting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS = 30.0
 
 
 class DaemonCall:
-    """A function running on a thread of its own; `future` has its result on the calling event loop."""
+    """Run a function on its own daemon thread; `future` delivers the result to the calling event loop."""
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         self._loop = asyncio.get_running_loop()
@@ -27,7 +27,7 @@ class DaemonCall:
         self._thread.start()
 
     def interrupt(self) -> None:
-        """Raise TimeoutError in the thread, at its next step of Python."""
+        """Raise TimeoutError in the thread at its next Python bytecode."""
         ident = ctypes.c_ulong(self._thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(TimeoutError))
 
@@ -38,11 +38,11 @@ class DaemonCall:
         except BaseException as raised:
             error = raised
         try:
-            self._hand_over(result, error)
-        except TimeoutError:  # interrupted as late as here
-            self._hand_over(result, error)
+            self._send(result, error)
+        except TimeoutError:  # interrupted while sending
+            self._send(result, error)
 
-    def _hand_over(self, result: Any, error: BaseException | None) -> None:
+    def _send(self, result: Any, error: BaseException | None) -> None:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._deliver, result, error)
 
@@ -56,9 +56,9 @@ class DaemonCall:
 
 
 class Workers:
-    """A bounded number of threads for what clients can make expensive: rendering and tokenizing.
+    """A bounded thread pool for what clients can make expensive: rendering and tokenizing.
 
-    Two hostile texts at most are worked on at a time, while the event loop answers everybody else.
+    At most `count` hostile texts are processed at a time, and the event loop keeps answering other clients.
     """
 
     def __init__(
@@ -68,12 +68,13 @@ class Workers:
         self._waiting, self._max_waiting, self._seconds = 0, max_waiting, seconds
 
     async def run(self, function: Callable[[], T], *, interruptible: bool = False) -> T:
-        """The function's result; Refused if it takes too long or too many wait.
+        """Return the function's result; raise Refused after the timeout or when the queue is full.
 
-        One that is interruptible is ended then. The others, in C, go on and keep their slot.
+        On a timeout an interruptible function is interrupted. Others run in C: they continue and keep
+        their slot.
         """
         if self._waiting >= self._max_waiting:
-            raise Refused(503, "too many texts wait to be tokenized: try again")
+            raise Refused(503, "too many texts are queued for tokenization: try again")
         self._waiting += 1
         try:
             await self._slots.acquire()
