@@ -128,13 +128,13 @@ class CpuKernels:
         logits: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        settings: SamplingState,
+        state: SamplingState,
         forbidden: np.ndarray | None = None,  # [R, B] int32, tokens not to sample, padded with -1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.float().contiguous()
         index = rows.long()
-        temperatures = settings.temperatures[index].numpy()
-        seeds = settings.seeds[index].numpy().view(np.uint64)
+        temperatures = state.temperatures[index].numpy()
+        seeds = state.seeds[index].numpy().view(np.uint64)
         uniform = uniforms(seeds, positions.numpy() + 1)
         uniform[temperatures < 0.0] = -1.0  # greedy
         np.abs(temperatures, out=temperatures)
@@ -150,7 +150,7 @@ class CpuKernels:
             tokens.data_ptr(),
             log_probs.data_ptr(),
         )
-        settings.last_tokens[index] = tokens
+        state.last_tokens[index] = tokens
         return tokens, log_probs
 
 

@@ -141,7 +141,7 @@ class CudaKernels:
         logits: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        settings: SamplingState,
+        state: SamplingState,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.contiguous()
         count, vocab = logits.shape
@@ -151,15 +151,15 @@ class CudaKernels:
         log_probs = logits.new_empty(count, dtype=torch.float32)
         grid = (count, triton.cdiv(blocks, _BLOCKS_PER_PROGRAM))
         triton_sampling.block_sums_kernel[grid](
-            *(logits, rows, settings.temperatures, stats, vocab, blocks),
+            *(logits, rows, state.temperatures, stats, vocab, blocks),
             BLOCK=_VOCAB_BLOCK,
             PER_PROGRAM=_BLOCKS_PER_PROGRAM,
             num_warps=4,
             **pdl_options(),
         )
         triton_sampling.sample_kernel[(count,)](
-            *(logits, rows, positions, settings.temperatures, settings.seeds, stats),
-            *(settings.last_tokens, tokens, log_probs, vocab, blocks),
+            *(logits, rows, positions, state.temperatures, state.seeds, stats),
+            *(state.last_tokens, tokens, log_probs, vocab, blocks),
             BLOCK=_VOCAB_BLOCK,
             NUM_BLOCKS=triton.next_power_of_2(blocks),
             num_warps=4,

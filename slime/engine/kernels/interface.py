@@ -143,7 +143,7 @@ class Kernels(Protocol):
         logits: torch.Tensor,  # [R, V]
         rows: torch.Tensor,  # [R] int32, of the page table
         positions: torch.Tensor,  # [R] int32, of the token before the one to sample
-        settings: SamplingState,
+        state: SamplingState,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens [R] int32, also written to `last_tokens`, and their log-probs [R] float32."""
         ...

@@ -92,9 +92,8 @@ class CudaRunner:
 
     def _decode(self, step: Step, pending: PendingCudaStep) -> None:
         count = len(step.decoding)
-        order = np.argsort(
-            -step.positions, kind="stable"
-        )  # the longest first, to balance the last wave of programs
+        # The longest sequences first, so that no long one is left to the last wave of programs.
+        order = np.argsort(-step.positions, kind="stable")
         requests, positions = [step.decoding[i] for i in order], step.positions[order]
         inputs = self._rows_input(self._graphs.padded(count))
         inputs[0, :count] = LAST_SAMPLED

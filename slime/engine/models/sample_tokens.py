@@ -18,9 +18,9 @@ def make_sampling_state(num_rows: int, device: torch.device) -> SamplingState:
     )
 
 
-def set_sampling_state(settings: SamplingState, requests: list[Request]) -> None:
+def set_sampling_state(state: SamplingState, requests: list[Request]) -> None:
     """Write the parameters of requests that sample their first token to their rows."""
-    device = settings.seeds.device
+    device = state.seeds.device
     rows = torch.tensor([request.row for request in requests])
     params = [request.params for request in requests]
     temperatures = torch.tensor([-p.scale if p.greedy else p.scale for p in params])
@@ -29,8 +29,8 @@ def set_sampling_state(settings: SamplingState, requests: list[Request]) -> None
         rows, temperatures, seeds = (
             x.pin_memory().to(device, non_blocking=True) for x in (rows, temperatures, seeds)
         )
-    settings.temperatures[rows] = temperatures
-    settings.seeds[rows] = seeds
+    state.temperatures[rows] = temperatures
+    state.seeds[rows] = seeds
 
 
 def forbidden_ends(requests: list[Request], positions: list[int]) -> np.ndarray | None:
@@ -54,7 +54,7 @@ def sample_special(
     requests: list[Request],
     tokens: torch.Tensor,  # [R], written to
     log_probs: torch.Tensor,
-    settings: SamplingState,
+    state: SamplingState,
     positions: np.ndarray,  # [R], of the tokens before those to sample
     *,
     ends_forbidden: bool = False,
@@ -77,7 +77,7 @@ def sample_special(
     tokens[index] = sampled.to(tokens.dtype)
     log_probs[index] = values
     rows = torch.tensor([request.row for request in chosen], device=logits.device)
-    settings.last_tokens[rows] = sampled.to(settings.last_tokens.dtype)
+    state.last_tokens[rows] = sampled.to(state.last_tokens.dtype)
     return True
 
 
@@ -87,10 +87,10 @@ def sample_all(
     requests: list[Request],
     rows: torch.Tensor,
     positions: torch.Tensor,
-    settings: SamplingState,
+    state: SamplingState,
     host_positions: np.ndarray,  # `positions`, on the host
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Return tokens, log-probs, and whether any request had special parameters."""
-    tokens, log_probs = kernels.sample(logits, rows, positions, settings)
-    special = sample_special(logits, requests, tokens, log_probs, settings, host_positions)
+    tokens, log_probs = kernels.sample(logits, rows, positions, state)
+    special = sample_special(logits, requests, tokens, log_probs, state, host_positions)
     return tokens, log_probs, special
