@@ -43,18 +43,27 @@ class StepBatch:
 
 def make_batch(step: Step) -> StepBatch:
     """Return the whole step as one batch: decoding requests first, then drafts and prefill chunks."""
-    batch = make_span_batch(step.drafts + step.prefill)
-    count = len(step.decoding)
-    if not count:
-        return batch
-    decoding = np.full(count, LAST_SAMPLED, np.int32)
+    count, spans = len(step.decoding), step.drafts + step.prefill
+    decoding = StepBatch(
+        ids=np.full(count, LAST_SAMPLED, np.int32),
+        positions=step.positions.astype(np.int32),
+        rows=step.rows.astype(np.int32),
+        counts=[1] * count,
+        sampled=step.decoding,
+        sampled_at=np.arange(count),
+        scored=[],
+        scored_at=np.zeros(0, np.int64),
+    )
+    if not spans:
+        return decoding
+    batch = make_span_batch(spans)
     return StepBatch(
-        ids=np.concatenate([decoding, batch.ids]),
-        positions=np.concatenate([step.positions.astype(np.int32), batch.positions]),
-        rows=np.concatenate([step.rows.astype(np.int32), batch.rows]),
-        counts=[1] * count + batch.counts,
+        ids=np.concatenate([decoding.ids, batch.ids]),
+        positions=np.concatenate([decoding.positions, batch.positions]),
+        rows=np.concatenate([decoding.rows, batch.rows]),
+        counts=decoding.counts + batch.counts,
         sampled=step.decoding + batch.sampled,
-        sampled_at=np.concatenate([np.arange(count), batch.sampled_at + count]),
+        sampled_at=np.concatenate([decoding.sampled_at, batch.sampled_at + count]),
         scored=batch.scored,
         scored_at=batch.scored_at + count,
     )
@@ -62,7 +71,7 @@ def make_batch(step: Step) -> StepBatch:
 
 def make_span_batch(spans: list[TokenSpan]) -> StepBatch:
     ids: list[int] = []
-    positions: list[np.ndarray] = [np.zeros(0, np.int32)]
+    positions: list[np.ndarray] = []
     sampled: list[Request] = []
     sampled_at: list[int] = []
     scored: list[Request] = []
