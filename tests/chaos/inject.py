@@ -26,6 +26,7 @@ _SIGNALS = {
     "term": signal.SIGTERM,
     "hup": signal.SIGHUP,
 }
+ONLY_CHECKPOINT = "of the only checkpoint"
 _POLL_S = 0.005
 _FIND_S = 30.0  # a target that has not started, or is being replaced, is waited for so long
 _PIECES = (1 << 26, 1 << 20, 1 << 12)
@@ -82,19 +83,18 @@ def inject(fault: Fault, start: Start) -> str | None:
 
 
 def damage(checkpoints: Path, kind: str) -> str | None:
-    """Damage a file of the newest complete checkpoint."""
+    """Damage a file of the newest complete checkpoint; a run that saves in the background may have no other."""
     how, _, what = kind.partition("_")
+    complete = sorted(checkpoints.glob("iter_???????"))
     if what == "tracker":
         file = checkpoints / "latest_checkpointed_iteration.txt"
     else:
-        newest = max(checkpoints.glob("iter_???????"), default=None)
-        if newest is None:
-            return None
-        file = _file_of(newest, what)
+        file = _file_of(complete[-1], what) if complete else None
     if file is None or not file.exists():
         return None
     _DAMAGES[how](file)
-    return f"{how} {file.relative_to(checkpoints)}"
+    only = f" {ONLY_CHECKPOINT}" if len(complete) == 1 else ""
+    return f"{how} {file.relative_to(checkpoints)}{only}"
 
 
 def release_disk(disk: Path) -> None:

@@ -220,7 +220,7 @@ def _all_starts(
             mode, inputs, folders, loop_s=loop_s, faults=faults, extra=extra, number=number
         )
         result.starts.append(record)
-        if record.status == 0:
+        if record.status == 0 or nothing_to_resume(result.starts):
             return
         log = (folders.root / f"start_{number}.log").read_text()
         advised = _STEP.search(log) if record.status == 2 else None
@@ -242,6 +242,9 @@ def _judge(schedule: Schedule, folders: Folders, reference: Folders, result: Res
             deviations.append(f"start {number} left {record.left}")
         if record.traceback:
             deviations.append(f"start {number} ended with a traceback")
+    if nothing_to_resume(starts):
+        result.outcome = "DEVIATED" if deviations else "refused, told"
+        return
     if starts[-1].status:
         result.outcome = "never finished"
         deviations.append(f"status {[record.status for record in starts]}")
@@ -256,6 +259,14 @@ def _judge(schedule: Schedule, folders: Folders, reference: Folders, result: Res
         result.outcome = f"{'went on' if len(starts) == 1 else 'resumed'}, {how}"
     if deviations:
         result.outcome = "DEVIATED"
+
+
+def nothing_to_resume(starts: list[StartRecord]) -> bool:
+    """The only checkpoint was damaged, and the next start was refused because of it."""
+    damaged = any(
+        inject.ONLY_CHECKPOINT in words for record in starts[:-1] for words in record.faults
+    )
+    return damaged and starts[-1].status == 2
 
 
 def unclean_stop(faults: tuple[Fault, ...], record: StartRecord) -> list[str]:

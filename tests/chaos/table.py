@@ -62,7 +62,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def _by_mode(rows: Rows) -> str:
-    outcomes = ["went on", "resumed", "not hit", "DEVIATED", "never finished"]
+    outcomes = ["went on", "resumed", "not hit", "refused", "DEVIATED", "never finished"]
     lines = [["mode", "seeds", *outcomes]]
     for mode in sorted({row["mode"] for row in rows}):
         found = [row["outcome"].split(",")[0] for row in rows if row["mode"] == mode]

@@ -55,6 +55,13 @@ def test_damage_changes_one_file_of_the_newest_checkpoint(checkpoints, kind):
         assert len(after[expected]) == len(before[expected])
 
 
+def test_damage_to_the_only_checkpoint_is_said_to_be_that(tmp_path):
+    folder = tmp_path / "iter_0000001"
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(b"weights")
+    assert inject.damage(tmp_path, "delete_data").endswith(inject.ONLY_CHECKPOINT)
+
+
 def test_without_a_checkpoint_there_is_nothing_to_damage(tmp_path):
     assert inject.damage(tmp_path, "flip_data") is None
 

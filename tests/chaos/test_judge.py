@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.chaos.inject import ONLY_CHECKPOINT
 from tests.chaos.plan import Fault, Moment
-from tests.chaos.run import StartRecord, unclean_stop
+from tests.chaos.run import StartRecord, nothing_to_resume, unclean_stop
 
 NOW = Moment(phase="train", rollout=3, delay_s=0.0, fraction=0.0)
 TERM = (Fault(kind="term", target="driver", at=NOW),)
@@ -38,3 +39,11 @@ def test_it_may_come_too_early_or_too_late():
 def test_a_kill_saves_nothing():
     assert unclean_stop(KILL, record(status=-9, saved=1)) == []
     assert unclean_stop((*TERM, *KILL), record(status=-9, saved=1)) == []
+
+
+def test_a_run_whose_only_checkpoint_was_damaged_may_be_refused():
+    damaged = record(status=-9, faults=[f"delete x {ONLY_CHECKPOINT}"])
+    refused = record(status=2, faults=[])
+    assert nothing_to_resume([damaged, refused])
+    assert not nothing_to_resume([damaged, record(status=1, faults=[])])
+    assert not nothing_to_resume([record(status=-9, faults=["delete x"]), refused])

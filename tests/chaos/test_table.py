@@ -28,7 +28,7 @@ def test_faults_of_one_kind_share_a_line_and_missed_ones_do_not_count():
     rows = [row(0), row(1), row(2, starts=[missed], outcome="not hit, bitwise")]
     text = tables(rows)
     assert "| kill engine | 2 | 0 | 2.5 (max 3.0) | 9.0 (max 9.0) |" in text
-    assert "| colo | 3 | 2 | 0 | 1 | 0 | 0 |" in text
+    assert "| colo | 3 | 2 | 0 | 1 | 0 | 0 | 0 |" in text
     assert "3 seeds, 3 starts" in text and "0 deviated" in text
 
 
