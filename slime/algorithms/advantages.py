@@ -10,8 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.algorithms.estimators import RECIPES, Estimator
-from slime.algorithms.kl import KLKind, kl_estimate
+from slime.algorithms.estimators import RECIPES, Estimator, KLKind, kl_estimate
 from slime.core.dp_schedule import counted_rows
 from slime.core.types import RolloutBatch
 

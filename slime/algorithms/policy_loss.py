@@ -1,5 +1,7 @@
-"""Losses over one packed micro-batch, each sum(loss_weights * token loss). The loss of a step is
-the plain sum over its micro-batches and ranks; see `loss_weights` in slime.core.dp_schedule.
+"""Losses of policy, SFT and critic over one packed micro-batch, each sum(loss_weights * token loss).
+
+The loss of a step is the plain sum over its micro-batches and ranks; see `loss_weights` in
+slime.core.dp_schedule.
 """
 
 from __future__ import annotations
@@ -11,9 +13,7 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.correction import Correction, sequence_log_ratio
-from slime.algorithms.estimators import RECIPES, Estimator
-from slime.algorithms.kl import KLKind, kl_estimate
-from slime.algorithms.pg_loss import PgInputs
+from slime.algorithms.estimators import RECIPES, Estimator, KLKind, PgInputs, kl_estimate
 from slime.core.types import LossInputs, LossOutput, MetricSum
 
 Reducer = Callable[[torch.Tensor], torch.Tensor]  # token losses [T] -> their share of the loss []
@@ -77,7 +77,7 @@ def policy_loss(
         if coefficient and name in terms:
             loss = loss + coefficient * terms[name]
     terms |= {name: _weighted(inputs, column) for name, column in columns.items()}
-    return LossOutput(loss=loss, metrics=_metrics(inputs, {"loss": loss, **terms}))
+    return LossOutput(loss=loss, metrics=_metrics(inputs.loss_weights, {"loss": loss, **terms}))
 
 
 def distilled(advantages: torch.Tensor, log_gap: torch.Tensor, opd_kl_coef: float) -> torch.Tensor:
@@ -96,7 +96,33 @@ def sft_loss(inputs: LossInputs) -> LossOutput:
     terms = {"loss": loss}
     if inputs.entropy is not None:
         terms["entropy"] = _weighted(inputs, inputs.entropy)
-    return LossOutput(loss=loss, metrics=_metrics(inputs, terms))
+    return LossOutput(loss=loss, metrics=_metrics(inputs.loss_weights, terms))
+
+
+def value_loss(
+    values: torch.Tensor,  # [T], by the critic being trained
+    *,
+    old_values: torch.Tensor,  # [T], by the critic before this rollout's steps, as used in GAE
+    returns: torch.Tensor,  # [T]
+    loss_weights: torch.Tensor,  # [T]
+    value_clip: float,
+) -> LossOutput:
+    """Return half the squared error to the returns, clipped as in PPO's reference implementation.
+
+    The loss is max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2 with c = value_clip: once
+    a value has moved more than c towards its return, its gradient is 0 for the rest of this rollout
+    (arXiv 1707.06347; 2006.05990 measures the effect).
+    """
+    bounded = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    plain, clipped = (values - returns).square(), (bounded - returns).square()
+    loss = (loss_weights * torch.maximum(plain, clipped)).sum() / 2
+    terms = {
+        "loss": loss,
+        "clip_fraction": (loss_weights * (clipped > plain)).sum(),
+        "value": (loss_weights * values).sum(),
+        "return": (loss_weights * returns).sum(),
+    }
+    return LossOutput(loss=loss, metrics=_metrics(loss_weights, terms))
 
 
 def _penalties(
@@ -159,9 +185,9 @@ def _weighted(inputs: LossInputs, column: torch.Tensor) -> torch.Tensor:
     return (inputs.loss_weights * column).sum()
 
 
-def _metrics(inputs: LossInputs, terms: dict[str, torch.Tensor]) -> dict[str, MetricSum]:
+def _metrics(loss_weights: torch.Tensor, terms: dict[str, torch.Tensor]) -> dict[str, MetricSum]:
     """Return all metrics, read in one device-to-host transfer."""
-    values = torch.stack([*terms.values(), inputs.loss_weights.sum()]).detach().tolist()
+    values = torch.stack([*terms.values(), loss_weights.sum()]).detach().tolist()
     return {
         name: MetricSum(total=total, count=values[-1])
         for name, total in zip(terms, values[:-1], strict=True)

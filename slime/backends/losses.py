@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from slime.algorithms.policy_loss import policy_loss, sft_loss
-from slime.algorithms.value_loss import value_loss
+from slime.algorithms.policy_loss import policy_loss, sft_loss, value_loss
 from slime.backends.hooks import TrainHooks
 from slime.core.types import LossInputs, LossOutput, MetricSum, TrainBatch
 

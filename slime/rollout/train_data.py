@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from slime.algorithms.advantages import normalize_group_rewards
-from slime.algorithms.group_rewards import overlong_penalty
+from slime.algorithms.estimators import overlong_penalty
 from slime.config.arguments import Args
 from slime.core.dp_schedule import loss_weights, make_schedule, trajectories_per_step
 from slime.core.errors import UserError
@@ -129,7 +129,7 @@ def _rewards(args: Args, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]
     """Return the raw rewards and those relative to their group, from which advantages are computed.
 
     GRPO divides (r - mean) of the group by its standard deviation; each estimator's formula is in
-    `slime/algorithms/group_rewards.py`. FAILED samples are left out of their group and get 0.
+    `slime/algorithms/estimators.py`. FAILED samples are left out of their group and get 0.
     """
     path = args.custom_reward_post_process_path
     if path:

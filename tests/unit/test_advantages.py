@@ -3,8 +3,7 @@ import pytest
 import torch
 
 from slime.algorithms.advantages import compute_advantages, gae, normalize_group_rewards
-from slime.algorithms.estimators import RECIPES
-from slime.algorithms.group_rewards import overlong_penalty
+from slime.algorithms.estimators import RECIPES, overlong_penalty
 from slime.config.flags.registry import own_flags
 from tests.batches import random_batch
 

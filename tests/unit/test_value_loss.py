@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.algorithms.value_loss import value_loss
+from slime.algorithms.policy_loss import value_loss
 from slime.core.metrics import add_up
 from slime.core.packing import pack, unpack
 from slime.core.types import ParallelInfo

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from slime.algorithms.kl import kl_estimate
+from slime.algorithms.estimators import kl_estimate
 
 KINDS = ["k1", "k2", "k3", "low_var_kl"]
 
