@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := dev,gguf,ifbench,megatron,parquet,reasoning-gym,tensorboard,wandb
 PINS := pyproject.toml constraints.txt requirements.lock tools/install.sh
+# Processes of the whole test suite: a test waits about a third of its time. One needs up to 5 GiB.
+JOBS ?= $(shell echo $$(($$(nproc) < 5 ? $$(nproc) + 1 : 6)))
 CHECKED := slime tests tools benchmarks examples train.py train_async.py
 
 .DEFAULT_GOAL := help
@@ -16,7 +18,7 @@ quickstart: $(VENV)/.installed  ## install, make a tiny model and train it: minu
 	$(BIN)/slime quickstart $(ARGS)
 
 test: $(VENV)/.installed-dev bubblewrap  ## the whole CPU test suite; a part of it: make test ARGS=tests/unit
-	$(BIN)/python -m pytest $(or $(ARGS),tests)
+	$(BIN)/python -m pytest $(or $(ARGS),-n $(JOBS) tests)
 
 test-sglang: $(VENV)/.installed-dev  ## both engines by one suite, and runs through the real SGLang, on a CPU
 	tools/sglang_cpu_env.sh

@@ -10,7 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from tests import parallel
+
 SGLANG_LABEL = "v0"
+
+
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist
+        parallel.sort_items(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return parallel.make_scheduler(config, log)
 
 
 @pytest.fixture

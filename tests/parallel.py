@@ -1,0 +1,44 @@
+"""The whole suite in several processes: which tests stay together, and in which order they start.
+
+`make test` asks for it (pytest-xdist, `-n`); a plain `pytest tests/unit/test_x.py` does not need this.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+# Tests with whole runs in them come first; what is short fills the end.
+FIRST = ("tests/e2e/", "tests/launch/", "tests/parity/", "tests/conformance/", "tests/integration/")
+# A process each. Ports that are looked for and bound later: two at a time might find the same one.
+# One server for all tests of a folder: every process would start its own.
+TOGETHER = {
+    "tests/launch/": "ports",
+    "tests/e2e/test_ray_job.py": "ports",
+    "tests/integration/test_keys_on_a_cluster.py": "ports",
+    "tests/conformance/": "conformance",
+}
+
+
+def unit_of_work(nodeid: str) -> str:
+    """Return the name that all tests share which one process has to run: their file, in most cases."""
+    names = (name for prefix, name in TOGETHER.items() if nodeid.startswith(prefix))
+    return next(names, nodeid.split("::", 1)[0])
+
+
+def sort_items(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        starts = (n for n, prefix in enumerate(FIRST) if item.nodeid.startswith(prefix))
+        return next(starts, len(FIRST))
+
+    items.sort(key=place)
+
+
+def make_scheduler(config: pytest.Config, log: object):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of_work(nodeid)
+
+    config.option.loadscopereorder = False
+    return Scheduler(config, log)
