@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from slime.core.dp_schedule import make_schedule
-from slime.core.metrics import add_up
 from slime.core.packing import pack, unpack
+from slime.core.train_batch import add_up
 from slime.core.types import LossInputs, ParallelInfo
 from tests.batches import random_batch
 

@@ -48,13 +48,14 @@ from slime.backends.reporting import Reporter
 from slime.backends.step import StepResult
 from slime.core.errors import UserError
 from slime.core.packing import pack, unpack
-from slime.core.reports import SyncReport, TrainReport
 from slime.core.types import (
     CriticColumns,
     EngineInfo,
     ParallelInfo,
     RolloutBatch,
+    SyncReport,
     TrainBatch,
+    TrainReport,
 )
 from slime.data.debug_train_data import save_train_data
 from slime.data.tokenizer import refuse_other_vocabulary

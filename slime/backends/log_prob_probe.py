@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Tokenizer
 
-from slime.core.reports import Probe
-from slime.core.types import RolloutBatch, Schedule
+from slime.core.types import Probe, RolloutBatch, Schedule
 
 if TYPE_CHECKING:
     from slime.backends.base import TrainRayActor

@@ -8,9 +8,8 @@ import torch.distributed as dist
 
 from slime.algorithms.correction import mismatch_metrics
 from slime.backends.step import StepResult
-from slime.core.metrics import add_up, prefixed, reduce_metrics
-from slime.core.reports import TrainReport
-from slime.core.types import MetricSum, ParallelInfo, RolloutBatch
+from slime.core.train_batch import add_up, prefixed, reduce_metrics
+from slime.core.types import MetricSum, ParallelInfo, RolloutBatch, TrainReport
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args

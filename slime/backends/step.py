@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from slime.core.errors import UserError
-from slime.core.metrics import add_up
+from slime.core.train_batch import add_up
 from slime.core.types import MetricSum
 
 

@@ -5,34 +5,41 @@
        end of file     the driver is gone: the monitor prints why, and how to resume, to stderr
 
 Ray ends a driver without an exception once its node's raylet is gone, or the head has not answered for
-RAY_gcs_rpc_server_reconnect_timeout_s; head_watch.py does the same where Ray notices nothing. Where the run
-started Ray itself, its processes end with the driver, so the monitor polls them while the driver lives: the
-one that was gone before the driver is the reason.
+RAY_gcs_rpc_server_reconnect_timeout_s. It does not notice that the head's host is off or unreachable, because
+no connection is closed then: `HeadWatch` probes the head's port and exits the process. Where the run started
+Ray itself, Ray's processes end with the driver, so the monitor polls them while the driver lives: the one that
+was gone before the driver is the reason.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slime.config.env import child_env, read_env
-from slime.diagnosis.head_watch import answers
 from slime.diagnosis.ray_processes import RayProcess, identify
 from slime.runlog.checkpoint_folder import how_to_continue
 
+logger = logging.getLogger(__name__)
+
 _BYE = b"bye\n"
 _SHOW_CURSOR = "\x1b[?25h"  # hidden by the driver's live display
-_PROBES = 3  # one that fails means that the head is going away
+_REASON_PROBES = 3  # one that fails means that the head is going away
 _POLL_S = 0.1
+_PROBE_TIMEOUT_S = 5.0
+_HEAD_PROBES = 6  # within Ray's own timeout
 _ROOT = Path(__file__).resolve().parents[2]
 TITLES = {"gcs_server": "Ray's GCS", "raylet": "Ray's raylet"}
 
@@ -97,7 +104,7 @@ def exit_reason(facts: RunFacts, first: RayProcess | None) -> str:
 
 
 def _head_answers(address: str) -> bool:
-    for attempt in range(_PROBES):
+    for attempt in range(_REASON_PROBES):
         time.sleep(1.0 if attempt else 0)
         if not answers(address):
             return False
@@ -145,6 +152,64 @@ def _wait_for_driver(
         elif first is None:
             dead = [process for process in own_ray if not process.running()]
             first = dead[0] if dead and driver.running() else None
+
+
+def answers(address: str, timeout: float = _PROBE_TIMEOUT_S) -> bool:
+    """Return whether a process listens at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout).close()
+    except OSError:
+        return False
+    return True
+
+
+class HeadWatch:
+    """Until `stop`, exit this process with status 1 once the head has not answered for Ray's own timeout."""
+
+    def __init__(self, address: str):
+        self._address, self._stopped = address, threading.Event()
+        threading.Thread(target=self._watch, name="head-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        timeout = read_env().head_timeout_s
+        last_answer = time.monotonic()
+        failed = (
+            False  # by a probe, not by the clock alone: this process itself may have been stopped
+        )
+        while not failed or time.monotonic() - last_answer < timeout:
+            if self._stopped.wait(timeout / _HEAD_PROBES):
+                return
+            failed = not answers(self._address)
+            if not failed:
+                last_answer = time.monotonic()
+        logger.error(
+            "Ray's head at %s has not answered for %.0f s: exiting", self._address, timeout
+        )
+        if not self._stopped.is_set():
+            os._exit(1)  # the other threads wait for replies that will not come
+
+
+class ProcessWatch:
+    """Calls `on_death` once, from a thread, with the first of these processes that has died."""
+
+    def __init__(self, processes: list[RayProcess], on_death: Callable[[RayProcess], None]):
+        self._processes, self._on_death = processes, on_death
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, name="process-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_POLL_S):
+            for process in self._processes:
+                if not process.running():
+                    self._on_death(process)
+                    return
 
 
 if __name__ == "__main__":

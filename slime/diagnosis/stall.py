@@ -1,4 +1,4 @@
-"""Finds the process that the others wait for, and describes the status of all of them.
+"""The deadline of each phase (--phase-timeout-minutes), and which process the others wait for when it passes.
 
 Ranks 0 to 3, of which 3 sleeps in a hook, with TP groups {0,1} {2,3} and DP groups {0,2} {1,3}:
 
@@ -10,8 +10,13 @@ Rank 3 is waited for and waits for nobody: it is the late one.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from slime.config.arguments import Args
+from slime.config.flags.run import phase_timeouts
 from slime.diagnosis.process_status import ProcessStatus
 
 _COLLECTIVES = ("torch/distributed/", "megatron/core/tensor_parallel/mappings")
@@ -93,3 +98,33 @@ def _in_collective(member: MemberStatus) -> bool:
 def _status(member: MemberStatus) -> ProcessStatus:
     assert not isinstance(member.status, str)
     return member.status
+
+
+class PhaseDeadline:
+    """Knows the current phase, when it began and how long it may take."""
+
+    def __init__(self, args: Args):
+        self.limits = phase_timeouts(args.phase_timeout_minutes)  # seconds, by phase
+        self.phase: str | None = None
+        self._began = 0.0
+
+    @contextmanager
+    def enter(self, name: str) -> Iterator[None]:
+        """Run the clock of a phase; one inside another counts as a part of it."""
+        if self.phase is not None or name not in self.limits:
+            yield
+            return
+        self.phase, self._began = name, time.monotonic()
+        try:
+            yield
+        finally:
+            self.phase = None
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def left_s(self) -> float:
+        """Return the seconds until the phase is overdue; infinity without one."""
+        if self.phase is None:
+            return float("inf")
+        return max(0.0, self.limits[self.phase] - self.elapsed_s())

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from slime.config.arguments import Args
 from slime.core.errors import UserError
-from slime.core.reports import Probe
-from slime.core.types import EngineInfo
+from slime.core.types import EngineInfo, Probe
 from slime.ray.engine_group import EngineCallError, EngineGroup
 from slime.ray.watch import Member, StallError, Watch
 from slime.runlog.recorder import Recorder

@@ -25,8 +25,7 @@ from ray._private import node, ray_constants, services, utils
 
 from slime.config.env import looks_secret, replace_env, set_env
 from slime.core.errors import UserError
-from slime.diagnosis.private_folder import PrivateFolder
-from slime.diagnosis.ray_processes import Keeper, RayProcess
+from slime.diagnosis.ray_processes import Keeper, PrivateFolder, RayProcess
 from slime.utils.machine import available_memory
 
 _RAYLET: Any = _raylet  # its stubs do not declare authentication

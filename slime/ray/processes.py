@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 
 from slime.config.arguments import Args
 from slime.config.env import read_env, set_env
-from slime.diagnosis.stop_signal import StopSignal
+from slime.diagnosis.exit_status import StopSignal
 from slime.ray import local_ray
 from slime.ray.actors import rollout_manager
 from slime.ray.checkpointing import Checkpointer

@@ -21,8 +21,8 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 import ray
 from ray.exceptions import RayError
 
-from slime.diagnosis.head_watch import HeadWatch
 from slime.diagnosis.process_status import in_phase, serve_status
+from slime.diagnosis.run_monitor import HeadWatch
 from slime.ray.local_ray import adopt, dead_process, take_variables
 from slime.utils.gc_tuning import collector_off
 

@@ -19,8 +19,7 @@ import ray
 from slime.config.arguments import Args
 from slime.config.env import read_env
 from slime.config.flags.spec import option_of
-from slime.core.reports import RolloutResult
-from slime.core.types import Sample
+from slime.core.types import RolloutResult, Sample
 from slime.rollout.base_types import (
     DataSource,
     EvalLogFunction,

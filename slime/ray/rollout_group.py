@@ -10,8 +10,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from slime.config.arguments import Args
-from slime.core.reports import RolloutResult
-from slime.diagnosis.stop_signal import StopSignal
+from slime.core.types import RolloutResult
+from slime.diagnosis.exit_status import StopSignal
 from slime.ray.engines import Engines
 from slime.ray.watch import Member, Watch
 from slime.ray.weight_updater import WeightUpdater

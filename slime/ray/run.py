@@ -11,11 +11,9 @@ from ray.exceptions import RayTaskError
 
 from slime.config.arguments import Args
 from slime.core.errors import UserError
-from slime.diagnosis.exit_status import add_advice
-from slime.diagnosis.head_watch import HeadWatch, ProcessWatch
+from slime.diagnosis.exit_status import StopSignal, Terminated, add_advice
 from slime.diagnosis.ray_processes import RayProcess
-from slime.diagnosis.run_monitor import RunMonitor, died
-from slime.diagnosis.stop_signal import StopSignal, Terminated
+from slime.diagnosis.run_monitor import HeadWatch, ProcessWatch, RunMonitor, died
 from slime.ray import local_ray
 from slime.ray.checkpointing import Checkpointer, HfExports
 from slime.ray.cluster import connect, run_facts

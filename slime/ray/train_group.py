@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from slime.config.arguments import Args
-from slime.core.reports import TrainReport
-from slime.core.types import CriticColumns
+from slime.core.types import CriticColumns, TrainReport
 from slime.ray.ranks import Ranks
 from slime.ray.rollout_group import RolloutGroup
 from slime.ray.weight_updater import WeightUpdater

@@ -30,10 +30,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.config.arguments import Args
 from slime.core.errors import UserError
-from slime.diagnosis.phase_deadline import PhaseDeadline
 from slime.diagnosis.process_status import ProcessStatus, query_status
 from slime.diagnosis.run_monitor import died, raylet_answers
-from slime.diagnosis.stall import MemberStatus, describe
+from slime.diagnosis.stall import MemberStatus, PhaseDeadline, describe
 from slime.ray import local_ray
 from slime.ray.cluster import raylet_socket
 from slime.ray.remote import Place, Remote

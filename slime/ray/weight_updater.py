@@ -16,8 +16,7 @@ from ray.exceptions import RayTaskError
 
 from slime.config.arguments import Args
 from slime.core.errors import UserError, WeightMismatchError, WeightSyncError
-from slime.core.reports import SyncReport
-from slime.core.types import EngineInfo
+from slime.core.types import EngineInfo, SyncReport
 from slime.ray.engine_group import EngineCallError
 from slime.ray.engines import Engines
 from slime.ray.ranks import Ranks

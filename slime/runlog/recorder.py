@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from slime.config.arguments import Args
-from slime.diagnosis.phase_deadline import PhaseDeadline
+from slime.diagnosis.stall import PhaseDeadline
 from slime.runlog.flops import peak_flops, throughput_metrics
 from slime.runlog.live import LiveDisplay
 from slime.runlog.timer import Timer

@@ -7,8 +7,7 @@ from statistics import fmean
 from typing import Protocol
 
 from slime.core.errors import WeightMismatchError
-from slime.core.reports import Probe
-from slime.core.types import EngineInfo
+from slime.core.types import EngineInfo, Probe
 from slime.utils.concurrency import call_all
 from slime.utils.sync_http import HttpError, get_json, post_json
 from slime.weights.engine_client import retry_flush

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
 import re
 import shutil
 import socket
 import subprocess
+import sys
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+
+from slime.config.env import child_env
 
 PACKAGES = (
     "slime",
@@ -28,6 +32,18 @@ PACKAGES = (
 )
 
 _IDLE_MIB = 1024
+_TE_TIMEOUT_S = 120
+_TE_ANSWER = "TE "
+_TE_CODE = f"""
+import json
+import transformer_engine.pytorch as te
+import torch, transformer_engine
+from transformer_engine.pytorch import quantization as q
+found = {{"version": transformer_engine.__version__, "fp8": "no GPU", "blocks": "no GPU"}}
+if torch.cuda.is_available():
+    found["fp8"], found["blocks"] = q.check_fp8_support()[1], q.check_fp8_block_scaling_support()[1]
+print("{_TE_ANSWER}" + json.dumps(found))
+"""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -172,3 +188,40 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return reply.stdout.strip() if reply.returncode == 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeProbe:
+    """Reasons why features cannot be used; empty if they can."""
+
+    error: str = ""  # why it cannot be imported
+    fp8: str = ""  # why this GPU has no FP8 (recipes delayed and tensorwise)
+    blocks: str = ""  # why it has no FP8 in blocks of 128
+
+
+def probe_te(python: str = sys.executable) -> TeProbe:
+    """Import TransformerEngine with `python` and report what this GPU supports.
+
+    Its compiled extension must match torch and needs the libraries of a GPU: in a subprocess, an import
+    that fails or crashes does not affect this one and is reported in one line.
+    """
+    try:
+        done = subprocess.run(
+            [python, "-c", _TE_CODE],
+            capture_output=True,
+            text=True,
+            timeout=_TE_TIMEOUT_S,
+            env=child_env(),
+        )
+    except subprocess.TimeoutExpired:
+        return TeProbe(error=f"importing it did not finish within {_TE_TIMEOUT_S} s")
+    for line in done.stdout.splitlines():
+        if line.startswith(_TE_ANSWER):
+            found = json.loads(line.removeprefix(_TE_ANSWER))
+            return TeProbe(fp8=found["fp8"], blocks=found["blocks"])
+    return TeProbe(error=_last_line(done.stderr) or f"the import ended with {done.returncode}")
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError
@@ -21,8 +20,19 @@ DEFAULT_ROWS = 1000
 METADATA_KEY = "reasoning_gym"  # in a sample's metadata: {"task": name, "row": index}
 SEED = 42
 MOST_ROWS = 1 << 30
-HASH_SEED = {"PYTHONHASHSEED": "0"}  # rows of some tasks depend on it
-_MAKER = str(Path(__file__).with_name("reasoning_rows.py"))
+HASH_SEED = {"PYTHONHASHSEED": "0"}
+# Prints rows as JSON lines; its arguments are TASK SEED SIZE START STOP.
+_MAKER = """
+import json, sys
+del sys.path[0]  # the working directory
+import reasoning_gym
+task, *numbers = sys.argv[1:]
+seed, size, start, stop = map(int, numbers)
+rows = reasoning_gym.create_dataset(task, seed=seed, size=size)
+for number in range(start, stop):
+    entry = rows[number]
+    print(json.dumps([entry["question"], str(entry["answer"])]))
+"""
 
 
 def task_rows(task: str, rows: range, flag: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -43,10 +53,13 @@ def chosen_rows(part: slice) -> range:
 
 @cache
 def _make_rows(task: str, rows: range, flag: str) -> list[tuple[str, str]]:
-    """Generate the rows in a process with the hash seed of the graders."""
+    """Generate the rows in a process with the hash seed of the graders.
+
+    Some tasks iterate over sets, so their rows depend on it.
+    """
     numbers = [SEED, MOST_ROWS, rows.start, rows.stop]
     done = subprocess.run(
-        [sys.executable, "-s", _MAKER, task, *map(str, numbers)],
+        [sys.executable, "-s", "-c", _MAKER, task, *map(str, numbers)],
         capture_output=True, text=True, env=HASH_SEED, check=False,
     )  # fmt: skip
     if done.returncode != 0:

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from slime.config.env import read_env
 from slime.core.errors import WeightMismatchError
-from slime.core.reports import SyncReport
-from slime.core.types import EngineInfo
+from slime.core.types import EngineInfo, SyncReport
 from slime.utils.addresses import own_host
 from slime.utils.concurrency import call_all
 from slime.utils.device import collective_backend, current_device, device_id

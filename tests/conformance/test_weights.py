@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.core.errors import WeightMismatchError
-from slime.core.reports import Probe
-from slime.core.types import EngineInfo
+from slime.core.types import EngineInfo, Probe
 from slime.serving.health import answers, check_probe, health_route
 from slime.utils.sync_http import post_json
 from slime.weights.disk_transport import DiskTransport

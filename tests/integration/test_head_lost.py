@@ -35,7 +35,7 @@ os._exit(1)
 """
 WATCHED = """
 import sys, threading, time
-from slime.diagnosis.head_watch import HeadWatch
+from slime.diagnosis.run_monitor import HeadWatch
 watch = HeadWatch(sys.argv[1])
 if sys.argv[2] == "stop":
     watch.stop()

@@ -7,7 +7,7 @@ import time
 import pytest
 import ray
 
-from slime.diagnosis.phase_deadline import PhaseDeadline
+from slime.diagnosis.stall import PhaseDeadline
 from slime.ray.remote import Remote
 from slime.ray.watch import LostError, Member, Watch
 from tests.args import make_args

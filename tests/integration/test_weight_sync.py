@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
 from slime.core.errors import WeightMismatchError
-from slime.core.reports import SyncReport
-from slime.core.types import EngineInfo
+from slime.core.types import EngineInfo, SyncReport
 from slime.utils.sync_http import get_json, post_json
 from slime.weights import ipc
 from slime.weights.checksum import format_checksum, tensor_checksum

@@ -12,7 +12,7 @@ import torch
 from slime.engine.kernels.cpu_kernels import SOURCE, CpuKernels
 from slime.engine.kernels.interface import Heads, Pages, QueryKeyNorm, Rotary, SamplingState, Tokens
 from slime.engine.scheduler.sampling import uniforms
-from slime.utils.c_library import load_library
+from slime.utils.compiled import load_library
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from slime.engine.cache.kv_cache import KVCache
 from slime.engine.kernels.cpu_kernels import SOURCE, CpuKernels
 from slime.engine.kernels.interface import Tokens
 from slime.engine.models.fast_model import FastModel
-from slime.utils.c_library import load_library
+from slime.utils.compiled import load_library
 from tests.tiny import make_tiny_checkpoint
 
 COUNT, PAGE = 7, 4

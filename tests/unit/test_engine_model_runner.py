@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slime.engine.arguments import EngineArgs
 from slime.engine.kernels.cpu_kernels import SOURCE, CpuKernels
 from slime.engine.models.model_runner import find_kernels
-from slime.utils.c_library import load_library
+from slime.utils.compiled import load_library
 
 SIZES = {
     "vocab_size": 32,

@@ -15,8 +15,14 @@ from pathlib import Path
 import pytest
 
 from slime.core.errors import UserError
-from slime.diagnosis.private_folder import PrivateFolder, remove_stale_folders
-from slime.diagnosis.ray_processes import RayProcess, end_sessions, identify, session_members
+from slime.diagnosis.ray_processes import (
+    PrivateFolder,
+    RayProcess,
+    end_sessions,
+    identify,
+    remove_stale_folders,
+    session_members,
+)
 from slime.ray.local_ray import check_version
 from tests.other_user import NOBODY, as_user, needs_root
 from tests.waiting import wait_for

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from slime.diagnosis.stop_signal import StopSignal, Terminated
+from slime.diagnosis.exit_status import StopSignal, Terminated
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from slime.core.errors import UserError, WeightMismatchError
-from slime.core.reports import SyncReport
-from slime.core.types import EngineInfo
+from slime.core.types import EngineInfo, SyncReport
 from slime.ray.engine_group import EngineCallError
 from slime.ray.weight_updater import WeightUpdater
 from slime.utils.sync_http import HttpError

@@ -20,8 +20,7 @@ from slime.backends.megatron_utils.hf_weights.export import hf_buckets
 from slime.backends.megatron_utils.hf_weights.families import weight_map
 from slime.backends.megatron_utils.model_config import read_config
 from slime.core.errors import UserError
-from slime.core.reports import SyncReport
-from slime.core.types import EngineInfo
+from slime.core.types import EngineInfo, SyncReport
 from slime.weights.sync import make_weight_sync, serving_dtype
 
 if TYPE_CHECKING:

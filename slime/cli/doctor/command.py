@@ -17,8 +17,7 @@ from typing import Literal
 
 from slime.core.errors import UserError
 from slime.utils import machine
-from slime.utils.machine import allows, requirement_of
-from slime.utils.te_probe import probe_te
+from slime.utils.machine import allows, probe_te, requirement_of
 
 GIB = 2**30
 # Usual ports of Ray's head and dashboard, and of an engine started by hand.

@@ -31,7 +31,7 @@ from slime.engine.models.self_check import check_served
 from slime.engine.scheduler.scheduler import Scheduler
 from slime.engine.scheduler.speculation import PendingDraftStep
 from slime.engine.scheduler.step import PendingStep, Step
-from slime.utils.c_library import load_library
+from slime.utils.compiled import load_library
 from slime.utils.device import device_type
 
 logger = logging.getLogger(__name__)
