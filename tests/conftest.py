@@ -13,6 +13,7 @@ import pytest
 from tests import parallel
 
 SGLANG_LABEL = "v0"
+parallel.limit_threads()
 
 
 def pytest_collection_modifyitems(config, items):

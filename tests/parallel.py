@@ -5,6 +5,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 # Tests with whole runs in them come first; what is short fills the end.
@@ -19,6 +25,13 @@ TOGETHER = {
 }
 
 
+def limit_threads() -> None:
+    """Before torch is imported: threads of several processes that wait for each other take the cores
+    from those they wait for."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+
+
 def unit_of_work(nodeid: str) -> str:
     """Return the name that all tests share which one process has to run: their file, in most cases."""
     names = (name for prefix, name in TOGETHER.items() if nodeid.startswith(prefix))
@@ -31,6 +44,20 @@ def sort_items(items: list[pytest.Item]) -> None:
         return next(starts, len(FIRST))
 
     items.sort(key=place)
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Return a folder that `make` has filled, in whichever process asked first; nobody may change it."""
+    folder = factory.getbasetemp() / name
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = factory.getbasetemp().parent / name
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "made").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of one that failed
+            make(folder)
+            (folder / "made").touch()
+    return folder
 
 
 def make_scheduler(config: pytest.Config, log: object):

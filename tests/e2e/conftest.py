@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import runs
+from tests.parallel import made_once
 from tests.tiny import make_tiny_checkpoint
 
 
@@ -36,15 +37,20 @@ def tiny_data(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def plain_run(tiny_model, tiny_data, tmp_path_factory) -> PlainRun:
     """A whole run of three rollouts, made once for all tests that compare another one with it."""
-    folder = tmp_path_factory.mktemp("plain")
-    made = PlainRun(
-        flags={"sglang_enable_deterministic_inference": True, "num_rollout": 3},
-        run_dir=folder / "run",
-        checkpoints=folder / "checkpoints",
-        rollouts=str(folder / "rollouts" / "{rollout_id}.pt"),
-    )
-    written = {"save": made.checkpoints, "save_debug_rollout_data": made.rollouts}
-    words = runs.command(tiny_model, tiny_data, made.run_dir, **made.flags, **written)
-    status, output = runs.run(words)
-    assert status == 0, output
-    return made
+
+    def describe(folder: Path) -> PlainRun:
+        return PlainRun(
+            flags={"sglang_enable_deterministic_inference": True, "num_rollout": 3},
+            run_dir=folder / "run",
+            checkpoints=folder / "checkpoints",
+            rollouts=str(folder / "rollouts" / "{rollout_id}.pt"),
+        )
+
+    def make(folder: Path) -> None:
+        plain = describe(folder)
+        written = {"save": plain.checkpoints, "save_debug_rollout_data": plain.rollouts}
+        words = runs.command(tiny_model, tiny_data, plain.run_dir, **plain.flags, **written)
+        status, output = runs.run(words)
+        assert status == 0, output
+
+    return describe(made_once(tmp_path_factory, "plain", make))

@@ -16,11 +16,15 @@ from slime.utils.compiled import load_library
 
 
 @pytest.fixture(scope="module")
-def kernels() -> CpuKernels:
+def kernels():
+    """With two threads, however many the other tests have: their loops are divided."""
     library = load_library(SOURCE)
     if library is None:
         pytest.skip("no gcc here")
-    return CpuKernels(library)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield CpuKernels(library)
+    torch.set_num_threads(num_threads)
 
 
 class Case:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.parallel import FIRST, TOGETHER, unit_of_work
+import pytest
+
+from tests.parallel import FIRST, TOGETHER, made_once, unit_of_work
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,6 +17,22 @@ def test_a_file_stays_together_and_so_do_those_that_share_a_server_or_ports():
     assert len(alone) == 2
     conformance = {unit_of_work(f"tests/conformance/test_{name}.py::test_b") for name in "ac"}
     assert len(conformance) == 1
+
+
+def test_a_folder_is_made_once_and_again_only_after_a_failure(tmp_path_factory, tmp_path):
+    name = tmp_path.name + "-shared"
+    attempts = []
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        attempts.append(folder)
+        if len(attempts) == 1:
+            raise ValueError("the first attempt fails")
+
+    with pytest.raises(ValueError):
+        made_once(tmp_path_factory, name, make)
+    folders = {made_once(tmp_path_factory, name, make) for _ in range(2)}
+    assert folders == set(attempts) and len(attempts) == 2
 
 
 def test_every_named_path_is_there():
