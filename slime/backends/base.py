@@ -57,7 +57,7 @@ from slime.core.types import (
     TrainBatch,
     TrainReport,
 )
-from slime.data.debug_train_data import save_train_data
+from slime.data.stored_samples import save_train_data
 from slime.data.tokenizer import refuse_other_vocabulary
 from slime.runlog.process_log import open_process_log
 from slime.runlog.timer import Timer

@@ -20,6 +20,7 @@ from slime.config.arguments import Args
 from slime.config.env import read_env
 from slime.config.flags.spec import option_of
 from slime.core.types import RolloutResult, Sample
+from slime.data.stored_samples import load_debug_samples, save_debug_samples
 from slime.rollout.base_types import (
     DataSource,
     EvalLogFunction,
@@ -29,7 +30,6 @@ from slime.rollout.base_types import (
     as_train_output,
 )
 from slime.rollout.context import RolloutContext
-from slime.rollout.debug_data import load_debug_samples, save_debug_samples
 from slime.rollout.engine_pool import EnginePool
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.staleness import WeightClock

@@ -20,12 +20,12 @@ from slime.config.reward_types import needs_label
 from slime.core.errors import ConfigError, UserError
 from slime.core.types import Group
 from slime.data.prompt_data import DataFormat, PromptDataset, load_prompts
+from slime.data.stored_samples import decode_groups, encode_groups
 from slime.data.tokenizer import load_tokenizer
 from slime.rollout.base_types import BufferFilter
 from slime.rollout.filter_hub.buffer_filters import pop_first
 from slime.rollout.hooks import check_stored_functions
 from slime.rollout.samples import clone_group
-from slime.rollout.stored_groups import decode_groups, encode_groups
 from slime.utils.load_function import load_function
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import pytest
 
 from slime.config.arguments import parse_args
 from slime.core.types import Sample
-from slime.rollout.debug_data import load_debug_samples
+from slime.data.stored_samples import load_debug_samples
 from tests import naive_rl
 from tests.e2e import runs
 from tests.engines import TOKEN, engine_server

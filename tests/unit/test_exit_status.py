@@ -68,7 +68,7 @@ def test_an_interrupt_has_its_status(capsys: pytest.CaptureFixture[str]):
 _FULL = """
 import logging, resource, sys
 from pathlib import Path
-from slime.rollout.debug_data import save_debug_samples
+from slime.data.stored_samples import save_debug_samples
 from slime.core.errors import UserError
 from slime.runlog.logging import setup_logging
 

@@ -15,7 +15,7 @@ import pytest
 
 from examples.search_agent import search_agent
 from examples.tool_agent import tool_agent
-from slime.data.openai.tool_calls import parse_tool_calls
+from slime.data.openai_replies import parse_tool_calls
 from slime.rollout.rm_hub import code, dapo, f1, gpqa, math_reward, reasoning_gym_rm
 from slime.rollout.rm_hub.inside.instructions import INSTRUCTIONS
 from slime.rollout.rm_hub.math_reward import exact_number, last_boxed

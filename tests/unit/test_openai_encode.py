@@ -8,9 +8,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from slime.data.openai.encode import encode_messages, refuse_control_tokens
-from slime.data.openai.render import render_after_answer, render_chat
-from slime.data.openai.requests import ApiError, plain_message
+from slime.data.openai_encode import (
+    encode_messages,
+    refuse_control_tokens,
+    render_after_answer,
+    render_chat,
+)
+from slime.data.openai_requests import ApiError, plain_message
 from slime.data.tokenizer import control_tokens, load_tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot|>", "[INST]", "[/INST]"]

@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from slime.data.openai.render import check_template_kwargs, render_after_answer
-from slime.data.openai.replies import Answer
-from slime.data.openai.requests import ApiError, parse_chat
-from slime.data.openai.tool_calls import parse_tool_calls, same_calls
+from slime.data.openai_encode import check_template_kwargs, render_after_answer
+from slime.data.openai_replies import Answer, parse_tool_calls, same_calls
+from slime.data.openai_requests import ApiError, parse_chat
 from slime.engine.server.openai_routes import TextStream
 from tests.tiny import make_byte_tokenizer
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from slime.data.openai import replies
-from slime.data.openai.render import check_template_kwargs, render_chat
-from slime.data.openai.replies import Answer, TokenLogProb
-from slime.data.openai.requests import (
+from slime.data import openai_replies as replies
+from slime.data.openai_encode import check_template_kwargs, render_chat
+from slime.data.openai_replies import Answer, TokenLogProb, parse_tool_calls
+from slime.data.openai_requests import (
     ApiError,
     ApiRequest,
     ChatRequest,
@@ -23,7 +23,6 @@ from slime.data.openai.requests import (
     parse_chat,
     parse_completion,
 )
-from slime.data.openai.tool_calls import parse_tool_calls
 from slime.engine.engine import Engine
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import MOST_REQUESTS, RequestError

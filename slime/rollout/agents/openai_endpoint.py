@@ -26,12 +26,17 @@ from aiohttp import web
 
 from slime.core.errors import UserError
 from slime.core.types import Sample, Status
-from slime.data.openai import replies
-from slime.data.openai.encode import Tools, encode_messages, refuse_control_tokens
-from slime.data.openai.render import check_template_kwargs, render_after_answer, render_chat
-from slime.data.openai.replies import Answer, TokenLogProb
-from slime.data.openai.requests import ApiError, ChatRequest, Message, parse_chat
-from slime.data.openai.tool_calls import parse_tool_calls
+from slime.data import openai_replies as replies
+from slime.data.openai_encode import (
+    Tools,
+    check_template_kwargs,
+    encode_messages,
+    refuse_control_tokens,
+    render_after_answer,
+    render_chat,
+)
+from slime.data.openai_replies import Answer, TokenLogProb, parse_tool_calls
+from slime.data.openai_requests import ApiError, ChatRequest, Message, parse_chat
 from slime.data.tokenizer import load_tokenizer
 from slime.rollout.agents.recording import Session, Turn
 from slime.rollout.context import RolloutContext

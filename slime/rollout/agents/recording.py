@@ -17,8 +17,8 @@ from typing import Any
 
 from slime.core.errors import UserError
 from slime.core.types import Sample, Status
-from slime.data.openai.requests import Message
-from slime.data.openai.tool_calls import same_calls
+from slime.data.openai_replies import same_calls
+from slime.data.openai_requests import Message
 from slime.rollout.context import RolloutContext
 from slime.rollout.samples import clone_sample
 from slime.rollout.sampling import SamplingParams

@@ -7,7 +7,7 @@ import pytest
 
 from slime.core.errors import ConfigError
 from slime.core.types import Sample, Status
-from slime.rollout.debug_data import load_debug_samples, save_debug_samples
+from slime.data.stored_samples import load_debug_samples, save_debug_samples
 
 
 def test_samples_come_back_with_experts_and_what_hooks_left(tmp_path):

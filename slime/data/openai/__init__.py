@@ -1,1 +1,0 @@
-"""OpenAI's HTTP protocol, shared by the embedded engine and the recording endpoint."""

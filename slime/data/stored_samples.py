@@ -1,0 +1,146 @@
+"""Samples and training rows as plain data: in checkpoints, and in the files of three debugging flags.
+
+`--save-debug-rollout-data` writes the samples of a rollout, which `--load-debug-rollout-data` reads in
+another run; `--save-debug-train-data` writes the rows that a rank trained on.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from slime.core.errors import ConfigError, UserError
+from slime.core.types import Group, RolloutBatch, Sample
+
+logger = logging.getLogger(__name__)
+
+_HOOK_FIELDS = ("metadata", "train_metadata", "reward", "multimodal_inputs")
+_KEYS = {"num_trajectories": "executions"}  # the key in files of all versions
+
+
+def encode_groups(groups: list[Group]) -> list[list[dict[str, Any]]]:
+    """Return the groups as JSON data, for checkpoints."""
+    return [[_encode(sample.clone()) for sample in group] for group in groups]
+
+
+def decode_groups(records: list[list[dict[str, Any]]]) -> list[Group]:
+    return [[_decode(record) for record in group] for group in records]
+
+
+def save_debug_samples(template: str | None, rollout_id: int, samples: list[Sample]) -> None:
+    """Write the samples; `template` may contain {rollout_id}."""
+    if template is None:
+        return
+    import torch
+
+    records = [_plain_record(sample) for sample in samples]
+    for record, sample in zip(records, samples, strict=True):
+        if sample.rollout_routed_experts is not None:
+            experts = torch.from_numpy(sample.rollout_routed_experts.copy())
+            record["rollout_routed_experts"] = experts
+    path = Path(template.format(rollout_id=rollout_id))
+    _save(path, {"rollout_id": rollout_id, "samples": records}, "--save-debug-rollout-data")
+
+
+def load_debug_samples(template: str, rollout_id: int) -> list[Group]:
+    """Return the saved samples by group."""
+    import torch
+
+    path = Path(template.format(rollout_id=rollout_id))
+    if not path.exists():
+        raise ConfigError(f"--load-debug-rollout-data: {path} does not exist")
+    groups: dict[int | None, Group] = {}
+    for record in torch.load(path, weights_only=True)["samples"]:
+        experts = record["rollout_routed_experts"]
+        if experts is not None:
+            record["rollout_routed_experts"] = experts.numpy()
+        sample = Sample.from_dict(record)
+        groups.setdefault(sample.group_index, []).append(sample)
+    return list(groups.values())
+
+
+def save_train_data(template: str | None, rollout_id: int, rank: int, batch: RolloutBatch) -> None:
+    """Write one file per rank; `{rollout_id}` and `{rank}` in the template are replaced.
+
+    A dictionary of columns for `torch.load(path, weights_only=True)`: a tensor where there is one number
+    per row, a list of tensors where there is one per token, and the schedule of the steps.
+    """
+    if template is None:
+        return
+    import torch
+
+    record: dict[str, object] = {"rollout_id": rollout_id, "rank": rank}
+    for column in fields(batch):
+        value, key = getattr(batch, column.name), _KEYS.get(column.name, column.name)
+        if isinstance(value, np.ndarray):
+            record[key] = torch.from_numpy(value.copy())
+        elif isinstance(value, list) and value and isinstance(value[0], np.ndarray):
+            record[key] = [torch.from_numpy(row.copy()) for row in value]
+    if batch.schedule is not None:
+        record["steps"] = batch.schedule.steps
+    path = Path(template.format(rollout_id=rollout_id, rank=rank))
+    _save(path, record, "--save-debug-train-data")
+
+
+def _save(path: Path, record: dict[str, Any], flag: str) -> None:
+    """Write a file for `torch.load(path, weights_only=True)`, whole or not at all."""
+    import torch
+
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(record, temporary)
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # on a full disk torch raises "unexpected pos"
+        free = shutil.disk_usage(path.parent).free / 2**20 if path.parent.is_dir() else 0
+        temporary.unlink(missing_ok=True)
+        raise UserError(
+            f"{flag}: {path} cannot be written ({free:.0f} MiB are free there): {error}"
+        ) from None
+
+
+def _plain_record(sample: Sample) -> dict[str, Any]:
+    """Return the fields of the sample, with values that hooks set converted to JSON."""
+    record = sample.to_dict()
+    for name in _HOOK_FIELDS:
+        if record[name]:
+            record[name] = _as_json(record[name], f"sample.{name}")
+    return record
+
+
+def _as_json(value: Any, where: str) -> Any:
+    """Convert to JSON data; values that are not serializable are stored as text, so that saving never fails."""
+
+    def as_text(part: Any) -> str:
+        logger.warning("%s contains a %s, which is stored as text", where, type(part).__name__)
+        return repr(part)
+
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    return orjson.loads(orjson.dumps(value, default=as_text, option=options))
+
+
+def _encode(sample: Sample) -> dict[str, Any]:
+    record = _plain_record(sample)
+    experts = sample.rollout_routed_experts
+    if experts is not None:
+        record["rollout_routed_experts"] = {
+            "dtype": str(experts.dtype),
+            "shape": list(experts.shape),
+            "data": base64.b64encode(np.ascontiguousarray(experts).tobytes()).decode(),
+        }
+    return record
+
+
+def _decode(record: dict[str, Any]) -> Sample:
+    experts = record["rollout_routed_experts"]
+    if experts is not None:
+        flat = np.frombuffer(base64.b64decode(experts["data"]), dtype=experts["dtype"])
+        record = {**record, "rollout_routed_experts": flat.reshape(experts["shape"])}
+    return Sample.from_dict(record).clone()
