@@ -13,7 +13,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from slime.cli.plan.dry_run import dry_run, is_dry_run
+from slime.cli.plan.command import dry_run, is_dry_run
 from slime.config.arguments import Args, parse_args
 from slime.diagnosis.exit_status import run_command
 

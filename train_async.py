@@ -12,7 +12,7 @@ weights change while it generates.
 
 import sys
 
-from slime.cli.plan.dry_run import dry_run, is_dry_run
+from slime.cli.plan.command import dry_run, is_dry_run
 from slime.config.arguments import Args, parse_args
 from slime.core.errors import ConfigError
 from slime.diagnosis.exit_status import run_command

@@ -1,4 +1,145 @@
-"""The `slime` command and what only it uses; nothing else in the package imports this."""
+"""The `slime` command; each subcommand imports and calls the module that does the work."""
 
-from slime.cli.commands import main as main
-from slime.cli.commands import train as train
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from slime import __version__
+from slime.core.errors import ConfigError, UserError
+from slime.utils.printable import safe_text
+
+_USAGE = """usage: slime COMMAND [OPTIONS]
+
+  quickstart    make a tiny model and train it, from nothing to a rising reward
+  train         the training loop; the same as python train.py (--train-async: as train_async.py)
+  plan          memory and layout of a run, before anything is started
+  engine        serve a model with the embedded inference engine
+  convert       weights between Hugging Face and torch_dist
+  report        write report.html of a run folder
+  doctor        what this machine has, what is missing, how to get it
+
+`slime COMMAND --help` lists the options of a command, `slime --version` prints the version."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"slime {__version__}")
+        return 0
+    command, rest = argv[0], argv[1:]
+    try:
+        if command not in COMMANDS:
+            raise ConfigError(f"unknown command {command!r}; one of {', '.join(COMMANDS)}")
+        return COMMANDS[command](rest)
+    except UserError as error:
+        print(safe_text(f"slime: {error}"), file=sys.stderr)
+        return error.exit_status
+
+
+def train(argv: list[str], *, closing_words: bool = True) -> int:
+    """Run `slime train`; `closing_words=False` if it is one stage of several."""
+    sys.path.insert(0, str(Path.cwd()))  # hooks of the working directory, as for `python train.py`
+    return _loop()(argv, closing_words=closing_words)
+
+
+def _train(argv: list[str]) -> int:
+    return train(argv)
+
+
+def _quickstart(argv: list[str]) -> int:
+    from slime.cli.quickstart import run_quickstart
+
+    return run_quickstart(argv)
+
+
+def _engine(argv: list[str]) -> int:
+    from slime.engine.server.main import main as serve
+
+    return serve(argv) or 0
+
+
+def _convert(argv: list[str]) -> int:
+    if not argv or argv[0] not in _CONVERSIONS:
+        print(_CONVERT_USAGE)
+        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
+    return _CONVERSIONS[argv[0]](argv[1:])
+
+
+def _to_torch_dist(argv: list[str]) -> int:
+    if argv in (["-h"], ["--help"]):
+        print(_CONVERT_USAGE)
+        return 0
+    from slime.backends.megatron_utils.conversion.to_torch_dist import main as convert
+
+    return convert(argv)
+
+
+def _to_hf(argv: list[str]) -> int:
+    from slime.backends.megatron_utils.conversion.to_hf import main as convert
+
+    return convert(argv)
+
+
+_CONVERT_USAGE = """usage: slime convert hf-to-torch-dist [MODEL_ARGS] --hf-checkpoint DIR --save DIR
+       slime convert torch-dist-to-hf --input-dir DIR --output-dir DIR --origin-hf-dir DIR
+
+The first runs in one process, or in several: torchrun --nproc-per-node N tools/convert_hf_to_torch_dist.py"""
+
+_CONVERSIONS: dict[str, Callable[[list[str]], int]] = {
+    "hf-to-torch-dist": _to_torch_dist,
+    "torch-dist-to-hf": _to_hf,
+}
+
+
+def _report(argv: list[str]) -> int:
+    from slime.runlog.report.page import write_report
+
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print("usage: slime report RUN_DIR   (writes RUN_DIR/report.html)")
+        return 0 if argv in (["-h"], ["--help"]) else 2
+    folder, marks = Path(argv[0]), ("metrics.jsonl", "config_resolved.yaml")
+    if folder.is_dir() and not any((folder / mark).exists() for mark in marks):
+        raise UserError(
+            f"{folder} is not the folder of a run: it has neither {' nor '.join(marks)}"
+        )
+    print(write_report(folder))
+    return 0
+
+
+def _plan(argv: list[str]) -> int:
+    from slime.cli.plan.command import main as plan
+
+    return plan(argv)
+
+
+def _doctor(argv: list[str]) -> int:
+    from slime.cli.doctor.command import main as examine
+
+    return examine(argv)
+
+
+def _loop() -> Callable[..., int]:
+    """Return `main` of train.py, which is beside the package in a checkout."""
+    path = Path(__file__).resolve().parents[2] / "train.py"
+    if not path.exists():
+        raise ConfigError(
+            f"{path} does not exist; `slime train` needs a checkout (pip install -e .)"
+        )
+    return runpy.run_path(str(path))["main"]
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "quickstart": _quickstart,
+    "train": _train,
+    "plan": _plan,
+    "engine": _engine,
+    "convert": _convert,
+    "report": _report,
+    "doctor": _doctor,
+}

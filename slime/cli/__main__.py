@@ -2,7 +2,7 @@
 
 import sys
 
-from slime.cli.commands import main
+from slime.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

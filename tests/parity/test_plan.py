@@ -9,7 +9,7 @@ import pytest
 
 from slime.backends.model_size.count_model import CountRequest, count_models
 from slime.backends.model_size.rank_model import ModelCount
-from slime.cli.plan.model_args import config_from_flags, write_config
+from slime.cli.plan.model_shape import config_from_flags, write_config
 from slime.cli.plan.rank_layout import cluster_layout
 from slime.config.arguments import Args
 from slime.config.flags.parser import read_command_line

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from slime.cli.doctor import cluster_checks as checks
 from slime.cli.doctor.cluster import NodeLostError, measure_links
-from slime.cli.doctor.node_probe import NodeFacts
+from slime.cli.doctor.cluster_checks import NodeFacts
 from slime.ray.placement_group import Node
 
 NODE = NodeFacts(

@@ -51,7 +51,7 @@ def by_name(flag: Flag) -> str:
 # Flags whose name no `args.<name>` shows, with the code that reads them.
 _READ_BY_NAME = {
     "config": "slime/config/arguments.py: parse_args",
-    "dry_run": "slime/cli/plan/dry_run.py: is_dry_run",
+    "dry_run": "slime/cli/plan/command.py: is_dry_run",
     "eval_temperature": "slime/config/derive.py: _eval_datasets",
     "eval_top_p": "slime/config/derive.py: _eval_datasets",
     "eval_top_k": "slime/config/derive.py: _eval_datasets",

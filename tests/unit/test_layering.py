@@ -184,7 +184,7 @@ def test_rule_complains(rule, path, line):
     ("rule", "path", "line"),
     [
         (wrong_directions, "slime/ray/x.py", "from slime.rollout.data_source import A"),
-        (wrong_directions, "slime/cli/commands.py", "from slime.engine import server"),
+        (wrong_directions, "slime/cli/__init__.py", "from slime.engine import server"),
         (foreign_imports, "slime/rollout/x.py", "import raylib"),
         (foreign_imports, "slime/ray/x.py", "import ray"),
         (environment_reads, "slime/config/env.py", "import os\nos.environ"),

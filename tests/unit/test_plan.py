@@ -9,13 +9,10 @@ import pytest
 from slime.backends.model_size.rank_model import ModelCount, RankModel, WholeModel
 from slime.cli.plan import host_memory as host_module
 from slime.cli.plan.activations import layer_cost
-from slime.cli.plan.advice import find_advice
-from slime.cli.plan.model_args import config_from_flags
-from slime.cli.plan.model_shape import shape_of
-from slime.cli.plan.page import render_page
-from slime.cli.plan.plan import Machine, plan_from_count
+from slime.cli.plan.model_shape import config_from_flags, shape_of
+from slime.cli.plan.plan import Machine, find_advice, plan_from_count, plan_json
 from slime.cli.plan.rank_layout import Sizes, cluster_layout, stage_ranks
-from slime.cli.plan.render import plan_json
+from slime.cli.plan.render import render_page
 from slime.cli.plan.request import PlanOptions, planned_args, split_options
 from slime.config.flags.parser import read_command_line
 from slime.core.errors import ConfigError

@@ -6,8 +6,9 @@ import pytest
 
 from slime.cli.plan.activations import layer_cost
 from slime.cli.plan.model_shape import shape_of
+from slime.cli.plan.plan import plan_json
 from slime.cli.plan.rank_layout import Sizes
-from slime.cli.plan.render import plan_json, summary_lines
+from slime.cli.plan.render import summary_lines
 from slime.cli.plan.request import PlanOptions, planned_args
 from tests.unit.test_plan import (  # noqa: F401  (folder is a fixture)
     QWEN3_4B,

@@ -17,8 +17,14 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.cli.doctor import cluster_checks as checks
-from slime.cli.doctor.cluster_checks import Finding, Link, Links
-from slime.cli.doctor.node_probe import INTERFACE_VARIABLES, NodeFacts, NodeProbe
+from slime.cli.doctor.cluster_checks import (
+    INTERFACE_VARIABLES,
+    Finding,
+    Link,
+    Links,
+    NodeFacts,
+    NodeProbe,
+)
 from slime.config.env import child_env, read_env
 from slime.core.errors import UserError
 from slime.ray.cluster import join

@@ -25,10 +25,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime.backends.layer_summary import layer_summary
 from slime.cli.plan.model_shape import Shape
 from slime.cli.plan.rank_layout import Sizes
-from slime.cli.plan.te import uses_te
 from slime.config.arguments import Args
+from slime.config.installed import is_installed
 
 _FP8_SHARE = 0.5  # of an element of two bytes
 
@@ -80,6 +81,26 @@ def layer_cost(args: Args, shape: Shape, sizes: Sizes, *, repeats_keys: bool) ->
             boundary=hidden, attention=attention, mlp=moe if shape.num_experts else 0
         ),
         backward=4 * widest + 2 * shape.hidden,
+    )
+
+
+def uses_te(args: Args) -> bool:
+    """Return whether the layers are TransformerEngine's, by the flags and this machine."""
+    if args.train_backend != "megatron":
+        return False
+    if args.transformer_impl:
+        return args.transformer_impl == "transformer_engine"
+    wanted = args.fp8_format is not None or is_installed("transformer_engine")
+    return args.precision == "bf16" and wanted
+
+
+def layers_line(args: Args, shape: Shape) -> str:
+    return layer_summary(
+        te=uses_te(args),
+        attention=args.attention_backend or "auto",
+        experts=bool(shape.num_experts),
+        post_norms=shape.post_norms,
+        fp8=(args.fp8_format, args.fp8_recipe) if args.fp8_format else None,
     )
 
 

@@ -1,17 +1,22 @@
-"""`slime plan`: memory and layout of a configuration, before anything is started."""
+"""`slime plan` and `--dry-run`: memory and layout of a configuration; nothing is started."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from slime.cli.plan.advice import find_advice
-from slime.cli.plan.memory import GIB
-from slime.cli.plan.plan import Machine, Plan, make_plan, with_advice
-from slime.cli.plan.render import plan_json, print_plan
-from slime.cli.plan.request import PlanOptions, gpu_capacity, planned_args, split_options
-from slime.config.installed import is_installed
-from slime.core.errors import ConfigError
+from slime.cli.plan.plan import Plan, find_advice, make_plan, plan_json
+from slime.cli.plan.render import print_plan, write_page
+from slime.cli.plan.request import PlanOptions, machine_of, planned_args, split_options
+from slime.config.arguments import Args, parse_args, print_resolved, resolve
+from slime.config.flags.draft import Draft, Origin
+from slime.config.flags.parser import read_command_line, read_config
+from slime.config.flags.registry import own_flags
+from slime.config.installed import count_gpus, is_installed
+from slime.core.errors import ConfigError, UserError
 
 _USAGE = """usage: slime plan [OPTIONS] FLAGS OF train.py
        slime plan --suggest --gpus N MODEL_ARGS
@@ -39,22 +44,14 @@ def main(argv: list[str]) -> int:
 
         return suggest(rest, options)
     with planned_args(rest, options) as args:
-        need_megatron(args.train_backend)
-        plan = with_best_advice(make_plan(args, machine_of(options)), options)
-    show(plan, options)
+        _need_megatron(args.train_backend)
+        plan = _with_best_advice(make_plan(args, machine_of(options)), options)
+    _show(plan, options)
     return 1 if plan.verdict == "does not fit" else 0
 
 
-def machine_of(options: PlanOptions) -> Machine:
-    size, source = gpu_capacity(options)
-    host = None if options.host_memory is None else options.host_memory * GIB
-    return Machine(gpu_bytes=size * GIB, source=source, host_bytes=host)
-
-
-def show(plan: Plan, options: PlanOptions) -> None:
+def _show(plan: Plan, options: PlanOptions) -> None:
     if options.html:
-        from slime.cli.plan.page import write_page
-
         write_page(plan, Path(options.html))
     if options.as_json:
         print(json.dumps(plan_json(plan), indent=1))
@@ -62,14 +59,70 @@ def show(plan: Plan, options: PlanOptions) -> None:
         print_plan(plan)
 
 
-def with_best_advice(plan: Plan, options: PlanOptions) -> Plan:
+def _with_best_advice(plan: Plan, options: PlanOptions) -> Plan:
     found = find_advice(plan, machine_of(options)) if plan.verdict != "fits" else []
-    return with_advice(plan, [str(advice) for advice in found[:3]])
+    return replace(plan, advice=[str(advice) for advice in found[:3]])
 
 
-def need_megatron(backend: str) -> None:
+def _need_megatron(backend: str) -> None:
     if backend == "megatron" and not is_installed("megatron"):
         raise ConfigError(
             "the plan builds the real Megatron model and megatron-core is not installed here: "
             "pip install '.[megatron]'"
         )
+
+
+def is_dry_run(argv: list[str] | None) -> bool:
+    """Return whether --dry-run is set, before flags are parsed: they may be for another machine."""
+    words = sys.argv[1:] if argv is None else argv
+    if "--dry-run" in words or not any(word.split("=")[0] == "--config" for word in words):
+        return "--dry-run" in words
+    return bool(read_config(read_command_line(words)["config"]).get("dry_run"))
+
+
+def dry_run(argv: list[str] | None, check_start: Callable[[Args], None]) -> int:
+    """Resolve the flags, check what a start would check, print the plan.
+
+    If this machine has no GPU and the run needs some, it is resolved for a machine with GPUs.
+    """
+    options, rest = split_options(sys.argv[1:] if argv is None else argv)
+    refused = None
+    try:
+        resolved = parse_args([*rest, "--dry-run"])
+    except ConfigError as error:
+        refused = error
+        resolved = _resolve_with_gpus(rest, error)
+    else:
+        print_resolved(resolved)
+    check_start(resolved)
+    with planned_args(rest, options) as args:
+        if refused is not None:
+            print(f"Not for this machine, which has no GPU ({refused}); for one that has:\n")
+            print_resolved(args)
+        print("\nPlan\n" if count_gpus() else "\nPlan for GPUs, of which this machine has none\n")
+        try:
+            _need_megatron(args.train_backend)
+            plan = _with_best_advice(make_plan(args, machine_of(options)), options)
+        except ConfigError:  # the run would refuse it too
+            raise
+        except UserError as error:
+            print(f"  no memory plan: {error}")
+            return 0
+        print_plan(plan)
+    return 0
+
+
+def _resolve_with_gpus(words: list[str], refused: ConfigError) -> Args:
+    """Resolve the flags for a machine with GPUs; raise `refused` if they are wrong there too."""
+    if count_gpus():
+        raise refused
+    typed = read_command_line(words)
+    configured = read_config(typed["config"]) if typed.get("config") else {}
+    given = {**configured, **typed}
+    origins: dict[str, Origin] = dict.fromkeys(given, "command line")
+    several = (given.get("actor_num_nodes") or 1) > 1
+    each = given.get("num_gpus_per_node") or own_flags()["num_gpus_per_node"].default
+    try:
+        return resolve(Draft(given, origins, gpus=each, offline=True, cluster=several))
+    except ConfigError:
+        raise refused from None

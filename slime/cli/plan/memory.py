@@ -1,8 +1,17 @@
-"""The memory items of a plan, per phase of a GPU and per machine."""
+"""The memory items of a plan, and how those of trainer and engine add up in each phase."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from slime.backends.model_size.rank_model import RankModel
+from slime.config.arguments import Args
+
+if TYPE_CHECKING:
+    from slime.cli.plan.engine_memory import Engine
+    from slime.cli.plan.trainer_memory import Trainer
 
 GIB = 2**30
 
@@ -50,3 +59,89 @@ def total(items: list[Item]) -> int:
 
 def gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.1f}"
+
+
+_Items = Callable[[RankModel], list[Item]]
+
+
+def phases_of(args: Args, trainer: Trainer, engine: Engine | None) -> list[Phase]:
+    shared = engine if args.colocate else None
+    phases = [
+        _trainer_phase("training", trainer.resident, trainer.training, trainer, shared),
+        _trainer_phase("log_probs", trainer.between_steps, trainer.log_probs, trainer, shared),
+    ]
+    if engine is None:
+        return phases
+    heavy = max(trainer.count.ranks, key=lambda rank: total(trainer.between_steps(rank)))
+    return [*phases, _rollout(trainer, engine, heavy), _update(trainer, engine, heavy)]
+
+
+def _trainer_phase(
+    name: str, held: _Items, work: _Items, trainer: Trainer, beside: Engine | None
+) -> Phase:
+    """Return the phase of the rank that needs most memory in it."""
+    there = _everything(beside) if beside else []
+    stays = beside.overhead() if beside and trainer.args.offload_rollout else there
+    phases = []
+    for rank in trainer.count.ranks:
+        working = [*work(rank), *trainer.overhead()]
+        phases.append(
+            Phase(
+                name=name,
+                where="shared" if beside else "trainer",
+                rank=rank.rank,
+                items=[*held(rank), *working, *stays],
+                without_offload=total([*trainer.resident(rank), *working, *there]),
+            )
+        )
+    return max(phases, key=lambda phase: phase.total)
+
+
+def _rollout(trainer: Trainer, engine: Engine, heavy: RankModel) -> Phase:
+    items = _everything(engine)
+    if not trainer.args.colocate:
+        return Phase(
+            name="rollout", where="engine", rank=0, items=items, without_offload=total(items)
+        )
+    resident = trainer.resident(heavy)
+    awake = [] if trainer.args.offload_train else resident
+    items += [*awake, *trainer.overhead()]
+    apart = total(resident) - total(awake)
+    return Phase(
+        name="rollout",
+        where="shared",
+        rank=heavy.rank,
+        items=items,
+        without_offload=total(items) + apart,
+    )
+
+
+def _update(trainer: Trainer, engine: Engine, heavy: RankModel) -> Phase:
+    """Return the update phase; an offloaded engine has weights only, its KV cache comes after."""
+    work = [*trainer.update(), *trainer.overhead()]
+    items = [*trainer.between_steps(heavy), *work]
+    awake = [*trainer.resident(heavy), *work]
+    if not trainer.args.colocate:
+        return Phase(
+            name="weight_update",
+            where="trainer",
+            rank=heavy.rank,
+            items=items,
+            without_offload=total(awake),
+        )
+    everything = _everything(engine)
+    there = everything
+    if trainer.args.offload_rollout:
+        weights = [item for item in engine.static() if item.name == "engine weights"]
+        there = [*weights, *engine.overhead()]
+    return Phase(
+        name="weight_update",
+        where="shared",
+        rank=heavy.rank,
+        items=[*items, *there],
+        without_offload=total([*awake, *everything]),
+    )
+
+
+def _everything(engine: Engine) -> list[Item]:
+    return [*engine.static(), *engine.working(), *engine.overhead()]

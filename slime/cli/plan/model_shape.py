@@ -1,4 +1,4 @@
-"""Sizes of a model's layers, from its config.json."""
+"""Sizes of a model's layers, from its config.json or, without a checkpoint, from MODEL_ARGS."""
 
 from __future__ import annotations
 
@@ -102,3 +102,172 @@ def _latent(config: dict[str, Any]) -> dict[str, Any]:
 
 def _first(config: dict[str, Any], *names: str) -> int:
     return next((config[name] for name in names if config.get(name)), 0)
+
+
+_FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_CONTEXT = 131072  # not in MODEL_ARGS; bounds lengths only
+
+
+def config_from_flags(given: dict[str, Any], *, fp8: bool = False) -> dict[str, Any] | None:
+    """Return the config, or None if the flags do not describe a model."""
+    if any(given.get(name) is None for name in _NEEDED):
+        return None
+    model_type = _model_type(given)
+    heads = given["num_attention_heads"]
+    config = {
+        "model_type": model_type,
+        "num_hidden_layers": given["num_layers"],
+        "hidden_size": given["hidden_size"],
+        "intermediate_size": given.get("ffn_hidden_size") or 4 * given["hidden_size"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": given.get("num_query_groups") or heads,
+        "head_dim": given.get("kv_channels") or given["hidden_size"] // heads,
+        "vocab_size": given["vocab_size"],
+        "rms_norm_eps": given.get("norm_epsilon") or 1e-5,
+        "tie_word_embeddings": not given.get("untie_embeddings_and_output_weights", False),
+        "max_position_embeddings": given.get("max_position_embeddings") or _CONTEXT,
+        "hidden_act": "silu",
+        "attention_bias": bool(given.get("add_qkv_bias")),
+        "dtype": "bfloat16",
+        "rope_parameters": _rope(given),
+        **_EXTRA.get(model_type, lambda _: {})(given),
+    }
+    return {**config, "quantization_config": _FP8} if fp8 else config
+
+
+def write_config(config: dict[str, Any], folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _model_type(given: dict[str, Any]) -> str:
+    """Return the model family whose layers have these parts."""
+    sparse = given.get("num_experts") is not None
+    signs = (
+        ("deepseek_v3", given.get("multi_latent_attention")),
+        ("gpt_oss", given.get("softmax_type") == "learnable"),
+        ("glm4_moe", sparse and given.get("moe_router_score_function") == "sigmoid"),
+        ("qwen3_moe", sparse),
+        ("glm4", given.get("post_self_attn_layernorm")),
+        ("qwen3", given.get("qk_layernorm")),
+        ("qwen2", given.get("add_qkv_bias")),
+    )
+    return next((name for name, sign in signs if sign), "llama")
+
+
+def _rope(given: dict[str, Any]) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": given.get("rotary_base") or 10000}
+    if given.get("rotary_percent") is not None:
+        rope["partial_rotary_factor"] = given["rotary_percent"]
+    if given.get("use_rope_scaling"):
+        rope |= {
+            "rope_type": "llama3",
+            "factor": given.get("rope_scaling_factor") or 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    if given.get("rope_type") == "yarn" or given.get("position_embedding_type") == "yarn":
+        rope |= {
+            "rope_type": "yarn",
+            "factor": given.get("rotary_scaling_factor") or 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": given.get("mscale") or 1.0,
+            "mscale_all_dim": given.get("mscale_all_dim") or 0.0,
+        }
+        rope["truncate"] = given.get("position_embedding_type") != "yarn"
+    return rope
+
+
+def _dense_first(given: dict[str, Any]) -> int:
+    pattern = given.get("moe_layer_freq")
+    if isinstance(pattern, str):
+        pattern = _read_pattern(pattern)
+    return pattern.index(1) if isinstance(pattern, list) and 1 in pattern else 0
+
+
+def _read_pattern(text: str) -> list[int] | None:
+    """Parse --moe-layer-freq: `[0]*3+[1]*89` is three dense layers, then 89 MoE layers."""
+    layers: list[int] = []
+    for part in text.replace(" ", "").split("+"):
+        values, _, times = part.partition("*")
+        if not values.startswith("["):
+            return None
+        layers += [int(v) for v in values.strip("[]").split(",") if v] * int(times or 1)
+    return layers
+
+
+def _qwen3_moe(given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "num_experts": given["num_experts"],
+        "moe_intermediate_size": given.get("moe_ffn_hidden_size"),
+        "num_experts_per_tok": given.get("moe_router_topk") or 2,
+        "norm_topk_prob": not given.get("moe_router_pre_softmax"),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _sigmoid_moe(given: dict[str, Any]) -> dict[str, Any]:
+    shared, width = given.get("moe_shared_expert_intermediate_size"), given["moe_ffn_hidden_size"]
+    return {
+        "n_routed_experts": given["num_experts"],
+        "moe_intermediate_size": width,
+        "num_experts_per_tok": given.get("moe_router_topk") or 2,
+        "n_shared_experts": shared // width if shared else None,
+        "first_k_dense_replace": _dense_first(given),
+        "norm_topk_prob": True,
+        "routed_scaling_factor": given.get("moe_router_topk_scaling_factor") or 1.0,
+        "n_group": given.get("moe_router_num_groups") or 1,
+        "topk_group": given.get("moe_router_group_topk") or 1,
+    }
+
+
+def _glm4_moe(given: dict[str, Any]) -> dict[str, Any]:
+    return {**_sigmoid_moe(given), "use_qk_norm": bool(given.get("qk_layernorm"))}
+
+
+def _deepseek_v3(given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_sigmoid_moe(given),
+        "q_lora_rank": given.get("q_lora_rank"),
+        "kv_lora_rank": given.get("kv_lora_rank"),
+        "qk_nope_head_dim": given.get("qk_head_dim"),
+        "qk_rope_head_dim": given.get("qk_pos_emb_head_dim"),
+        "v_head_dim": given.get("v_head_dim"),
+        "head_dim": given.get("qk_pos_emb_head_dim"),
+        "num_key_value_heads": given["num_attention_heads"],
+        "rope_interleave": True,
+    }
+
+
+def _gpt_oss(given: dict[str, Any]) -> dict[str, Any]:
+    window, pattern = given.get("window_size"), given.get("window_attn_skip_freq")
+    return {
+        "num_local_experts": given["num_experts"],
+        "num_experts_per_tok": given.get("moe_router_topk") or 4,
+        "attention_bias": True,
+        "sliding_window": window[0] + 1 if window else None,
+        "swiglu_limit": given.get("activation_func_clamp_value") or 7.0,
+        "layer_types": [
+            "sliding_attention" if slides else "full_attention" for slides in pattern or []
+        ]
+        or None,
+    }
+
+
+_EXTRA = {
+    "qwen3_moe": _qwen3_moe,
+    "glm4_moe": _glm4_moe,
+    "deepseek_v3": _deepseek_v3,
+    "gpt_oss": _gpt_oss,
+}

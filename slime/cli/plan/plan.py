@@ -1,16 +1,17 @@
-"""The plan of a configuration: layout, batches, memory in every phase, and whether it fits."""
+"""The plan of a configuration: layout, batches, memory in every phase, whether it fits, what helps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from slime.backends.model_size.count_model import CountRequest, count_models
 from slime.backends.model_size.rank_model import ModelCount, RankModel
+from slime.cli.plan.activations import layers_line
 from slime.cli.plan.engine_memory import Engine, KVCache
 from slime.cli.plan.host_memory import Host
-from slime.cli.plan.memory import GIB, HostMemory, Item, Phase, total
+from slime.cli.plan.memory import GIB, HostMemory, Item, Phase, phases_of
 from slime.cli.plan.model_shape import Shape, read_shape
 from slime.cli.plan.rank_layout import (
     Batches,
@@ -21,12 +22,12 @@ from slime.cli.plan.rank_layout import (
 )
 from slime.cli.plan.trainer_memory import Trainer
 from slime.config.arguments import Args
+from slime.config.flags.spec import option_of
 from slime.core.errors import UserError
 
 Verdict = Literal["fits", "tight", "does not fit"]
 # Fragmentation keeps the allocator from using the last tenth.
 _COMFORTABLE = 0.9
-_Items = Callable[[RankModel], list[Item]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,88 +131,170 @@ def _request(args: Args) -> CountRequest:
     return CountRequest(args=args, ranks=ranks, world_size=sizes.world)
 
 
-def with_advice(plan: Plan, advice: list[str]) -> Plan:
-    return replace(plan, advice=advice)
+FULL_RECOMPUTE: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+CPU_ADAM: dict[str, Any] = {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}
+# Returns the flags to change. The model on each rank stays the same and is not counted again.
+Change = Callable[[Args], dict[str, Any] | None]
 
 
-def phases_of(args: Args, trainer: Trainer, engine: Engine | None) -> list[Phase]:
-    shared = engine if args.colocate else None
-    phases = [
-        _trainer_phase("training", trainer.resident, trainer.training, trainer, shared),
-        _trainer_phase("log_probs", trainer.between_steps, trainer.log_probs, trainer, shared),
-    ]
-    if engine is None:
-        return phases
-    heavy = max(trainer.count.ranks, key=lambda rank: total(trainer.between_steps(rank)))
-    return [*phases, _rollout(trainer, engine, heavy), _update(trainer, engine, heavy)]
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    flags: str
+    saves: int  # bytes of the fullest phase
+    fits: bool
+
+    def __str__(self) -> str:
+        what = "fits" if self.fits else "still does not fit"
+        return f"{self.flags} would save {self.saves / GIB:.1f} GiB and it {what}"
 
 
-def _trainer_phase(
-    name: str, held: _Items, work: _Items, trainer: Trainer, beside: Engine | None
-) -> Phase:
-    """Return the phase of the rank that needs most memory in it."""
-    there = _everything(beside) if beside else []
-    stays = beside.overhead() if beside and trainer.args.offload_rollout else there
-    phases = []
-    for rank in trainer.count.ranks:
-        working = [*work(rank), *trainer.overhead()]
-        phases.append(
-            Phase(
-                name=name,
-                where="shared" if beside else "trainer",
-                rank=rank.rank,
-                items=[*held(rank), *working, *stays],
-                without_offload=total([*trainer.resident(rank), *working, *there]),
-            )
-        )
-    return max(phases, key=lambda phase: phase.total)
+def find_advice(plan: Plan, machine: Machine) -> list[Advice]:
+    """Return changes, best first: those that make it fit, then those that save most."""
+    found = []
+    for change in _CHANGES:
+        values = change(plan.args)
+        if values is None:
+            continue
+        other = plan_from_count(plan.args.replace(**values), plan.count, machine)
+        saves = plan.fullest.total - other.fullest.total
+        fits = other.verdict != "does not fit"
+        if saves > 0 or (fits and plan.verdict == "does not fit"):
+            found.append(Advice(flags=_spell(values), saves=max(saves, 0), fits=fits))
+    return sorted(found, key=lambda advice: (not advice.fits, -advice.saves))
 
 
-def _rollout(trainer: Trainer, engine: Engine, heavy: RankModel) -> Phase:
-    items = _everything(engine)
-    if not trainer.args.colocate:
-        return Phase(
-            name="rollout", where="engine", rank=0, items=items, without_offload=total(items)
-        )
-    resident = trainer.resident(heavy)
-    awake = [] if trainer.args.offload_train else resident
-    items += [*awake, *trainer.overhead()]
-    apart = total(resident) - total(awake)
-    return Phase(
-        name="rollout",
-        where="shared",
-        rank=heavy.rank,
-        items=items,
-        without_offload=total(items) + apart,
-    )
+def _spell(values: dict[str, Any]) -> str:
+    words = []
+    for name, value in values.items():
+        option = option_of(name)
+        if value is not False:
+            words.append(option if value is True else f"{option} {value}")
+    return " ".join(words)
 
 
-def _update(trainer: Trainer, engine: Engine, heavy: RankModel) -> Phase:
-    """Return the update phase; an offloaded engine has weights only, its KV cache comes after."""
-    work = [*trainer.update(), *trainer.overhead()]
-    items = [*trainer.between_steps(heavy), *work]
-    awake = [*trainer.resident(heavy), *work]
-    if not trainer.args.colocate:
-        return Phase(
-            name="weight_update",
-            where="trainer",
-            rank=heavy.rank,
-            items=items,
-            without_offload=total(awake),
-        )
-    everything = _everything(engine)
-    there = everything
-    if trainer.args.offload_rollout:
-        weights = [item for item in engine.static() if item.name == "engine weights"]
-        there = [*weights, *engine.overhead()]
-    return Phase(
-        name="weight_update",
-        where="shared",
-        rank=heavy.rank,
-        items=[*items, *there],
-        without_offload=total([*awake, *everything]),
-    )
+def _full_recompute(args: Args) -> dict[str, Any] | None:
+    if args.train_backend == "fsdp":
+        return None if args.gradient_checkpointing else {"gradient_checkpointing": True}
+    if args.recompute_granularity == "full":
+        return None
+    return FULL_RECOMPUTE
 
 
-def _everything(engine: Engine) -> list[Item]:
-    return [*engine.static(), *engine.working(), *engine.overhead()]
+def _cpu_adam(args: Args) -> dict[str, Any] | None:
+    if args.optimizer != "adam":
+        return None
+    if args.train_backend == "fsdp":
+        return None if args.fsdp_cpu_offload else {"fsdp_cpu_offload": True}
+    if args.optimizer_cpu_offload and args.use_precision_aware_optimizer:
+        return None
+    return CPU_ADAM
+
+
+def _fewer_tokens(args: Args) -> dict[str, Any] | None:
+    budget = args.max_tokens_per_gpu or 0
+    if args.use_dynamic_batch_size and budget > 1024:
+        half = budget // 2
+        return {"max_tokens_per_gpu": half, "log_probs_max_tokens_per_gpu": half}
+    if args.micro_batch_size > 1:
+        return {"micro_batch_size": args.micro_batch_size // 2}
+    return None
+
+
+def _smaller_fraction(args: Args) -> dict[str, Any] | None:
+    fraction = round((args.sglang_mem_fraction_static or 0.85) - 0.1, 2)
+    return {"sglang_mem_fraction_static": fraction} if fraction >= 0.3 else None
+
+
+def _larger_fraction(args: Args) -> dict[str, Any] | None:
+    fraction = round((args.sglang_mem_fraction_static or 0.85) + 0.1, 2)
+    return {"sglang_mem_fraction_static": fraction} if fraction <= 0.95 else None
+
+
+def _offload(args: Args) -> dict[str, Any] | None:
+    if not args.colocate or (args.offload_train and args.offload_rollout):
+        return None
+    return {"offload_train": True, "offload_rollout": True}
+
+
+def _larger_engine(args: Args) -> dict[str, Any] | None:
+    size = args.rollout_num_gpus_per_engine * 2
+    if args.rollout_engine != "sglang" or not size or args.rollout_num_gpus % size:
+        return None
+    return {"rollout_num_gpus_per_engine": size}
+
+
+_CHANGES: tuple[Change, ...] = (
+    _full_recompute,
+    _cpu_adam,
+    _fewer_tokens,
+    _smaller_fraction,
+    _larger_fraction,
+    _offload,
+    _larger_engine,
+)
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan with the keys that docs/planning.md documents."""
+    layout, megatron = plan.layout, plan.args.train_backend == "megatron"
+    return {
+        "version": 1,
+        "verdict": plan.verdict,
+        "reason": plan.reason,
+        "advice": plan.advice,
+        "model_type": plan.shape.model_type,
+        "total_parameters": plan.count.whole.total,
+        "gpus": len({*range(layout.sizes.world), *(g for e in layout.engines for g in e.gpus)}),
+        "nodes": layout.nodes,
+        "gpu_memory_bytes": int(plan.capacity),
+        "gpu_memory_source": plan.capacity_source,
+        "parallel": layout.sizes.as_dict(),
+        "groups": {axis: layout.groups(axis) for axis in ("tp", "pp", "cp", "dp", "ep")},
+        "ranks": [asdict(place) for place in layout.ranks],
+        "layers": layers_line(plan.args, plan.shape) if megatron else None,
+        "engines": [asdict(engine) for engine in layout.engines],
+        "batches": asdict(plan.batches),
+        "per_rank": [_rank(rank) for rank in plan.count.ranks],
+        "memory": [_phase(phase) for phase in plan.phases],
+        "kv_cache": asdict(plan.cache) if plan.cache else None,
+        "host_memory": {
+            "node": plan.host.node,
+            "total_bytes": plan.host.total,
+            "items": [_item(item) for item in plan.host.items],
+        },
+        "warnings": list(plan.args.warnings),
+    }
+
+
+def _rank(rank: RankModel) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "parameters": rank.parameters,
+        "expert_parameters": rank.expert_parameters,
+        "trained_parameters": rank.trained_parameters,
+        "parameter_bytes": rank.weight_bytes,
+        "gradient_bytes": rank.gradient_bytes,
+        "master_bytes": rank.master_bytes,
+        "moment_bytes": rank.moment_bytes,
+        "dense_layers": rank.dense_layers,
+        "moe_layers": rank.moe_layers,
+    }
+
+
+def _phase(phase: Phase) -> dict[str, Any]:
+    return {
+        "phase": phase.name,
+        "where": phase.where,
+        "rank": phase.rank,
+        "total_bytes": phase.total,
+        "without_offload_bytes": phase.without_offload,
+        "items": [_item(item) for item in phase.items],
+    }
+
+
+def _item(item: Item) -> dict[str, Any]:
+    return {"name": item.name, "bytes": item.nbytes, "note": item.note}

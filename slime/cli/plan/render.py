@@ -1,18 +1,18 @@
-"""Render a plan as tables in the terminal, or as JSON, whose keys docs/planning.md documents."""
+"""Render a plan: tables in the terminal, or one self-contained HTML file with bars of memory."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from slime.backends.model_size.rank_model import RankModel
-from slime.cli.plan.memory import GIB, Item, Phase, gib
+from slime.cli.plan.activations import layers_line
+from slime.cli.plan.memory import GIB, Item, Phase, gib, total
 from slime.cli.plan.plan import Plan
-from slime.cli.plan.rank_layout import ClusterLayout
-from slime.cli.plan.te import layers_line
+from slime.cli.plan.rank_layout import ClusterLayout, Place
+from slime.runlog.jsonl import replace_file
 
 _REPORTED_SIZE = 300_000_000_000
 REPORTED_HOST_BYTES = (1.4e12, 1.5e12)
@@ -160,7 +160,7 @@ def _host_table(plan: Plan) -> Table:
     for column in ("", "GiB", ""):
         table.add_column(column, justify="right" if column else "left")
     for item in host.items:
-        table.add_row(item.name, _item_gib(item), item.note)
+        table.add_row(item.name, gib(item.nbytes), item.note)
     table.add_section()
     table.add_row("in all", f"[bold]{host.total / GIB:.0f}[/]", _against_report(plan))
     return table
@@ -174,66 +174,134 @@ def _against_report(plan: Plan) -> str:
     return f"{low:.2f}-{high:.2f} of the 1.4-1.5 TB\nreported for GLM-4.5 on 8 x 8 GPUs"
 
 
-def _item_gib(item: Item) -> str:
-    return f"{item.nbytes / GIB:.1f}"
+_WIDTH = 720  # of a memory bar, in SVG units
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
-    layout, megatron = plan.layout, plan.args.train_backend == "megatron"
-    return {
-        "version": 1,
-        "verdict": plan.verdict,
-        "reason": plan.reason,
-        "advice": plan.advice,
-        "model_type": plan.shape.model_type,
-        "total_parameters": plan.count.whole.total,
-        "gpus": len({*range(layout.sizes.world), *(g for e in layout.engines for g in e.gpus)}),
-        "nodes": layout.nodes,
-        "gpu_memory_bytes": int(plan.capacity),
-        "gpu_memory_source": plan.capacity_source,
-        "parallel": layout.sizes.as_dict(),
-        "groups": {axis: layout.groups(axis) for axis in ("tp", "pp", "cp", "dp", "ep")},
-        "ranks": [asdict(place) for place in layout.ranks],
-        "layers": layers_line(plan.args, plan.shape) if megatron else None,
-        "engines": [asdict(engine) for engine in layout.engines],
-        "batches": asdict(plan.batches),
-        "per_rank": [_rank(rank) for rank in plan.count.ranks],
-        "memory": [_phase(phase) for phase in plan.phases],
-        "kv_cache": asdict(plan.cache) if plan.cache else None,
-        "host_memory": {
-            "node": plan.host.node,
-            "total_bytes": plan.host.total,
-            "items": [_item(item) for item in plan.host.items],
-        },
-        "warnings": list(plan.args.warnings),
-    }
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One item of a stacked bar."""
+
+    x: float
+    width: float
+    colour: int
+    label: str
+    nbytes: int
 
 
-def _rank(rank: RankModel) -> dict[str, Any]:
-    return {
-        "rank": rank.rank,
-        "parameters": rank.parameters,
-        "expert_parameters": rank.expert_parameters,
-        "trained_parameters": rank.trained_parameters,
-        "parameter_bytes": rank.weight_bytes,
-        "gradient_bytes": rank.gradient_bytes,
-        "master_bytes": rank.master_bytes,
-        "moment_bytes": rank.moment_bytes,
-        "dense_layers": rank.dense_layers,
-        "moe_layers": rank.moe_layers,
-    }
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    title: str
+    blocks: list[Block]
+    total: int
+    limit: float | None  # x of the line that marks the capacity
+    note: str = ""
 
 
-def _phase(phase: Phase) -> dict[str, Any]:
-    return {
-        "phase": phase.name,
-        "where": phase.where,
-        "rank": phase.rank,
-        "total_bytes": phase.total,
-        "without_offload_bytes": phase.without_offload,
-        "items": [_item(item) for item in phase.items],
-    }
+@dataclass(frozen=True, kw_only=True)
+class GpuBox:
+    x: int
+    y: int
+    place: Place | None
+    engine: int | None
+    title: str
+    labels: list[str]
 
 
-def _item(item: Item) -> dict[str, Any]:
-    return {"name": item.name, "bytes": item.nbytes, "note": item.note}
+@dataclass(frozen=True, kw_only=True)
+class NodeBox:
+    index: int
+    gpus: list[GpuBox]
+
+
+def write_page(plan: Plan, path: Path) -> Path:
+    replace_file(path, render_page(plan).encode())
+    return path
+
+
+def render_page(plan: Plan) -> str:
+    from slime.runlog.report.page import page_templates  # Jinja, which only a page needs
+
+    environment = page_templates("slime.cli.plan")
+    environment.filters["gib"] = gib
+    items = [item for phase in plan.phases for item in phase.items]
+    colours, on_host = _colours(items), _colours(plan.host.items)
+    return environment.get_template("plan.html.jinja").render(
+        plan=plan,
+        lines=summary_lines(plan),
+        nodes=node_boxes(plan),
+        bars=[_phase_bar(phase, plan.capacity, colours) for phase in plan.phases],
+        host=_bar("host memory", plan.host.items, _scale(plan.host.total), None, on_host),
+        colours=colours,
+        on_host=on_host,
+        stages=plan.layout.sizes.pp,
+        width=_WIDTH,
+    )
+
+
+def node_boxes(plan: Plan) -> list[NodeBox]:
+    places = {place.rank: place for place in plan.layout.ranks}
+    engine_of = {gpu: engine.index for engine in plan.layout.engines for gpu in engine.gpus}
+    per_node = plan.layout.gpus_per_node
+    boxes: dict[int, list[GpuBox]] = {}
+    for gpu in sorted({*places, *engine_of}):
+        node, slot = divmod(gpu, per_node)
+        place, engine = places.get(gpu), engine_of.get(gpu)
+        boxes.setdefault(node, []).append(
+            GpuBox(
+                x=(slot % 8) * 86,
+                y=(slot // 8) * 78,
+                place=place,
+                engine=engine,
+                title=f"GPU {gpu}" + (f", engine {engine}" if engine is not None else ""),
+                labels=_labels(plan, place, engine),
+            )
+        )
+    return [NodeBox(index=node, gpus=gpus) for node, gpus in sorted(boxes.items())]
+
+
+def _labels(plan: Plan, place: Place | None, engine: int | None) -> list[str]:
+    if place is None:
+        return [f"engine {engine}"]
+    sizes = plan.layout.sizes
+    first = f"rank {place.rank}"
+    second = f"TP {place.tp}  PP {place.pp}"
+    third = f"CP {place.cp}  DP {place.dp}"
+    if plan.shape.num_experts and sizes.ep > 1:
+        third += f"  EP {place.ep}"
+    return [first, second, third]
+
+
+def _colours(items: list[Item]) -> dict[str, int]:
+    """Return a colour per name: seven colours, then the same in two lighter shades."""
+    names = list(dict.fromkeys(item.name for item in items))
+    return {name: number % 21 for number, name in enumerate(names)}
+
+
+def _phase_bar(phase: Phase, capacity: float, colours: dict[str, int]) -> Bar:
+    largest = max(capacity, phase.total)
+    title = f"{phase.name.replace('_', ' ')} ({phase.where}, rank {phase.rank})"
+    note = f"without offload {gib(phase.without_offload)} GiB"
+    return _bar(title, phase.items, _scale(largest), capacity, colours, note)
+
+
+def _scale(nbytes: float) -> float:
+    return _WIDTH / (nbytes * 1.04)
+
+
+def _bar(
+    title: str,
+    items: list[Item],
+    scale: float,
+    capacity: float | None,
+    colours: dict[str, int],
+    note: str = "",
+) -> Bar:
+    blocks, x = [], 0.0
+    for item in items:
+        width = item.nbytes * scale
+        blocks.append(
+            Block(x=x, width=width, colour=colours[item.name], label=item.name, nbytes=item.nbytes)
+        )
+        x += width
+    limit = None if capacity is None else capacity * scale
+    return Bar(title=title, blocks=blocks, total=total(items), limit=limit, note=note)

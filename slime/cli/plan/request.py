@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.cli.plan.model_args import config_from_flags, write_config
+from slime.cli.plan.memory import GIB
+from slime.cli.plan.model_shape import config_from_flags, write_config
+from slime.cli.plan.plan import Machine
 from slime.config.arguments import Args, resolve
 from slime.config.flags.draft import Draft, Origin
 from slime.config.flags.parser import read_command_line, read_config
@@ -92,9 +94,10 @@ def gpu_capacity(options: PlanOptions) -> tuple[float, str]:
     return DEFAULT_GPU_GIB, "assumed, as there is no GPU here: give --gpu-memory"
 
 
-def total_gpus(args: Args) -> int:
-    training = args.actor_num_nodes * args.actor_num_gpus_per_node
-    return training if args.colocate else training + args.rollout_num_gpus
+def machine_of(options: PlanOptions) -> Machine:
+    size, source = gpu_capacity(options)
+    host = None if options.host_memory is None else options.host_memory * GIB
+    return Machine(gpu_bytes=size * GIB, source=source, host_bytes=host)
 
 
 def _give_config(given: dict[str, Any], folder: Path) -> list[str]:
@@ -152,10 +155,10 @@ def _gpus_per_node(given: dict[str, Any]) -> int:
 
 
 def _check_gpus(args: Args, options: PlanOptions) -> None:
-    needed = total_gpus(args)
+    training = args.actor_num_nodes * args.actor_num_gpus_per_node
+    needed = training if args.colocate else training + args.rollout_num_gpus
     if options.gpus is None or options.suggest or needed <= options.gpus:
         return
-    training = args.actor_num_nodes * args.actor_num_gpus_per_node
     both = f"{training} GPUs for training + {args.rollout_num_gpus} for rollout = {needed}"
     how = f"{training} GPUs for training" if args.colocate else both
     advice = "" if args.colocate else "add --colocate, "

@@ -17,9 +17,9 @@ from rich.table import Table
 
 from slime.cli.plan.memory import GIB
 from slime.cli.plan.model_shape import Shape, read_shape
-from slime.cli.plan.plan import Machine, Plan, make_plans, plan_from_count
+from slime.cli.plan.plan import CPU_ADAM, FULL_RECOMPUTE, Machine, Plan, make_plans, plan_from_count
 from slime.cli.plan.render import wide_console
-from slime.cli.plan.request import PlanOptions, gpu_capacity, planned_args
+from slime.cli.plan.request import PlanOptions, machine_of, planned_args
 from slime.config.arguments import Args
 from slime.config.flags.parser import read_command_line
 from slime.config.flags.spec import option_of
@@ -27,17 +27,7 @@ from slime.core.errors import ConfigError, UserError
 
 _SHOWN = 8
 _MOST_BUILT = 16
-_STEPS: tuple[dict[str, Any], ...] = (
-    {},
-    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-        "optimizer_cpu_offload": True,
-        "use_precision_aware_optimizer": True,
-    },
-)
+_STEPS: tuple[dict[str, Any], ...] = ({}, FULL_RECOMPUTE, {**FULL_RECOMPUTE, **CPU_ADAM})
 _NAMES = ("", "recompute", "recompute, CPU Adam")
 
 
@@ -69,9 +59,7 @@ class Suggestion:
 def suggest(argv: list[str], options: PlanOptions) -> int:
     if options.gpus is None:
         raise ConfigError("--suggest needs the number of GPUs: give --gpus")
-    size, source = gpu_capacity(options)
-    host = None if options.host_memory is None else options.host_memory * GIB
-    machine = Machine(gpu_bytes=size * GIB, source=source, host_bytes=host)
+    machine = machine_of(options)
     with planned_args([*argv, *cluster_flags(options.gpus, argv)], options) as args:
         if args.train_backend != "megatron":
             raise ConfigError(
@@ -159,7 +147,7 @@ def _last_stage(layers: int, pp: int) -> int:
 
 def _layout(shape: Shape, tp: int, pp: int, ep: int) -> dict[str, Any]:
     last = _last_stage(shape.layers, pp)
-    layout: dict[str, Any] = {
+    return {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
         "num_layers_in_last_pipeline_stage": last if shape.layers % pp else None,
@@ -168,7 +156,6 @@ def _layout(shape: Shape, tp: int, pp: int, ep: int) -> dict[str, Any]:
         "expert_tensor_parallel_size": 1 if ep > 1 else tp,
         "sequence_parallel": tp > 1,
     }
-    return layout
 
 
 def _expert_sizes(shape: Shape, gpus: int, pp: int, tp: int) -> list[int]:

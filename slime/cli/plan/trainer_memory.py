@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass
 
 from slime.backends.model_size.rank_model import ModelCount, RankModel
-from slime.cli.plan.activations import LayerCost, layer_cost
+from slime.cli.plan.activations import LayerCost, layer_cost, uses_te
 from slime.cli.plan.memory import GIB, Item
 from slime.cli.plan.model_shape import Shape
 from slime.cli.plan.rank_layout import Batches, Sizes
-from slime.cli.plan.te import fp8_copy_bytes, optimizer_bytes
 from slime.config.arguments import Args
 
 # Assumed: memory of a CUDA process before its first tensor, and the buffers of a communicator.
@@ -249,3 +248,34 @@ def virtual_stages(args: Args, layers: int) -> int:
         return layers // args.pipeline_model_parallel_size // per_stage
     chosen = args.virtual_pipeline_model_parallel_size or args.num_virtual_stages_per_pipeline_rank
     return chosen or 1
+
+
+# FP8 matmuls of Hopper read both operands along the summed dimension, so the backward pass needs
+# transposed weights: one byte per element each way. Scales, of 128 x 128 or more, are under 0.1 %.
+_FP8_COPIES = 2
+_BYTES = {"float32": 4, "fp32": 4, "float16": 2, "fp16": 2, "bf16": 2, "bfloat16": 2, "fp8": 1}
+
+
+def fp8_copy_bytes(args: Args, shape: Shape, rank: RankModel, tp: int) -> int:
+    """Return the bytes of the FP8 copies of linear weights, which live from step to step."""
+    if not (uses_te(args) and args.fp8_format):
+        return 0
+    tables = rank.has_embedding + (rank.has_head and not (shape.tied and rank.has_embedding))
+    outside = tables * math.ceil(shape.vocab / tp) * shape.hidden
+    return _FP8_COPIES * max(rank.parameters - outside, 0)
+
+
+def optimizer_bytes(args: Args, rank: RankModel) -> tuple[int, int]:
+    """Return (master weights, moments) on the GPU, as the precision-aware optimizer keeps them."""
+    aware = args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
+    if not aware:
+        return rank.master_bytes, rank.moment_bytes
+    # Of an fp32 master whose upper half is the bf16 weight only the lower 16 bits are kept.
+    halved = args.store_param_remainders is not False or _size(args.main_params_dtype) == 2
+    master = rank.master_bytes // 2 if halved else rank.master_bytes
+    first, second = (_size(args.exp_avg_dtype), _size(args.exp_avg_sq_dtype))
+    return master, int(rank.moment_bytes * (first + second) / 8)
+
+
+def _size(dtype: object) -> int:
+    return 4 if dtype is None else _BYTES.get(str(dtype).removeprefix("torch."), 4)
