@@ -264,7 +264,7 @@ def measure(options: argparse.Namespace, backend: str, model: str) -> None:
 
 
 def measure_alone(options: argparse.Namespace, args: Any, backend: str, model: str) -> None:
-    from slime.runlog.flops import ModelShape, train_flops
+    from slime.runlog.perf_metrics import ModelShape, train_flops
 
     actor = start(args, backend)
     batch = make_batch(args, options)

@@ -59,8 +59,8 @@ from slime.core.types import (
 )
 from slime.data.stored_samples import save_train_data
 from slime.data.tokenizer import refuse_other_vocabulary
-from slime.runlog.process_log import open_process_log
-from slime.runlog.timer import Timer
+from slime.runlog.logging import open_process_log
+from slime.runlog.perf_metrics import Timer
 from slime.utils.device import device_type
 from slime.weights.sync import WeightSync, make_weight_sync
 

@@ -98,7 +98,7 @@ _CONVERSIONS: dict[str, Callable[[list[str]], int]] = {
 
 
 def _report(argv: list[str]) -> int:
-    from slime.runlog.report.page import write_report
+    from slime.runlog.report import write_report
 
     if len(argv) != 1 or argv[0].startswith("-"):
         print("usage: slime report RUN_DIR   (writes RUN_DIR/report.html)")

@@ -34,8 +34,8 @@ from slime.rollout.engine_pool import EnginePool
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.staleness import WeightClock
 from slime.rollout.train_data import samples_to_batch, split_batch
-from slime.runlog.flops import ModelShape, train_flops
-from slime.runlog.process_log import open_process_log
+from slime.runlog.logging import open_process_log
+from slime.runlog.perf_metrics import ModelShape, train_flops
 from slime.runlog.sample_log import append_samples, batch_rows, sample_row
 from slime.utils.engine_keys import remember_key
 from slime.utils.http import run

@@ -24,7 +24,7 @@ from slime.ray.train_group import TrainGroup
 from slime.ray.watch import BrokenRunError, LostError, first_line
 from slime.runlog.logging import setup_logging
 from slime.runlog.recorder import Recorder
-from slime.runlog.report.page import write_report
+from slime.runlog.report import write_report
 from slime.runlog.run_folder import hold_folder, hold_run_folder, open_run_folder
 from slime.runlog.summary import closing_lines
 from slime.runlog.tracking import cut_back, logged_rollouts

@@ -1,17 +1,31 @@
-"""What a run tells its user: phases as they happen, metrics once per rollout."""
+"""What a run tells its user: phases as they happen, metrics once per rollout.
+
+The display is a live panel on a terminal and one line per rollout elsewhere. It never ends a run: if
+drawing fails, the error is logged and the display is switched off.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
 
 from slime.config.arguments import Args
+from slime.config.env import read_env
 from slime.diagnosis.stall import PhaseDeadline
-from slime.runlog.flops import peak_flops, throughput_metrics
-from slime.runlog.live import LiveDisplay
-from slime.runlog.timer import Timer
+from slime.runlog import metric_names as names
+from slime.runlog.format import duration, layout, model_name, number, score
+from slime.runlog.panel import PanelDisplay, RunState
+from slime.runlog.perf_metrics import Timer, peak_flops, throughput_metrics
 from slime.runlog.tracking import Tracker
 from slime.utils.machine import gpus
+from slime.utils.printable import printable, safe_text
+
+logger = logging.getLogger(__name__)
 
 _LEARNING = ("rollout", "train")
 
@@ -83,3 +97,163 @@ class Recorder:
 def _kind(name: str) -> str:
     """`rollout`, `train`, `eval` or `perf`: the part before the slash."""
     return name.split("/", 1)[0]
+
+
+_SHORT_PHASES = {"generate": "gen", "update_weights": "sync"}
+# label, metric, width of the value; "eval" stands for the mean over the evaluation datasets
+_COLUMNS = (
+    ("reward", names.REWARD, 6),
+    ("eval", "eval", 6),
+    ("len", names.RESPONSE_LEN, 6),
+    ("tok/s", names.TOKENS_PER_SECOND, 7),
+    ("gap", names.LOG_PROB_GAP, 7),
+    ("loss", names.LOSS, 8),
+)
+
+
+class LiveDisplay:
+    """Display of a run::
+
+    display = LiveDisplay(args)
+    with display.phase("generate"):
+        ...
+    display.update({"rollout_id": 0, "rollout/reward_mean": 0.4, **timer.take()})  # once per rollout
+    display.close()
+    """
+
+    def __init__(self, args: Args, console: Console | None = None) -> None:
+        console = console or RunConsole()
+        self._state = RunState(
+            run_name=printable(Path(args.run_dir).name),
+            model=printable(model_name(args.hf_checkpoint)),
+            layout=layout(
+                trainers=0
+                if args.debug_rollout_only
+                else args.actor_num_nodes * args.actor_num_gpus_per_node,
+                rollout=args.rollout_num_gpus,
+                colocate=args.colocate,
+                backend=args.train_backend,
+                engine=args.rollout_engine,
+            ),
+            num_rollout=args.num_rollout,
+        )
+        live = console.is_terminal and not console.is_dumb_terminal and not read_env().plain_output
+        self._drawing: _Drawing | None = (PanelDisplay if live else PlainDisplay)(
+            self._state, console
+        )
+        self._contained(self._drawing.start)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._contained(lambda: self._state.enter(name))
+        try:
+            yield
+        finally:
+            self._contained(self._state.leave)
+
+    def update(self, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of a rollout, with its `rollout_id`; before the first one, of the start."""
+        self._contained(lambda: self._update(metrics))
+
+    def message(self, text: str) -> None:
+        """Print a line above the live panel."""
+        drawing = self._drawing
+        self._contained(
+            lambda: drawing.message(text) if drawing else print(safe_text(text), flush=True)
+        )
+
+    def close(self) -> None:
+        drawing, self._drawing = self._drawing, None
+        if drawing is not None:
+            self._contained(drawing.stop)
+
+    def _update(self, metrics: Mapping[str, float]) -> None:
+        is_rollout = self._state.update(metrics)
+        if self._drawing is not None:
+            (self._drawing.show_rollout if is_rollout else self._drawing.show_start)()
+
+    def _contained(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception:
+            drawing, self._drawing = self._drawing, None
+            if drawing is not None:
+                with suppress(Exception):  # restore the terminal
+                    drawing.stop()
+            logger.warning("the display failed and is off; the run continues", exc_info=True)
+
+
+class RunConsole(Console):
+    """A console that survives a closed pipe; rich would exit the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError("the reader of this output is gone")
+
+
+class _Drawing(Protocol):
+    def start(self) -> None: ...
+    def show_start(self) -> None: ...
+    def show_rollout(self) -> None: ...
+    def message(self, text: str) -> None: ...
+    def stop(self) -> None: ...
+
+
+class PlainDisplay:
+    def __init__(self, state: RunState, console: Console) -> None:
+        self._state = state
+        self._console = console
+
+    def start(self) -> None:
+        state = self._state
+        self.message(f"run {state.run_name}  model {state.model}  {state.layout}")
+
+    def show_start(self) -> None:
+        self.message(start_line(self._state))
+
+    def show_rollout(self) -> None:
+        self.message(rollout_line(self._state))
+
+    def message(self, text: str) -> None:
+        self._console.file.write(f"{safe_text(text)}\n")
+        self._console.file.flush()
+
+    def stop(self) -> None:
+        """Do nothing: no terminal state to restore."""
+
+
+def start_line(state: RunState) -> str:
+    """Format what happened before the first rollout: `start 21s  eval addition 0.120`."""
+    parts = [_times(state)]
+    parts += [f"{name} {score(state.latest[m])}" for name, m in state.evals().items()]
+    return "  ".join(part for part in parts if part)
+
+
+def rollout_line(state: RunState) -> str:
+    """Format `rollout 12/60  reward  0.430  eval  0.400  len    5.1  ...  gen 1.2s train 0.8s`."""
+    total = "?" if state.num_rollout is None else str(state.num_rollout)
+    parts = [f"rollout {state.rollouts_done:>{len(total)}}/{total}"]
+    for label, metric, width in _COLUMNS:
+        value = _mean_eval(state) if metric == "eval" else state.latest.get(metric)
+        known = bool(state.evals()) if metric == "eval" else metric in state.series
+        if value is not None:
+            text = score(value) if label in ("reward", "eval") else number(value)
+            parts.append(f"{label} {text:>{width}}")
+        elif known:
+            parts.append(" " * (len(label) + 1 + width))
+    if state.latest.get(names.FAILED):
+        parts.append(f"failed {number(state.latest[names.FAILED])}")
+    parts.append(_times(state))
+    if state.seconds_left:
+        parts.append(f"left {duration(state.seconds_left)}")
+    return "  ".join(parts).rstrip()
+
+
+def _times(state: RunState) -> str:
+    times = names.phase_times(state.latest)
+    return " ".join(f"{_SHORT_PHASES.get(n, n)} {duration(s)}" for n, s in times.items())
+
+
+def _mean_eval(state: RunState) -> float | None:
+    """Return the mean reward over datasets if this rollout was evaluated."""
+    values = [state.latest[m] for m in state.evals().values() if m in state.latest]
+    return sum(values) / len(values) if values else None

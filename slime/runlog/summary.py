@@ -9,9 +9,8 @@ from slime.config.flags.spec import option_of
 from slime.runlog import metric_names as names
 from slime.runlog.export_folder import export_info
 from slime.runlog.format import count, duration, score
-from slime.runlog.report.page import REPORT_FILE
-from slime.runlog.run_data import RunData, read_run
-from slime.runlog.run_folder import CONFIG_FILE
+from slime.runlog.report import REPORT_FILE
+from slime.runlog.run_folder import CONFIG_FILE, RunData, read_run
 from slime.utils.printable import safe_text
 
 _NEW_PLACES = {

@@ -20,9 +20,9 @@ from rich.console import Console
 from slime import cli
 from slime.config.arguments import parse_args, print_resolved
 from slime.config.flags.registry import redact
-from slime.runlog.live import LiveDisplay
 from slime.runlog.logging import setup_logging
-from slime.runlog.report.page import write_report
+from slime.runlog.recorder import LiveDisplay
+from slime.runlog.report import write_report
 from slime.runlog.run_folder import open_run_folder
 from slime.runlog.summary import closing_lines
 from slime.serving.server_process import ServerProcess

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from slime.runlog.format import duration, number, sparkline
-from slime.runlog.live import LiveDisplay, RunConsole
 from slime.runlog.logging import setup_logging
+from slime.runlog.recorder import LiveDisplay, RunConsole
 from tests.args import make_args
 
 ROLLOUT = {

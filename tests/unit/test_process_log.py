@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import faulthandler, logging, os, sys, warnings
-from slime.runlog.process_log import open_process_log
+from slime.runlog.logging import open_process_log
 
 open_process_log(sys.argv[1], "trainer_0", ["MINE", "MY_API_KEY", "UNSET"])
 logging.getLogger("slime.x").info("a record")

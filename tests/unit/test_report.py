@@ -14,9 +14,9 @@ import pytest
 from slime import cli
 from slime.core.errors import UserError
 from slime.runlog.format import score
+from slime.runlog.report import write_report
 from slime.runlog.report.charts import smooth, thin
-from slime.runlog.report.page import write_report
-from slime.runlog.run_data import read_run
+from slime.runlog.run_folder import read_run
 from slime.runlog.sample_log import SampleRow, append_samples
 from slime.runlog.tracking import cut_back
 from tests.synthetic_run import write_run

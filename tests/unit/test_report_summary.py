@@ -10,7 +10,7 @@ import pytest
 
 from slime.config.arguments import parse_args
 from slime.runlog.export_folder import MARKER
-from slime.runlog.report.page import write_report
+from slime.runlog.report import write_report
 from slime.runlog.run_folder import write_config
 from slime.runlog.summary import closing_lines
 from tests.args import make_args

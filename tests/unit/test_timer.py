@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from slime.runlog.timer import Timer
+from slime.runlog.perf_metrics import Timer
 
 
 class Clock:

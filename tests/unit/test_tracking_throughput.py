@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from slime.runlog.flops import (
+from slime.runlog.perf_metrics import (
     ModelShape,
     forward_flops,
     peak_flops,

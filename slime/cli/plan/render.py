@@ -219,7 +219,7 @@ def write_page(plan: Plan, path: Path) -> Path:
 
 
 def render_page(plan: Plan) -> str:
-    from slime.runlog.report.page import page_templates  # Jinja, which only a page needs
+    from slime.runlog.report import page_templates  # Jinja, which only a page needs
 
     environment = page_templates("slime.cli.plan")
     environment.filters["gib"] = gib

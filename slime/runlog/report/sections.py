@@ -13,7 +13,7 @@ from markupsafe import Markup
 from slime.runlog import metric_names as names
 from slime.runlog.format import count, duration, layout, model_name, number, score
 from slime.runlog.report.charts import Chart, Line, stacked_bars
-from slime.runlog.run_data import RunData
+from slime.runlog.run_folder import RunData
 from slime.runlog.sample_log import SampleRow, evenly
 
 MAX_SAMPLES = 400
