@@ -13,18 +13,17 @@ import sys
 from typing import Any
 
 from slime.config.checks.combinations import check_all
-from slime.config.checks.declared import check_values
 from slime.config.checks.engine_checks import check_installed
 from slime.config.checks.file_checks import check_files
 from slime.config.checks.model_checks import check_model
 from slime.config.datasets import EvalDataset
 from slime.config.derive import derive
 from slime.config.env import read_env
-from slime.config.flags.draft import Draft, Origin
+from slime.config.flags.draft import Draft, Origin, check_values
 from slime.config.flags.parser import read_command_line, read_config
 from slime.config.flags.registry import OwnFlags, all_flags
 from slime.config.flags.registry import redact as redacted
-from slime.config.flags.values import nearest
+from slime.config.flags.spec import nearest
 from slime.config.installed import count_gpus
 from slime.utils.printable import safe_text
 

@@ -19,9 +19,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.config.flags.parser import load_mapping
-from slime.config.flags.spec import Flag, flags_of
-from slime.config.flags.values import convert, nearest
+from slime.config.flags.parser import convert, load_mapping
+from slime.config.flags.spec import Flag, flags_of, nearest
 from slime.core.errors import ConfigError
 
 _SPEC = re.compile(

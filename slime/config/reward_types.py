@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config.flags.values import nearest
+from slime.config.flags.spec import nearest
 from slime.core.errors import ConfigError
 
 BOXED = "boxed_"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field
 
-from slime.config.checks.embedded_engine import HARMLESS
+from slime.config.flags.engine_options import HARMLESS
 from slime.config.flags.spec import option_of
 from slime.core.errors import ConfigError
 

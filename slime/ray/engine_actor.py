@@ -13,8 +13,8 @@ import ray
 
 from slime.backends.sglang_utils.command import Node, cpu_env, server_command
 from slime.config.arguments import Args
-from slime.config.checks.embedded_engine import HONOURED
 from slime.config.env import read_env
+from slime.config.flags.engine_options import HONOURED
 from slime.config.flags.spec import option_of
 from slime.config.installed import find_sglang
 from slime.core.errors import UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime.config.arguments import Args
-from slime.config.checks.preflight import (
+from slime.config.checks.file_checks import (
     check_chat_template,
     check_tokenizer,
     check_weights,

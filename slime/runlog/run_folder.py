@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from slime.config.checks.output_paths import portable
-from slime.config.checks.preflight import check_writable
+from slime.config.checks.file_checks import check_writable
+from slime.config.derive import portable
 from slime.config.flags.spec import option_of
 from slime.core.errors import ConfigError, UserError
 from slime.runlog.earlier_runs import (

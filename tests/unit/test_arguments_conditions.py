@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from slime.config.checks.declared import check_values
-from slime.config.flags.draft import Draft
+from slime.config.flags.draft import Draft, check_values
 from slime.config.flags.registry import all_flags
 from slime.core.errors import ConfigError
 from tests.args import make_args

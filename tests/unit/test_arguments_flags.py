@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from slime.config.arguments import Args, parse_args
-from slime.config.checks.embedded_engine import EMBEDDED_OPTIONS
-from slime.config.flags import docs
+from slime.config.flags.engine_options import EMBEDDED_OPTIONS
 from slime.config.flags.parser import read_command_line
 from slime.config.flags.registry import (
     OwnFlags,
@@ -19,6 +18,7 @@ from slime.config.flags.registry import (
     table_flags,
 )
 from slime.core.errors import ConfigError
+from tools import write_arguments_docs as docs
 
 ROOT = Path(__file__).parents[2]
 

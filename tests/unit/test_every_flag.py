@@ -20,10 +20,16 @@ import pytest
 
 from slime.config.arguments import Args, parse_args
 from slime.config.checks import megatron_support
-from slime.config.checks.embedded_engine import HARMLESS, HONOURED, embedded_support
 from slime.config.checks.engine_checks import _ROUTER_OWNED
+from slime.config.flags.engine_options import (
+    _REPLACED,
+    HARMLESS,
+    HONOURED,
+    OWNED,
+    embedded_support,
+    sglang_argv,
+)
 from slime.config.flags.registry import all_flags, own_flags
-from slime.config.flags.sglang_options import _REPLACED, OWNED, sglang_argv
 from slime.config.flags.spec import Flag
 from slime.core.errors import ConfigError
 from slime.engine.arguments import parse_engine_args

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from slime.backends.sglang_utils.command import Node, nodes_of_engine, server_command
+from slime.config.flags.engine_options import OWNED, known_version, sglang_argv
 from slime.config.flags.registry import all_flags
-from slime.config.flags.sglang_options import OWNED, known_version, sglang_argv
 from slime.config.installed import SGLangInstall
 from slime.core.errors import ConfigError
 from slime.utils.addresses import Ports, find_ports, says_port_taken

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, Qwen2Config
 
 from slime.backends.megatron_utils.architecture import Architecture, architecture, layer_pattern
 from slime.backends.megatron_utils.config_classes import GptConfig, flag_fields, yarn_mscale
-from slime.config.checks.te_checks import FUSIONS
+from slime.config.checks.precision_checks import FUSIONS
 from slime.config.flags.registry import all_flags
 from slime.core.errors import ConfigError
 from slime.data.tokenizer import load_hf_config

@@ -13,7 +13,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from slime.config.megatron_models import check_rope
+from slime.config.checks.model_checks import check_rope
 from slime.core.errors import UserError
 
 

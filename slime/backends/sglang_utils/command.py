@@ -10,8 +10,8 @@ import os
 from dataclasses import dataclass
 
 from slime.config.arguments import Args
+from slime.config.flags.engine_options import sglang_argv
 from slime.config.flags.registry import all_flags
-from slime.config.flags.sglang_options import sglang_argv
 from slime.config.installed import SGLangInstall
 from slime.utils.addresses import Ports
 

@@ -9,8 +9,8 @@ import json
 import subprocess
 import sys
 
+from slime.config.flags.engine_options import known_version
 from slime.config.flags.registry import read_table
-from slime.config.flags.sglang_options import known_version
 from slime.config.installed import SGLangInstall, find_sglang
 
 _TIMEOUT_S = 300

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from slime.config.checks.declared import check_requirements, warn_without_effect
 from slime.config.checks.engine_checks import check_engine
 from slime.config.checks.layout_checks import check_cluster
 from slime.config.derive import context_limit
-from slime.config.flags.draft import Draft
+from slime.config.flags.draft import Draft, check_requirements, warn_without_effect
 from slime.config.flags.registry import all_flags, own_flags
 from slime.config.flags.spec import option_of
 from slime.config.reward_types import reward_type

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.config.checks.embedded_engine import embedded_support
 from slime.config.checks.file_checks import read_hf_config
 from slime.config.flags.draft import Draft
+from slime.config.flags.engine_options import (
+    check_owned,
+    embedded_support,
+    known_version,
+    sglang_argv,
+)
 from slime.config.flags.registry import all_flags
-from slime.config.flags.sglang_options import check_owned, known_version, sglang_argv
 from slime.config.installed import find_sglang
 from slime.core.errors import ConfigError
 

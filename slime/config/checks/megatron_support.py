@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config.checks.te_checks import FUSIONS, has_local_layers
+from slime.config.checks.precision_checks import FUSIONS, has_local_layers
 from slime.config.flags.draft import Draft
 from slime.config.flags.registry import all_flags
 from slime.config.installed import is_installed

@@ -121,6 +121,11 @@ class Algorithm:
         "fn(args, rollout_data) that sets rollout_data.advantages and rollout_data.returns",
         unless=_SFT,
     )
+    rollout_data_postprocess_path: str | None = flag(
+        None,
+        "fn(args, rollout_id, rollout_data), called in the trainer after the advantages are "
+        "computed",
+    )
     use_tis: bool = flag(
         False,
         "truncated importance sampling: correct for the difference between the engine's log-probs "

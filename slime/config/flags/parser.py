@@ -1,8 +1,10 @@
-"""The command line and the file of --config: one argparse parser and one YAML reader for all flags."""
+"""The command line and the file of --config: one argparse parser, one YAML reader, one conversion."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -11,8 +13,7 @@ from typing import Any, NoReturn
 import yaml
 
 from slime.config.flags.registry import all_flags, options
-from slime.config.flags.spec import Flag, option_of
-from slime.config.flags.values import convert, nearest
+from slime.config.flags.spec import Flag, nearest, option_of
 from slime.core.errors import ConfigError
 
 _NOT_IN_A_FILE = ("config",)
@@ -151,3 +152,99 @@ def _one_line(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     where = f"line {mark.line + 1}: " if mark is not None else ""
     return where + (getattr(error, "problem", None) or str(error))
+
+
+_WANTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "json": "JSON",
+    "size": "a whole number, or one with k, M, G (1000s) or Ki, Mi, Gi (1024s)",
+}
+_SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def convert(flag: Flag, raw: Any, where: str) -> Any:
+    """Convert `raw`, a string of the command line or a YAML value, to the type of `flag`.
+
+    `where` is the location in messages: "--lr", or "run.yaml: lr".
+    """
+    if flag.many:
+        items = raw if isinstance(raw, list) else [raw]
+        return [_convert_one(flag, item, where) for item in items]
+    return _convert_one(flag, raw, where)
+
+
+def _convert_one(flag: Flag, raw: Any, where: str) -> Any:
+    try:
+        value = _READERS[flag.kind](raw)
+    except (ValueError, TypeError) as error:
+        hint = f": {error}" if flag.kind == "json" else ""
+        raise ConfigError(
+            f"{where}: {_shown(flag, raw)} is not {_WANTED[flag.kind]}{hint}"
+        ) from None
+    if flag.choices and value not in flag.choices:
+        near = nearest(str(value), [str(choice) for choice in flag.choices])
+        listed = ", ".join(str(choice) for choice in flag.choices)
+        hint = f"; did you mean {near}?" if near else ""
+        raise ConfigError(f"{where}: {_shown(flag, raw)} is not one of {listed}{hint}")
+    return value
+
+
+def _shown(flag: Flag, raw: Any) -> str:
+    return "the value" if flag.secret else repr(raw)
+
+
+def _read_int(raw: Any) -> int:
+    if isinstance(raw, bool) or (isinstance(raw, float) and raw != int(raw)):
+        raise ValueError
+    return int(raw)
+
+
+def _read_float(raw: Any) -> float:
+    if isinstance(raw, bool):
+        raise ValueError
+    value = float(raw)
+    if value != value:
+        raise ValueError
+    return value
+
+
+def _read_bool(raw: Any) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    if str(raw).lower() not in ("true", "false"):
+        raise ValueError
+    return str(raw).lower() == "true"
+
+
+def _read_str(raw: Any) -> str:
+    if isinstance(raw, list | dict | bool) or raw is None:
+        raise ValueError
+    return str(raw)
+
+
+def _read_json(raw: Any) -> Any:
+    return json.loads(raw) if isinstance(raw, str) else raw
+
+
+def _read_size(raw: Any) -> int:
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti|)", str(raw).strip())
+    if not match:
+        raise ValueError
+    number = float(match[1]) * _SIZES[match[2]]
+    if number != int(number):
+        raise ValueError
+    return int(number)
+
+
+_READERS = {
+    "int": _read_int,
+    "float": _read_float,
+    "bool": _read_bool,
+    "str": _read_str,
+    "json": _read_json,
+    "size": _read_size,
+}

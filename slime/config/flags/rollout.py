@@ -96,11 +96,6 @@ class Rollout:
     rollout_all_samples_process_path: str | None = flag(
         None, "fn(args, all_groups, data_source), which also sees rejected groups", unless=_SFT
     )
-    rollout_data_postprocess_path: str | None = flag(
-        None,
-        "fn(args, rollout_id, rollout_data), called in the trainer after the advantages are "
-        "computed",
-    )
     sglang_server_concurrency: int = flag(512, "maximum concurrent requests per engine", min=1)
     rollout_external: bool = flag(False, "use engines that are already running")
     rollout_external_engine_addrs: list[str] | None = flag(
@@ -116,12 +111,8 @@ class Rollout:
 
 @dataclass(kw_only=True)
 class Data:
-    """Data and batches."""
+    """Data."""
 
-    num_rollout: int = flag(
-        None, "number of rollouts; or give --num-epoch", min=1, excludes="num_epoch"
-    )
-    num_epoch: int | None = flag(None, "passes over the data; or give --num-rollout", min=1)
     data_source_path: str = flag(
         "slime.rollout.data_source.RolloutDataSourceWithBuffer", "class that provides the prompts"
     )
@@ -140,46 +131,10 @@ class Data:
     label_key: str | None = flag(None, "key of the label in the data")
     metadata_key: str = flag("metadata", "key of the metadata in the data")
     tool_key: str = flag("tools", "key of the tools that are passed to the chat template")
-    start_rollout_id: int | None = flag(
-        None,
-        "number of the first rollout; default: the one after the loaded checkpoint's, else 0",
-        min=0,
-    )
     rollout_batch_size: int = flag(
         None, "prompts per rollout", min=1, required="the number of prompts per rollout"
     )
     n_samples_per_prompt: int = flag(1, "responses per prompt; together they are a group", min=1)
-    global_batch_size: int = flag(
-        None,
-        "samples per optimizer step (trajectories, where an agent returns several samples of one); rollout-batch-size x n-samples-per-prompt = "
-        "global-batch-size x num-steps-per-rollout",
-        min=1,
-    )
-    num_steps_per_rollout: int = flag(None, "optimizer steps per rollout", min=1)
-    micro_batch_size: int = flag(
-        1, "samples per forward pass, without --use-dynamic-batch-size", min=1
-    )
-    balance_data: bool = flag(
-        False, "distribute samples over ranks so that their token counts are balanced"
-    )
-    use_dynamic_batch_size: bool = flag(
-        False,
-        "fill each micro-batch up to --max-tokens-per-gpu; does not change the loss",
-        requires=is_set("max_tokens_per_gpu", note="give the token budget"),
-    )
-    max_tokens_per_gpu: int | None = flag(
-        None,
-        "tokens per GPU and micro-batch; with context parallelism every rank of the group adds "
-        "this many",
-        min=1,
-        needs="use_dynamic_batch_size",
-    )
-    log_probs_max_tokens_per_gpu: int = flag(
-        None,
-        "the same for passes without gradients; default: --max-tokens-per-gpu",
-        min=1,
-        needs="use_dynamic_batch_size",
-    )
 
 
 @dataclass(kw_only=True)

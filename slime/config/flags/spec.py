@@ -1,7 +1,7 @@
 """What a flag is, and how a group of flags is declared as a dataclass.
 
 Everything about one flag is on its declaration: type, default, help, bounds, and the
-conditions under which it has an effect. `slime/config/checks/declared.py` applies them::
+conditions under which it has an effect. `slime/config/flags/draft.py` applies them::
 
     tis_clip: float = flag(2.0, "upper bound of the importance weight", min=0, needs="use_tis")
 """
@@ -9,9 +9,10 @@ conditions under which it has an effect. `slime/config/checks/declared.py` appli
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
@@ -235,3 +236,11 @@ def _shape_of(hint: Any) -> tuple[Kind, tuple[Any, ...], bool]:
 
 def _listed(words: tuple[str, ...]) -> str:
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the only known name that starts with `name`, else the most similar one, or None."""
+    known = list(known)
+    begun = [other for other in known if other.startswith(name)]
+    matches = begun if len(begun) == 1 else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return matches[0] if matches else None

@@ -1,4 +1,4 @@
-"""Flags of the model, its optimizer and its checkpoints."""
+"""Flags of the model, its batches, its optimizer and its checkpoints."""
 
 # ruff: noqa: RUF009 -- flag() makes a dataclass field
 
@@ -81,6 +81,52 @@ class Model:
         "attention of the HF model; default: slime_packed, which handles packed sequences, or "
         "sdpa for padded ones (--qkv-format bshd)",
         backend="fsdp",
+    )
+
+
+@dataclass(kw_only=True)
+class Batches:
+    """Length of the training and batches."""
+
+    num_rollout: int = flag(
+        None, "number of rollouts; or give --num-epoch", min=1, excludes="num_epoch"
+    )
+    num_epoch: int | None = flag(None, "passes over the data; or give --num-rollout", min=1)
+    start_rollout_id: int | None = flag(
+        None,
+        "number of the first rollout; default: the one after the loaded checkpoint's, else 0",
+        min=0,
+    )
+    global_batch_size: int = flag(
+        None,
+        "samples per optimizer step (trajectories, where an agent returns several samples of one); rollout-batch-size x n-samples-per-prompt = "
+        "global-batch-size x num-steps-per-rollout",
+        min=1,
+    )
+    num_steps_per_rollout: int = flag(None, "optimizer steps per rollout", min=1)
+    micro_batch_size: int = flag(
+        1, "samples per forward pass, without --use-dynamic-batch-size", min=1
+    )
+    balance_data: bool = flag(
+        False, "distribute samples over ranks so that their token counts are balanced"
+    )
+    use_dynamic_batch_size: bool = flag(
+        False,
+        "fill each micro-batch up to --max-tokens-per-gpu; does not change the loss",
+        requires=is_set("max_tokens_per_gpu", note="give the token budget"),
+    )
+    max_tokens_per_gpu: int | None = flag(
+        None,
+        "tokens per GPU and micro-batch; with context parallelism every rank of the group adds "
+        "this many",
+        min=1,
+        needs="use_dynamic_batch_size",
+    )
+    log_probs_max_tokens_per_gpu: int = flag(
+        None,
+        "the same for passes without gradients; default: --max-tokens-per-gpu",
+        min=1,
+        needs="use_dynamic_batch_size",
     )
 
 

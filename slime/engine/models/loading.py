@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from slime.config.checks.preflight import check_weights
+from slime.config.checks.file_checks import check_weights
 from slime.core.errors import UserError
 from slime.engine.arguments import EngineArgs
 from slime.engine.models.attention import IMPLEMENTATION

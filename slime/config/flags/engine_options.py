@@ -1,4 +1,4 @@
-"""Translate --sglang-* flags to options of the installed SGLang; refuse those that slime sets itself.
+"""The --sglang-* flags: options of the installed SGLang, and what the embedded engine supports.
 
 The tables cover 0.5.16 and 0.5.23. A script keeps its options when SGLang is upgraded: an option that
 a version does not have is translated to its replacement, or refused with the reason.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from slime.config.flags.registry import all_flags, read_table
 from slime.core.errors import ConfigError
@@ -141,3 +141,72 @@ _REPLACED: dict[str, Callable[[Any], Argv]] = {
 
 def _number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+# Support of SGLang's options by the embedded engine, by their names in ServerArgs; the engine reads it too:
+#   honoured  means the same as in SGLang
+#   harmless  accepted without effect: it tunes something else in SGLang and never changes a result
+#   refused   raises ConfigError; so does a name in neither table
+Support = Literal["honoured", "harmless", "refused"]
+
+HONOURED = frozenset(
+    {
+        "chunked_prefill_size",
+        "context_length",
+        "device",
+        "disable_radix_cache",
+        "dtype",
+        "enable_deterministic_inference",
+        "enable_return_routed_experts",
+        "load_format",
+        "log_level",
+        "max_running_requests",
+        "max_total_tokens",
+        "mem_fraction_static",
+        "page_size",
+        "random_seed",
+        "served_model_name",
+        "skip_tokenizer_init",
+        "speculative_algorithm",
+        "speculative_num_draft_tokens",
+        "tokenizer_path",
+        "tp_size",
+        "trust_remote_code",
+        "weight_version",
+    }
+)
+
+# option -> why it never changes a result
+HARMLESS: dict[str, str] = {
+    "attention_backend": "there is one attention, in slime's own kernels",
+    "prefill_attention_backend": "there is one attention, in slime's own kernels",
+    "decode_attention_backend": "there is one attention, in slime's own kernels",
+    "sampling_backend": "there is one sampler",
+    "cuda_graph_bs": "batch sizes of CUDA graphs are chosen by the engine",
+    "cuda_graph_max_bs": "batch sizes of CUDA graphs are chosen by the engine",
+    "disable_cuda_graph": "a CUDA graph computes what its kernels do",
+    "disable_cuda_graph_padding": "a CUDA graph computes what its kernels do",
+    "enable_torch_compile": "the kernels are compiled already",
+    "torch_compile_max_bs": "the kernels are compiled already",
+    "disable_chunked_prefix_cache": "prefill chunks read the prefix cache in one way",
+    "disable_overlap_schedule": "the scheduler decides what overlaps",
+    "enable_mixed_chunk": "the scheduler decides what runs together",
+    "max_prefill_tokens": "--sglang-chunked-prefill-size bounds a prefill step",
+    "schedule_conservativeness": "requests that no longer fit are retracted and continued",
+    "schedule_policy": "order of waiting requests; each gets the same tokens",
+    "enable_memory_saver": "memory is released without it (--offload-rollout)",
+    "decode_log_interval": "lines in the engine's log",
+    "stream_interval": "size of the chunks of a streamed response",
+    "skip_server_warmup": "the server answers once it is ready",
+    "watchdog_timeout": "slime watches its engines (--rollout-health-check-timeout)",
+}
+
+EMBEDDED_OPTIONS: dict[str, Support] = {
+    **dict.fromkeys(sorted(HONOURED), "honoured"),
+    **dict.fromkeys(sorted(HARMLESS), "harmless"),
+}
+
+
+def embedded_support(name: str) -> Support:
+    """Return the support of the ServerArgs option `name` (underscores, no prefix)."""
+    return EMBEDDED_OPTIONS.get(name, "refused")

@@ -1,15 +1,15 @@
-"""Generate docs/arguments.md from the flags: `python -m slime.config.flags.docs`."""
+"""Generate docs/arguments.md from the flags: `python tools/write_arguments_docs.py`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from slime.config.checks.embedded_engine import embedded_support
+from slime.config.flags.engine_options import embedded_support
 from slime.config.flags.registry import all_flags, own_flags
 from slime.config.flags.spec import Flag
 
-PATH = Path(__file__).parents[3] / "docs" / "arguments.md"
-COMMAND = "python -m slime.config.flags.docs"
+PATH = Path(__file__).resolve().parents[1] / "docs" / "arguments.md"
+COMMAND = "python tools/write_arguments_docs.py"
 
 _INTRODUCTION = f"""\
 <!-- Written by `{COMMAND}`; change the flags in slime/config/flags instead. -->

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.config.checks.preflight import (
+from slime.config.checks.file_checks import (
     check_chat_template,
     check_tokenizer,
     check_weights,
