@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 
@@ -32,13 +33,22 @@ def make_prompts(count: int, longest: int = 100, seed: int = 0) -> list[list[int
 
 
 class Reference:
-    """Hugging Face's own generate and forward."""
+    """Hugging Face's own generate and forward. The same is asked of it for every option of the engine."""
 
     def __init__(self, path: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._generate = functools.cache(self._generate)
+        self._log_probs = functools.cache(self._log_probs)
+
+    def greedy(self, ids: list[int], max_new_tokens: int) -> list[int]:
+        return self._generate(tuple(ids), max_new_tokens)
+
+    def log_probs(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
+        """Of tokens 1, 2, ... given those before."""
+        return self._log_probs(tuple(tokens), temperature)
 
     @torch.no_grad()
-    def greedy(self, ids: list[int], max_new_tokens: int) -> list[int]:
+    def _generate(self, ids: tuple[int, ...], max_new_tokens: int) -> list[int]:
         prompt = torch.tensor([ids])
         out = self.model.generate(
             prompt,
@@ -49,10 +59,12 @@ class Reference:
         return out[0, len(ids) :].tolist()
 
     @torch.no_grad()
-    def log_probs(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
-        """Of tokens 1, 2, ... given those before."""
+    def _log_probs(self, tokens: tuple[int, ...], temperature: float) -> list[float]:
         logits = self.model(torch.tensor([tokens])).logits[0, :-1].float() / temperature
         return logits.log_softmax(-1)[range(len(tokens) - 1), tokens[1:]].tolist()
+
+
+reference_of = functools.lru_cache(maxsize=1)(Reference)
 
 
 def check(reference: Reference, prompts, requests, max_new_tokens: int) -> None:
@@ -78,7 +90,7 @@ def test_greedy_output_is_hugging_faces(checkpoint: Path, options: dict):
     with local_engine(checkpoint, **options) as engine:
         first = engine.generate(prompts, temperature=0, max_new_tokens=40)
         again = engine.generate(prompts, temperature=0, max_new_tokens=40)
-    reference = Reference(checkpoint)
+    reference = reference_of(checkpoint)
     check(reference, prompts, first, 40)
     check(reference, prompts, again, 40)
     if not options:
@@ -95,7 +107,7 @@ def test_requests_of_one_prompt_share_its_pages(qwen3: Path):
         requests = engine.generate([prompt] * 6, temperature=0, max_new_tokens=8)
     shared = (len(prompt) - 1) // 16 * 16
     assert sorted(r.num_cached for r in requests) == [0] + [shared] * 5
-    check(Reference(qwen3), [prompt] * 6, requests, 8)
+    check(reference_of(qwen3), [prompt] * 6, requests, 8)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -103,7 +115,7 @@ def test_log_probs_of_samples_are_of_the_scaled_distribution(qwen3: Path, temper
     prompts = make_prompts(6)
     with local_engine(qwen3) as engine:
         requests = engine.generate(prompts, temperature=temperature, top_p=0.9, max_new_tokens=20)
-    reference = Reference(qwen3)
+    reference = reference_of(qwen3)
     for request in requests:
         expected = reference.log_probs(request.token_ids, temperature)[request.prompt_len - 1 :]
         assert request.output_log_probs == pytest.approx(expected, abs=TOLERANCE)
@@ -118,7 +130,7 @@ def test_prompt_log_probs(qwen3: Path, options: dict, start_len: int):
     with local_engine(qwen3, **options) as engine:
         engine.generate(prompts, temperature=0, max_new_tokens=1)  # fills the prefix cache
         requests = engine.generate(prompts, start_len=start_len, temperature=0, max_new_tokens=4)
-    reference = Reference(qwen3)
+    reference = reference_of(qwen3)
     for request in requests:
         expected = reference.log_probs(request.token_ids[: request.prompt_len])[start_len:]
         assert request.input_log_probs == pytest.approx(expected, abs=TOLERANCE)
@@ -156,7 +168,7 @@ def test_sliding_window_layers(tmp_path: Path):
     prompts = make_prompts(6)
     with local_engine(path) as engine:
         requests = engine.generate(prompts, temperature=0, max_new_tokens=20)
-    check(Reference(path), prompts, requests, 20)
+    check(reference_of(path), prompts, requests, 20)
 
 
 def test_dtype_option_overrides_the_checkpoints(tmp_path: Path):
@@ -164,4 +176,4 @@ def test_dtype_option_overrides_the_checkpoints(tmp_path: Path):
     prompts = make_prompts(3)
     with local_engine(path, dtype="float32") as engine:
         requests = engine.generate(prompts, temperature=0, max_new_tokens=8)
-    check(Reference(path), prompts, requests, 8)
+    check(reference_of(path), prompts, requests, 8)
