@@ -15,14 +15,13 @@ import pytest
 
 # Tests with whole runs in them come first; what is short fills the end.
 FIRST = ("tests/e2e/", "tests/launch/", "tests/parity/", "tests/conformance/", "tests/integration/")
-# A process each. Ports that are looked for and bound later: two at a time might find the same one.
 # One server for all tests of a folder: every process would start its own.
-TOGETHER = {
-    "tests/launch/": "ports",
-    "tests/e2e/test_ray_job.py": "ports",
-    "tests/integration/test_keys_on_a_cluster.py": "ports",
-    "tests/conformance/": "conformance",
-}
+TOGETHER = ("tests/conformance/",)
+
+
+def worker_number() -> int:
+    """Return which of the processes this is; 0 if it is the only one."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
 def limit_threads() -> None:
@@ -34,8 +33,8 @@ def limit_threads() -> None:
 
 def unit_of_work(nodeid: str) -> str:
     """Return the name that all tests share which one process has to run: their file, in most cases."""
-    names = (name for prefix, name in TOGETHER.items() if nodeid.startswith(prefix))
-    return next(names, nodeid.split("::", 1)[0])
+    folders = (folder for folder in TOGETHER if nodeid.startswith(folder))
+    return next(folders, nodeid.split("::", 1)[0])
 
 
 def sort_items(items: list[pytest.Item]) -> None:

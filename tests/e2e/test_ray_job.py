@@ -12,23 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.addresses import find_port
 from tests.e2e import runs
+from tests.launch.site import free_ports
 
 RAY = str(Path(sys.executable).parent / "ray")
 ENVIRONMENT = {
     **os.environ,
     "RAY_AUTH_MODE": "token",
 }  # what the head turns on, its clients must too
-
-
-def free_ports(count: int) -> list[int]:
-    """All different, and not of those that the system hands out, to Ray's other processes among others,
-    before these are used."""
-    found: set[int] = set()
-    while len(found) < count:
-        found.add(find_port("127.0.0.1"))
-    return list(found)
 
 
 @pytest.fixture

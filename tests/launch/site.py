@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.parallel import worker_number
+
 ROOT = Path(__file__).parents[2]
 # Each node has a home of its own; the stream is kept, to see what was sent.
 _SSH = """#!/usr/bin/env bash
@@ -113,10 +115,14 @@ class Site:
 
 
 def free_ports(count: int) -> list[int]:
-    """Below those that Linux hands out, so that no connection of anybody takes one before its use."""
+    """Below those that Linux hands out, so that no connection of anybody takes one before its use.
+
+    Each process of the test suite has a thousand of its own.
+    """
+    first = 20_000 + 1_000 * (worker_number() % 12)
     found: list[int] = []
     while len(found) < count:
-        port = random.randrange(20_000, 32_000)
+        port = random.randrange(first, first + 1_000)
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             found += [port] if port not in found else []
     return found

@@ -11,7 +11,7 @@ from tests.parallel import FIRST, TOGETHER, made_once, unit_of_work
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_file_stays_together_and_so_do_those_that_share_a_server_or_ports():
+def test_a_file_stays_together_and_so_do_those_that_share_a_server():
     assert unit_of_work("tests/unit/test_a.py::test_b[c::d]") == "tests/unit/test_a.py"
     alone = {unit_of_work(f"{path}test_a.py::test_b") for path in ("tests/e2e/", "tests/unit/")}
     assert len(alone) == 2
