@@ -30,7 +30,7 @@ _FOREIGN = {
 }
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w-])")
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
-_PATH = re.compile(r"`((?:slime|tests|tools|scripts|docs|benchmarks|examples)/[\w./-]+\w)`")
+_PATH = re.compile(r"`((?:slime|tests|tools|scripts|docs|benchmarks|examples)/[\w./{},*-]+\w)`")
 _MODULE = re.compile(r"\bslime(?:\.[A-Za-z_]\w*){2,}")
 
 
@@ -61,7 +61,17 @@ def test_links_and_paths_lead_somewhere(page: Path):
     text = page.read_text()
     links = [link for link, _ in _LINK.findall(text) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
-    assert [path for path in _PATH.findall(text) if not (ROOT / path).exists()] == []
+    paths = [path for spelt in _PATH.findall(text) for path in expanded(spelt)]
+    assert [path for path in paths if not any(ROOT.glob(path))] == []
+
+
+def expanded(path: str) -> list[str]:
+    """`a_{b,c}.py` names two files."""
+    choice = re.search(r"\{([^{}]*,[^{}]*)\}", path)
+    if choice is None:
+        return [path]
+    ends = [path[: choice.start()] + part + path[choice.end() :] for part in choice[1].split(",")]
+    return [name for end in ends for name in expanded(end)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
