@@ -141,6 +141,7 @@ class TrainRayActor(Backend):
         self.needs_ref, self.needs_teacher = with_ref, with_opd_teacher
         if with_opd_teacher:
             teacher = self.args.opd_teacher_load
+            assert teacher is not None, "with_opd_teacher comes from --opd-teacher-load"
             refuse_other_vocabulary(self.args.hf_checkpoint, teacher, "--opd-teacher-load")
         self.hooks = TrainHooks(self.args)
         self._loss = TrainLoss(self.args, role, self.hooks)

@@ -21,13 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import metadata as shard_metadata
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    FileSystemReader,
-    filesystem,
-    metadata,
-    planner,
-)
+from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,

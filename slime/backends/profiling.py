@@ -7,7 +7,7 @@ folder; open them at https://ui.perfetto.dev.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +20,7 @@ class Profiler:
     all are in `train_overall`, becomes a named range in its trace and gets no file of its own."""
 
     def __init__(
-        self, targets: list[str] | None, run_dir: str, rank: int, num_rollout: int
+        self, targets: Sequence[str] | None, run_dir: str, rank: int, num_rollout: int
     ) -> None:
         self._targets = targets or []
         self._folder = Path(run_dir) / "profile"

@@ -67,6 +67,7 @@ class FSDPTrainRayActor(TrainRayActor):
         if with_ref:
             self.frozen["ref"] = self._load_frozen(first_weights(args, "ref"))
         if with_opd_teacher:
+            assert args.opd_teacher_load is not None, "with_opd_teacher comes from this flag"
             self.frozen["teacher"] = self._load_frozen(args.opd_teacher_load)
         torch.manual_seed(args.seed + self.rank)
         return 0 if checkpoint is None else self.load(checkpoint) + 1
@@ -132,8 +133,9 @@ class FSDPTrainRayActor(TrainRayActor):
             if self.world_size == 1:
                 # One rank: keep parameters unsharded and accumulate locally until the last one.
                 last = number + 1 == len(micro_batches)
-                self.model.module.set_requires_gradient_sync(last)
-                self.model.module.set_reshard_after_backward(last)
+                root = self.model.root
+                root.set_requires_gradient_sync(last)
+                root.set_reshard_after_backward(last)
             loss = self._forward(micro_batch, result)
             # FSDP averages gradients over ranks, but the loss is a sum over ranks.
             (loss * self.parallel.dp_size).backward()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
 
 from slime.backends.checkpoint_reader import DataReader, FileCheck, load_object
@@ -49,7 +49,9 @@ class Checkpointer:
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         # A separate group, so that a background save cannot interleave with training's collectives.
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+        self._group = group
         self._pending: Future[None] | None = None
         self._background = ThreadPoolExecutor(1)
         self._check_files = FileCheck(self._group)
@@ -78,13 +80,15 @@ class Checkpointer:
         if ref is not None:
             tensors |= _ref_tensors(ref)
         if in_background:
-            written = dcp.async_save(
+            written = state_dict_saver.async_save(
                 tensors, checkpoint_id=folder / _FOLDER, process_group=self._group
             )
             assert isinstance(written, Future)
             self._pending = self._background.submit(_sum_written, folder, written)
         else:
-            dcp.save(tensors, checkpoint_id=folder / _FOLDER, process_group=self._group)
+            state_dict_saver.save(
+                tensors, checkpoint_id=folder / _FOLDER, process_group=self._group
+            )
             _sum_written(folder)
 
     def wait(self) -> None:
@@ -123,7 +127,7 @@ class Checkpointer:
     def _read(self, path: str, tensors: Tensors) -> None:
         reader = DataReader(Path(path) / _FOLDER)
         reader.refuse_objects(tensors)
-        dcp.load(tensors, storage_reader=reader, process_group=self._group)
+        state_dict_loader.load(tensors, storage_reader=reader, process_group=self._group)
 
 
 def _sum_written(folder: Path, written: Future[object] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -19,8 +20,9 @@ def fuse_mlps(hf: nn.Module) -> int:
     count = 0
     for module in hf.modules():
         parts = [getattr(module, name, None) for name in _PARTS]
-        if all(type(part) is nn.Linear for part in parts) and _is_plain(module, parts[2]):
-            module.forward = _Fused(module)
+        linears = [part for part in parts if type(part) is nn.Linear]
+        if len(linears) == len(_PARTS) and _is_plain(module, linears[2]):
+            module.forward = _Fused(*linears)
             count += 1
     return count
 
@@ -36,21 +38,20 @@ def fuse_rotation(hf: nn.Module) -> bool:
     return True
 
 
-def _is_plain(module: nn.Module, down: nn.Module) -> bool:
+def _is_plain(module: nn.Module, down: nn.Linear) -> bool:
     """Return whether the module has only the three matmuls and a SiLU."""
     others = [name for name, _ in module.named_children() if name not in (*_PARTS, "act_fn")]
-    silu = getattr(module, "act_fn", None)
-    if others or not callable(silu) or down.bias is not None:
+    silu: Callable[[torch.Tensor], torch.Tensor] | None = getattr(module, "act_fn", None)
+    if others or silu is None or not callable(silu) or down.bias is not None:
         return False
     probe = torch.linspace(-3, 3, 7)
     return torch.allclose(silu(probe), nn.functional.silu(probe))
 
 
 class _Fused:
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
+        self._gate, self._up, self._down = gate, up, down
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        module = self._module
-        gate, up = module.gate_proj(hidden_states), module.up_proj(hidden_states)
-        return swiglu_down(gate, up, module.down_proj.weight)
+        gate, up = self._gate(hidden_states), self._up(hidden_states)
+        return swiglu_down(gate, up, self._down.weight)

@@ -37,6 +37,7 @@ class _Fused:
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = self._module.weight
+        assert isinstance(weight, torch.Tensor)
         return F.rms_norm(hidden_states, weight.shape, weight, _eps(self._module))
 
 
@@ -54,12 +55,11 @@ def _computes_rms_norm(module: nn.Module) -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     probe = copy.deepcopy(module).to_empty(device="cpu").to(torch.float32)
-    eps = _eps(module)
-    assert eps is not None
     with torch.no_grad():
-        probe.weight.copy_(torch.randn(weight.shape, generator=generator))
+        scale = torch.randn(weight.shape, generator=generator)
+        probe.get_parameter("weight").copy_(scale)
         x = torch.randn(3, *weight.shape, generator=generator)
-        expected = F.rms_norm(x, weight.shape, probe.weight, eps)
+        expected = F.rms_norm(x, weight.shape, scale, _eps(module))
         try:
             found = probe(x)
         except TypeError:  # its forward has more arguments (a gate)

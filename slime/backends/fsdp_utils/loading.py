@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from slime.backends.fsdp_utils.fused_layers import fuse_mlps, fuse_rotation
@@ -35,6 +35,7 @@ from slime.backends.fsdp_utils.model import (
     PackedCritic,
     check_head,
     choose_attention,
+    output_layer,
     refuse_unpackable,
 )
 from slime.core.errors import UserError
@@ -58,7 +59,7 @@ class ShardedModel:
         """The name of a critic's value head; None for an actor."""
         if not isinstance(self.module, PackedCritic):
             return None
-        head = self.module.hf.get_output_embeddings().weight
+        head = output_layer(self.module.hf).weight
         return next(name for name, param in self.params.items() if param is head)
 
     def tensors(self, *, without: str | None = None) -> dict[str, torch.Tensor]:
@@ -76,6 +77,12 @@ class ShardedModel:
     def is_whole(self) -> bool:
         """Whether the model is unsharded, i.e. this is the only rank."""
         return next(iter(self.params.values())).device_mesh.size() == 1
+
+    @property
+    def root(self) -> FSDPModule:
+        """The whole module, which `fully_shard` has made an FSDPModule."""
+        assert isinstance(self.module, FSDPModule)
+        return self.module
 
     def reshard(self) -> None:
         """Free unsharded parameters: without a backward pass they would stay and become stale."""
@@ -158,7 +165,7 @@ def shard_of(param: DTensor, local: torch.Tensor) -> DTensor:
     )
 
 
-def _skeleton(args: Args, dtype: torch.dtype) -> nn.Module:
+def _skeleton(args: Args, dtype: torch.dtype) -> PreTrainedModel:
     """Return the Hugging Face model with parameters on the meta device and real buffers."""
     config = load_hf_config(args.hf_checkpoint)
     vars(config).pop("quantization_config", None)  # FP8 weights are trained dequantized
@@ -181,10 +188,10 @@ def _parameters_on_meta() -> Iterator[None]:
     (such as RoPE frequencies) are in no checkpoint."""
     register = nn.Module.register_parameter
 
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
+        register(self, name, param)
 
     nn.Module.register_parameter = register_on_meta
     try:
@@ -210,7 +217,7 @@ def _shard(module: PackedCausalLM, mesh: DeviceMesh, dtype: torch.dtype, *, offl
     fully_shard(module, **options)
 
 
-def _decoder_layers(hf: nn.Module) -> list[nn.Module]:
+def _decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
     names = set(hf._no_split_modules or ())
     return [module for module in hf.modules() if type(module).__name__ in names]
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedModel
 
 from slime.algorithms.log_probs import log_probs_from_hidden
 from slime.backends.fsdp_utils.attention import PACKED_ATTENTION
@@ -34,7 +35,7 @@ class HeadOptions:
 class PackedCausalLM(nn.Module):
     """Backbone and log-probs in one FSDP module, whose forward all-gathers the LM head's weight."""
 
-    def __init__(self, hf: nn.Module, head: HeadOptions) -> None:
+    def __init__(self, hf: PreTrainedModel, head: HeadOptions) -> None:
         super().__init__()
         self.hf = hf
         self.head = head
@@ -55,7 +56,7 @@ class PackedCausalLM(nn.Module):
             logits = self.hf(**self._inputs(batch)).logits.flatten(0, 1)
             return logits / self.head.temperature, None
         hidden = self._hidden(batch)
-        lm_head = self.hf.get_output_embeddings()
+        lm_head = output_layer(self.hf)
         if output == "logits":
             logits = F.linear(hidden, lm_head.weight, lm_head.bias)
             return logits / self.head.temperature, None
@@ -89,8 +90,8 @@ class PackedCausalLM(nn.Module):
 class PackedCritic(PackedCausalLM):
     """The same backbone with a value head; its forward returns values [T] in place of log-probs."""
 
-    def __init__(self, hf: nn.Module, head: HeadOptions) -> None:
-        old = hf.get_output_embeddings().weight
+    def __init__(self, hf: PreTrainedModel, head: HeadOptions) -> None:
+        old = output_layer(hf).weight
         with torch.device(old.device):
             hf.set_output_embeddings(nn.Linear(old.shape[1], 1, bias=False, dtype=old.dtype))
         super().__init__(hf, head)
@@ -103,8 +104,15 @@ class PackedCritic(PackedCausalLM):
         with_entropy: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden = self._hidden(batch)
-        weight = self.hf.get_output_embeddings().weight  # [1, H]
+        weight = output_layer(self.hf).weight  # [1, H]
         return F.linear(hidden.float(), weight.float()).squeeze(1) * batch.loss_mask, None
+
+
+def output_layer(hf: PreTrainedModel) -> nn.Linear:
+    """Return the LM head, or the value head of a critic."""
+    layer = hf.get_output_embeddings()
+    assert isinstance(layer, nn.Linear), f"{type(hf).__name__} has no linear output layer"
+    return layer
 
 
 def attention_keywords(implementation: str, batch: TrainBatch) -> dict[str, Any]:
@@ -135,7 +143,7 @@ def choose_attention(requested: str | None, *, padded: bool = False) -> str:
     return requested
 
 
-def refuse_unpackable(hf: nn.Module) -> None:
+def refuse_unpackable(hf: PreTrainedModel) -> None:
     """Raise UserError if layers mix tokens outside attention, which would mix packed samples."""
     layers = set(getattr(hf.config, "layer_types", None) or ()) - _KNOWN_LAYERS
     reason = None

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
+from slime.backends.fsdp_utils.model import output_layer
 from slime.backends.muon import SIMPLE, blend_momentum, muon_scale, orthogonalize
 
 
@@ -81,10 +83,10 @@ class ShardedMuon(torch.optim.Optimizer):
         param.add_(update, alpha=-group["lr"] * self._scale[param])
 
 
-def muon_names(hf: nn.Module, params: dict[str, DTensor]) -> set[str]:
+def muon_names(hf: PreTrainedModel, params: dict[str, DTensor]) -> set[str]:
     """Return the names of hidden weight matrices: all but embeddings, LM head, norms and biases."""
     others = {id(module.weight) for module in hf.modules() if isinstance(module, nn.Embedding)}
-    others.add(id(hf.get_output_embeddings().weight))  # type: ignore[operator]
+    others.add(id(output_layer(hf).weight))
     return {
         name
         for name, param in params.items()
@@ -110,7 +112,8 @@ def _each_by_one_rank(
             _gather(part, shape, owner)
             for owner, (part, shape) in enumerate(zip(mine, some, strict=True))
         ]
-        done = compute(wholes[rank]) if rank < len(some) else None  # type: ignore[arg-type]
+        own = wholes[rank] if rank < len(some) else None
+        done = None if own is None else compute(own)
         for owner, part in enumerate(mine):
             yield _scatter(done if owner == rank else None, part, some[owner], owner)
 

@@ -53,7 +53,7 @@ class ShardedOptimizer:
         if not math.isfinite(norm):
             return norm
         if self.clip and norm > self.clip:
-            torch._foreach_mul_(grads, self.clip / (norm + 1e-6))
+            torch._foreach_mul_(grads, self.clip / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage] torch has no public name
         for part in self._parts:
             for group in part.param_groups:
                 group["lr"] = self.lr
@@ -154,7 +154,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _global_norm(grads: list[torch.Tensor]) -> float:
     device = grads[0].device if grads else torch.device("cpu")
-    norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=device)]
+    norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=device)]  # pyright: ignore[reportPrivateImportUsage] torch has no public name
     squares = torch.stack([norm.float() for norm in norms]).square().sum()
     if dist.get_world_size() > 1:
         dist.all_reduce(squares)

@@ -111,14 +111,13 @@ def _add_to_main_grads(weights: Sequence[torch.Tensor], grads: torch.Tensor) -> 
     `grad_added_to_main_grad` tells DDP to skip these weights, as after a fused wgrad kernel.
     """
     mains = [getattr(weight, "main_grad", None) for weight in weights]
-    if any(main is None for main in mains):
-        return
-    whole = _evenly_spaced(mains)  # type: ignore[arg-type]
+    given = [main for main in mains if main is not None]
+    whole = _evenly_spaced(given) if len(given) == len(weights) else None
     if whole is None:
         return
     whole.add_(grads)
     for weight in weights:
-        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        setattr(weight, "grad_added_to_main_grad", True)  # noqa: B010 - an attribute of Megatron's
 
 
 def _evenly_spaced(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

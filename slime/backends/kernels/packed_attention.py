@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +68,8 @@ def attend_packed(
     if window is not None and window >= layout.max_seqlen:
         window = None
     if sinks is None and _has_kernel(query, value):
-        offsets, longest = (layout.cu_seqlens,) * 2, (layout.max_seqlen,) * 2
+        offsets = (layout.cu_seqlens, layout.cu_seqlens)
+        longest = (layout.max_seqlen, layout.max_seqlen)
         return _call_kernel(query, key, value, offsets, longest, scale, window)
     return _padded(query, key, value, layout, scale, window, sinks)
 
@@ -116,7 +118,7 @@ def _call_kernel(
     window: int | None,
 ) -> torch.Tensor:
     assert varlen_attn is not None
-    options: dict[str, object] = {"scale": scale}
+    options: dict[str, Any] = {"scale": scale}
     if key.shape[1] != query.shape[1]:
         if "enable_gqa" in _VARLEN_OPTIONS:
             options["enable_gqa"] = True
@@ -124,7 +126,9 @@ def _call_kernel(
             repeats = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     options["window_size"] = (window - 1 if window else -1, 0)
-    return varlen_attn(query, key, value, *offsets, *longest, **options)
+    out = varlen_attn(query, key, value, *offsets, *longest, **options)
+    assert isinstance(out, torch.Tensor), "no auxiliary outputs were requested"
+    return out
 
 
 _VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters if varlen_attn is not None else {}
