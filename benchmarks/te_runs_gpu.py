@@ -96,8 +96,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> Any:
     if done.returncode:
         sys.exit(f"the warm-up failed:\n{done.said[-3000:]}")
     if set(options.cases) & set(FP8_ROLLOUT):
-        from slime.weights.fp8 import Fp8Format
-        from slime.weights.fp8_checkpoint import convert_to_fp8
+        from slime.weights.fp8 import Fp8Format, convert_to_fp8
 
         blocks = Fp8Format(strategy="block", block=(128, 128))
         convert_to_fp8(folder / "warmup" / "hf", folder / "warmup" / "fp8", blocks)

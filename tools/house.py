@@ -53,7 +53,8 @@ ELSEWHERE = [
     "slime/backends/megatron_utils/*",
     "slime/backends/sglang_utils/*",
     "slime/weights/sglang_*",
-    "slime/weights/d*_transport.py",  # disk, distributed
+    "slime/weights/distributed_transport.py",
+    "slime/weights/hf_folder.py",  # the disk transport
     "slime/weights/fp8*",
     "slime/rollout/agents/*",
     "slime/rollout/sandbox/*",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch.distributed as dist
 
-from slime.backends.step import StepResult
 from slime.core.errors import UserError
-from slime.core.types import ParallelInfo, RolloutBatch, TrainBatch
+from slime.core.train_batch import add_up
+from slime.core.types import MetricSum, ParallelInfo, RolloutBatch, TrainBatch
 from slime.runlog.export_folder import ExportInfo
 from slime.weights.buckets import HFTensors
 
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
 
 HFBucket = HFTensors  # (Hugging Face name, full tensor) pairs of one bucket
 ModelName = Literal["actor", "ref", "teacher"]
+
+
+@dataclass(kw_only=True)
+class StepResult:
+    """Metrics and log-probs of one optimizer step on this rank."""
+
+    metrics: dict[str, MetricSum] = field(default_factory=dict)
+    log_probs: dict[int, np.ndarray] = field(default_factory=dict)  # row -> [R], before the step
+
+    def add(self, metrics: dict[str, MetricSum]) -> None:
+        self.metrics = add_up([self.metrics, metrics])
 
 
 class Backend(ABC):

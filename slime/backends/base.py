@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,14 +39,9 @@ import numpy as np
 import torch
 
 from slime.algorithms.advantages import compute_advantages
-from slime.backends.backend import Backend
-from slime.backends.hooks import TrainHooks
-from slime.backends.log_prob_probe import score_probe
-from slime.backends.losses import TrainLoss
-from slime.backends.profiling import Profiler
-from slime.backends.rendezvous import Rendezvous
-from slime.backends.reporting import Reporter
-from slime.backends.step import StepResult
+from slime.backends.backend import Backend, StepResult
+from slime.backends.losses import TrainHooks, TrainLoss
+from slime.backends.reporting import Profiler, Reporter
 from slime.core.errors import UserError
 from slime.core.packing import pack, unpack
 from slime.core.types import (
@@ -62,7 +58,9 @@ from slime.data.tokenizer import refuse_other_vocabulary
 from slime.runlog.logging import open_process_log
 from slime.runlog.perf_metrics import Timer
 from slime.utils.device import device_type
+from slime.weights.process_group import Rendezvous
 from slime.weights.sync import WeightSync, make_weight_sync
+from slime.weights.verify import score_probe
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -329,7 +327,9 @@ class TrainRayActor(Backend):
             self._weight_sync = make_weight_sync(self.args)
         report = self._weight_sync.update(self.hf_buckets(), engines, version)
         if self.args.check_weight_update_equal and any(e.kind == "sglang" for e in engines):
-            report = replace(report, probe=score_probe(self))
+            score = partial(self.log_probs, model="actor")
+            probe = score_probe(self.args, score, pp_size=self.parallel.pp_size)
+            report = replace(report, probe=probe)
         return report
 
     def save_model(self, rollout_id: int, path: str, force_sync: bool = False) -> None:

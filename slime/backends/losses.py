@@ -1,4 +1,8 @@
-"""Select and call the loss of one micro-batch, by the model's role and `--loss-type`."""
+"""The loss of one micro-batch, by the model's role and `--loss-type`, and the trainer's user hooks.
+
+Hooks get one 1-D tensor of length R per sample (its response tokens), in row order; a "flat" tensor
+is their concatenation. `WholeRows` converts packed columns to these tensors and back.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from slime.algorithms.correction import Corrected, Correction, importance_correction
 from slime.algorithms.policy_loss import policy_loss, sft_loss, value_loss
-from slime.backends.hooks import TrainHooks
+from slime.config import hook_types
+from slime.config.flags.spec import option_of
+from slime.core.packing import join_slices, zigzag_index
 from slime.core.types import LossInputs, LossOutput, MetricSum, TrainBatch
+from slime.utils.load_function import load_function
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -102,3 +110,133 @@ def _inputs(batch: TrainBatch, log_probs: torch.Tensor, entropy: torch.Tensor | 
         rollout_log_probs=batch.rollout_log_probs,
         teacher_log_probs=batch.teacher_log_probs,
     )
+
+
+Reducer = Callable[[torch.Tensor], torch.Tensor]
+
+
+class TrainHooks:
+    """The trainer's hooks, loaded once at start; a wrong path or signature raises ConfigError."""
+
+    def __init__(self, args: Args) -> None:
+        def load(name: str, protocol: type) -> Callable[..., Any] | None:
+            path = getattr(args, name)
+            flag = option_of(name)
+            return None if path is None else load_function(path, flag=flag, protocol=protocol)
+
+        self.args = args
+        self.postprocess = load("rollout_data_postprocess_path", hook_types.RolloutDataPostprocess)
+        self.advantages = load("custom_advantage_function_path", hook_types.AdvantageFunction)
+        self.loss = load("custom_loss_function_path", hook_types.LossFunction)
+        self._tis = load("custom_tis_function_path", hook_types.TisFunction)
+        self._reducer = load("custom_pg_loss_reducer_function_path", hook_types.PgLossReducer)
+
+    @property
+    def see_old_log_probs(self) -> bool:
+        """Whether a hook gets the batch before the first step and may read its old log-probs."""
+        return self.postprocess is not None or self.advantages is not None
+
+    def correction(self, batch: TrainBatch) -> Correction | None:
+        """Return the importance correction of `--use-tis` for this micro-batch, or None."""
+        args = self.args
+        if not args.use_tis:
+            return None
+        if self._tis is not None:
+            return partial(_custom_correction, fn=partial(self._tis, args=args), batch=batch)
+        return partial(
+            importance_correction,
+            level=args.tis_level,
+            mode=args.tis_mode,
+            low=args.tis_clip_low,
+            high=args.tis_clip,
+        )
+
+    def pg_reducer(
+        self, batch: TrainBatch, cp_group: dist.ProcessGroup | None = None
+    ) -> Reducer | None:
+        """Return the user's loss reducer, scaled to this micro-batch's share of the step's loss."""
+        if self._reducer is None:
+            return None
+        per_token = self.args.calculate_per_token_loss
+        rows = WholeRows(batch, cp_group)
+        masks = rows.cut(batch.loss_mask)
+        reduce = self._reducer(_total_lens(batch), batch.response_lens, masks, per_token)
+        # The user's function sums over samples (or tokens); the divisor covers the whole step.
+        scale = rows.largest(batch.loss_weights) if per_token else 1 / batch.num_trajectories
+        return lambda losses: rows.share(reduce(torch.cat(rows.cut(losses))) * scale)
+
+
+def _custom_correction(
+    *,
+    fn: Callable[..., Any],
+    batch: TrainBatch,
+    pg_loss: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    cp_group: dist.ProcessGroup | None,
+    **_: object,
+) -> Corrected:
+    rows = WholeRows(batch, cp_group)
+    flat_loss, masks, metrics = fn(
+        pg_loss=torch.cat(rows.cut(pg_loss)),
+        train_log_probs=rows.cut(old_log_probs),
+        rollout_log_probs=rows.cut(rollout_log_probs),
+        loss_masks=rows.cut(loss_mask),
+        total_lengths=_total_lens(batch),
+        response_lengths=batch.response_lens,
+    )
+    device = pg_loss.device
+    return Corrected(
+        pg_loss=rows.packed(flat_loss),
+        loss_mask=rows.packed(torch.cat(list(masks))),
+        metrics={k: rows.packed(torch.as_tensor(v, device=device)) for k, v in metrics.items()},
+    )
+
+
+def _total_lens(batch: TrainBatch) -> list[int]:
+    return [p + r for p, r in zip(batch.prompt_lens, batch.response_lens, strict=True)]
+
+
+class WholeRows:
+    def __init__(self, batch: TrainBatch, cp_group: dist.ProcessGroup | None) -> None:
+        self.batch, self.group = batch, cp_group
+        self.cp_size = 1 if cp_group is None else dist.get_world_size(cp_group)
+        starts = (batch.cu_seqlens[:-1] * self.cp_size).tolist()
+        rows = zip(starts, batch.prompt_lens, batch.response_lens, strict=True)
+        self._spans = [(start + prompt - 1, response) for start, prompt, response in rows]
+
+    def cut(self, column: torch.Tensor) -> list[torch.Tensor]:
+        """Return the response tokens of each sample of a packed column [T], as tensors [R]."""
+        whole = self._whole(column)
+        return [whole[start : start + length] for start, length in self._spans]
+
+    def packed(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's column [T] from all response tokens end to end, or one value."""
+        index = torch.cat([torch.arange(s, s + n) for s, n in self._spans]).to(flat.device)
+        total = len(self.batch.tokens) * self.cp_size
+        column = torch.zeros(total, dtype=torch.float32, device=flat.device)
+        column = column.index_copy(0, index, flat.to(column).expand(len(index)))
+        if self.group is None:
+            return column
+        padded = (self.batch.cu_seqlens.diff() * self.cp_size).cpu().numpy()
+        mine = zigzag_index(padded, dist.get_rank(self.group), self.cp_size)
+        return column[torch.from_numpy(mine).to(column.device)]
+
+    def share(self, value: torch.Tensor) -> torch.Tensor:
+        """Return value / cp_size with the full gradient: the sum over CP ranks is then `value`."""
+        return value - value.detach() * (1 - 1 / self.cp_size)
+
+    def largest(self, column: torch.Tensor) -> torch.Tensor:
+        value = column.max()
+        if self.group is not None:
+            dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
+        return value
+
+    def _whole(self, column: torch.Tensor) -> torch.Tensor:
+        if self.group is None:
+            return column
+        slices = [torch.empty_like(column) for _ in range(self.cp_size)]
+        dist.all_gather(slices, column.detach().contiguous(), group=self.group)
+        slices[dist.get_rank(self.group)] = column
+        return join_slices(slices, self.batch)

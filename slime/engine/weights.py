@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from slime.engine.scheduler.sampling_params import RequestError
+from slime.weights.buckets import hf_views
 from slime.weights.checksum import tensor_checksums
-from slime.weights.hf_views import hf_views
 from slime.weights.ipc import ImportedBuffers, finish_reading
 from slime.weights.process_group import destroy_side_group, init_side_group
 

@@ -1,4 +1,4 @@
-"""Process groups between processes that do not share a default group: a trainer rank and engines."""
+"""Process groups: the trainer's default group, and groups of a trainer rank with engines."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import socket
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
+
+from slime.utils.addresses import choose_interface, own_host
+from slime.utils.device import collective_backend, current_device, device_type
 
 _DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -82,3 +85,43 @@ class _unbound_default_group:
     def __exit__(self, *_: object) -> None:
         if self._group is not None and self._device is not None:
             self._group.bound_device_id = self._device
+
+
+class Rendezvous:
+    """Rank 0 calls `serve`, the other ranks `set_master` with its address, then all `join`."""
+
+    def __init__(self, rank: int, world_size: int, master: tuple[str, int] | None = None) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._master = master
+        self._store: Store | None = None
+
+    def serve(self) -> tuple[str, int]:
+        """Start the store and return its address; its port is bound, so no one else can take it."""
+        host = own_host()
+        self._store, init_method = serve_store(host, self._world_size)
+        return host, int(init_method.rsplit(":", 1)[1])
+
+    def set_master(self, address: str, port: int) -> None:
+        self._master = (address, port)
+
+    def join(self, timeout: timedelta) -> None:
+        """Initialize the default process group, unless it already exists."""
+        if dist.is_initialized():
+            return
+        choose_interface()
+        if self._store is None:
+            self._store = HashStore() if self._world_size == 1 else self._connect(timeout)
+        cuda = device_type() == "cuda"
+        dist.init_process_group(
+            # Collectives on CPU tensors need gloo: objects, offloaded gradients, checkpoints.
+            f"cpu:gloo,cuda:{collective_backend()}" if cuda else collective_backend(),
+            store=self._store,
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=timeout,
+            device_id=current_device() if cuda else None,
+        )
+
+    def _connect(self, timeout: timedelta) -> Store:
+        assert self._master is not None, "set_master comes before join"
+        return TCPStore(*self._master, self._world_size, is_master=False, timeout=timeout)

@@ -21,15 +21,14 @@ from slime.utils.addresses import own_host
 from slime.utils.concurrency import call_all
 from slime.utils.device import collective_backend, current_device, device_id
 from slime.weights.buckets import Bucket, CastBucket, HFTensors
-from slime.weights.disk_transport import DiskTransport
 from slime.weights.distributed_transport import DistributedTransport
 from slime.weights.engine_client import EngineClient, LivenessProbe
 from slime.weights.fp8 import quantize_all
+from slime.weights.hf_folder import DiskTransport
 from slime.weights.ipc import collect_exports, remove_stale_segments
-from slime.weights.sglang_layout import ModelFacts, model_facts
+from slime.weights.sglang_checksums import ModelFacts, model_facts
 from slime.weights.sglang_transport import SGLangTensorTransport
-from slime.weights.tensor_transport import TensorTransport
-from slime.weights.transport import WeightSyncError, WeightTransport
+from slime.weights.transport import TensorTransport, WeightSyncError, WeightTransport
 from slime.weights.verify import SentWeights, SGLangCheck, check_checksums, check_versions
 
 if TYPE_CHECKING:

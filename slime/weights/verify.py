@@ -1,22 +1,36 @@
-"""Whether engines hold exactly the weights that were sent, by version and checksums.
+"""Whether engines hold exactly the weights that were sent: by version, checksums and a probe.
 
 The embedded engine computes our own checksums (checksum.py) of what it holds. An SGLang server computes its own,
-of parameters it has fused, padded and sharded; sglang_layout.py predicts them from what was sent.
+of parameters it has fused, padded and sharded; sglang_checksums.py predicts them from what was sent.
 """
 
 from __future__ import annotations
 
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 import torch
+from tokenizers import Tokenizer
 
 from slime.core.errors import WeightMismatchError
+from slime.core.types import Probe, RolloutBatch, Schedule
 from slime.utils.concurrency import call_all
 from slime.weights.buckets import Bucket
 from slime.weights.checksum import RunningChecksums
 from slime.weights.engine_client import EngineClient, HeldWeights, RankChecksums
-from slime.weights.sglang_layout import ModelFacts, PredictedChecksums, Sharding, sharding_of
+from slime.weights.sglang_checksums import ModelFacts, PredictedChecksums, Sharding, sharding_of
 from slime.weights.transport import WeightSyncError
 
+if TYPE_CHECKING:
+    from slime.config.arguments import Args
+
 _MAX_NAMES = 3  # in a message
+_PROBE_LENGTH = 9
+_PROBE_TEXT = "The capital of France is Paris, and two plus two is four."
 
 
 class SentWeights:
@@ -179,3 +193,55 @@ def _describe(groups: dict[str, list[str]], total: str) -> str:
 def _some(names: list[str]) -> str:
     more = f", and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(names[:_MAX_NAMES]) + more
+
+
+def score_probe(
+    args: Args, log_probs: Callable[[RolloutBatch], list[np.ndarray]], *, pp_size: int
+) -> Probe:
+    """Score a fixed token sequence: equal weights assign it equal log-probs in trainer and engines.
+
+    SGLang's checksums cannot always be predicted; the probe detects a missing, swapped or stale
+    weight in any layout. A collective call with an equal result on every rank.
+    """
+    tokens = probe_tokens(args.hf_checkpoint)
+    column = log_probs(_probe_batch(tokens, copies=pp_size))[
+        0
+    ]  # one micro-batch per pipeline stage
+    return Probe(
+        tokens=tuple(tokens),
+        log_probs=tuple(float(value) for value in column),
+        temperature=args.rollout_temperature,
+        tolerance=0.002 if args.precision == "fp32" else 0.5,
+    )
+
+
+def probe_tokens(hf_checkpoint: str) -> list[int]:
+    """Return the tokens of a plain sentence; random ones, used without a tokenizer, have log-probs
+    below -20, which bf16 resolves only to about 1 or 2."""
+    config = json.loads((Path(hf_checkpoint) / "config.json").read_text())
+    vocab_size = config.get("vocab_size") or config["text_config"]["vocab_size"]
+    tokenizer = Path(hf_checkpoint) / "tokenizer.json"
+    if tokenizer.exists():
+        tokens = Tokenizer.from_file(str(tokenizer)).encode(_PROBE_TEXT).ids[:_PROBE_LENGTH]
+        if len(tokens) == _PROBE_LENGTH and max(tokens) < vocab_size:
+            return tokens
+    return [random.Random(position).randrange(vocab_size) for position in range(_PROBE_LENGTH)]
+
+
+def _probe_batch(tokens: list[int], *, copies: int) -> RolloutBatch:
+    response = len(tokens) - 1
+    weights = np.full(response, 1 / response)
+    micro_batches = [[row] for row in range(copies)]
+    return RolloutBatch(
+        tokens=[np.asarray(tokens)] * copies,
+        response_lens=np.full(copies, response),
+        loss_masks=[np.ones(response)] * copies,
+        rewards=np.zeros(copies),
+        raw_rewards=np.zeros(copies),
+        truncated=np.zeros(copies),
+        group_indices=np.arange(copies),
+        sample_indices=np.arange(copies),
+        rollout_ids=np.arange(copies),
+        loss_weights=[weights] * copies,
+        schedule=Schedule(steps=[micro_batches], log_prob_micro_batches=micro_batches),
+    )

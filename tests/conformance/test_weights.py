@@ -15,13 +15,12 @@ from slime.core.errors import WeightMismatchError
 from slime.core.types import EngineInfo, Probe
 from slime.serving.health import answers, check_probe, health_route
 from slime.utils.sync_http import post_json
-from slime.weights.disk_transport import DiskTransport
 from slime.weights.distributed_transport import DistributedTransport
 from slime.weights.engine_client import LivenessProbe
+from slime.weights.hf_folder import DiskTransport
 from slime.weights.sglang_transport import SGLangTensorTransport
 from slime.weights.sync import WeightSync
-from slime.weights.tensor_transport import TensorTransport
-from slime.weights.transport import WeightSyncError
+from slime.weights.transport import TensorTransport, WeightSyncError
 from tests.conformance.calls import (
     GREEDY,
     Running,

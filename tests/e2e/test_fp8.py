@@ -1,7 +1,6 @@
 """A run whose --hf-checkpoint is in FP8: the trainer works on the unpacked weights."""
 
-from slime.weights.fp8 import Fp8Format
-from slime.weights.fp8_checkpoint import convert_to_fp8
+from slime.weights.fp8 import Fp8Format, convert_to_fp8
 from tests.e2e import runs
 
 

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slime.engine.weights import TensorMeta
-from slime.weights.fp8 import Fp8Format
-from slime.weights.fp8_checkpoint import convert_to_fp8
+from slime.weights.fp8 import Fp8Format, convert_to_fp8
 from tests.engines import LocalEngine, local_engine
 from tests.tiny import make_tiny_checkpoint
 

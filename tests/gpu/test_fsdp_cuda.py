@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from slime.backends.fsdp_utils import attention
+from slime.backends.fsdp_utils.model import packed_attention
 from slime.backends.kernels.packed_attention import PackedLayout, packed_layout
 from slime.rollout.train_data import split_batch
 from tests.fsdp import Case, first_gradient, make_rows, start_actor, train_naively, whole_weights
@@ -32,7 +32,7 @@ def test_varlen_kernel_agrees_with_padded_fp32(window, kv_heads):
     upstream = torch.randn(1, 143, 8, 64, device="cuda")
     results = []
     for inputs in (exact, rough):
-        out, _ = attention.packed_attention(
+        out, _ = packed_attention(
             nn.Module(), *inputs, None, packed=layout, scaling=0.125, sliding_window=window
         )
         results.append([out, *torch.autograd.grad((out.float() * upstream).sum(), inputs)])

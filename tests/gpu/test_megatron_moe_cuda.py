@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from slime.backends.kernels.grouped_linear import expert_rows, grouped_linear, make_groups
-from slime.weights.hf_views import hf_views
+from slime.weights.buckets import hf_views
 from tests.fsdp import Case, train_naively
 
 pytest.importorskip("megatron.core")

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-from slime.weights.hf_views import hf_views  # noqa: E402
+from slime.weights.buckets import hf_views  # noqa: E402
 from tests.args import make_args  # noqa: E402
 from tests.parity.test_families import tokens  # noqa: E402
 from tests.parity.tiny_families import (  # noqa: E402

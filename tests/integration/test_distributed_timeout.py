@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from slime.backends.rendezvous import Rendezvous
+from slime.weights.process_group import Rendezvous
 from tests.args import make_args
 from tests.tiny import make_tiny_checkpoint
 

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from slime.weights.fp8 import FP8, Fp8Format, dequantize
-from slime.weights.fp8_checkpoint import convert_to_fp8
+from slime.weights.fp8 import FP8, Fp8Format, convert_to_fp8, dequantize
 from tests.engines import local_engine
 from tests.tiny import make_tiny_checkpoint
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import SamplingParams
 from slime.utils.sync_http import HttpError, post_json
+from slime.weights.buckets import hf_views, module_weights
 from slime.weights.checksum import format_checksum, tensor_checksum
-from slime.weights.hf_views import hf_views, module_weights
 from slime.weights.ipc import SharedBuffer
 from slime.weights.process_group import destroy_side_group, init_side_group, serve_store
 from tests.engines import (

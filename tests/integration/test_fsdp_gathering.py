@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from slime.backends.fsdp_utils.gathering import whole_tensors
+from slime.backends.fsdp_utils.hf_export import whole_tensors
 from tests.ranks import run_ranks
 
 SHAPES = [(7,), (1,), (6, 5), (2, 3, 4), (1, 9), (64, 64), (5, 2)]

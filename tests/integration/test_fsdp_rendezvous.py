@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from slime.backends.rendezvous import Rendezvous
+from slime.weights.process_group import Rendezvous
 
 
 def _rank(rank: int, driver: Connection) -> None:

@@ -162,7 +162,7 @@ def _stored_objects(rank: int, folder: str) -> str:
 
 def test_weights_of_a_model_folder_that_are_a_pickle(tmp_path):
     """transformers reads pytorch_model.bin with weights_only; Megatron's reader takes safetensors alone."""
-    from slime.weights.fp8_checkpoint import load_causal_lm
+    from slime.weights.fp8 import load_causal_lm
 
     model = make_tiny_checkpoint(tmp_path / "model")
     (model / "model.safetensors").unlink()

@@ -16,7 +16,7 @@ from slime.core.types import EngineInfo, SyncReport
 from slime.utils.sync_http import get_json, post_json
 from slime.weights import ipc
 from slime.weights.checksum import format_checksum, tensor_checksum
-from slime.weights.tensor_transport import TensorTransport
+from slime.weights.transport import TensorTransport
 from tests.args import make_args
 from tests.engines import TOKEN, engine_server
 from tests.ranks import run_ranks

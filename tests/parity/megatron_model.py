@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime.backends.lr_schedule import lr_schedule
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
+from slime.backends.optim import lr_schedule
 
 install_cpu_adapter()
 

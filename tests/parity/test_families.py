@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from slime.core.errors import UserError
-from slime.weights.hf_views import hf_views
+from slime.weights.buckets import hf_views
 from tests.args import make_args
 from tests.parity.tiny_families import (
     FAMILIES,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.weights.hf_views import hf_views
+from slime.weights.buckets import hf_views
 from tests.fsdp import Case, Outcome, train_naively, train_on_ranks
 from tests.megatron import (
     ALL_GATHER,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.model_size.count_model import CountRequest, count_models
-from slime.backends.model_size.rank_model import ModelCount
+from slime.backends.model_size import CountRequest, ModelCount, count_models
 from slime.cli.plan.model_shape import config_from_flags, write_config
 from slime.cli.plan.rank_layout import cluster_layout
 from slime.config.arguments import Args

@@ -10,9 +10,8 @@ import torch
 
 from slime.core.types import EngineInfo
 from slime.weights.distributed_transport import DistributedTransport
-from slime.weights.fp8 import Fp8Format
-from slime.weights.fp8_checkpoint import convert_to_fp8
-from slime.weights.sglang_layout import model_facts
+from slime.weights.fp8 import Fp8Format, convert_to_fp8
+from slime.weights.sglang_checksums import model_facts
 from slime.weights.sync import WeightSync
 from tests.conformance.test_weights import buckets
 from tests.engines import TOKEN, EngineServer

@@ -7,10 +7,10 @@ import subprocess
 import pytest
 import torch
 
-from slime.backends.sglang_utils.installed import differences, installed_options
+from slime.backends.sglang_utils.command import differences, installed_options
 from slime.config.installed import find_sglang
 from slime.serving.router import router_argv
-from slime.weights.sglang_hash import gpu_hash
+from slime.weights.sglang_checksums import gpu_hash
 from tests.args import make_args
 from tests.unit.test_sglang_command import SEED, command
 

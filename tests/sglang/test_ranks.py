@@ -12,7 +12,7 @@ from slime.core.types import EngineInfo
 from slime.utils.sync_http import post_json
 from slime.weights.buckets import Bucket
 from slime.weights.distributed_transport import DistributedTransport
-from slime.weights.sglang_layout import model_facts
+from slime.weights.sglang_checksums import model_facts
 from slime.weights.sync import WeightSync
 from slime.weights.transport import WeightTransport
 from tests.conformance.reference import greedy

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.backends.hf_folder import write_hf_folder
 from slime.runlog.export_folder import (
     MARKER,
     ExportInfo,
@@ -20,6 +19,7 @@ from slime.runlog.export_folder import (
     mark_outdated,
     recover_export,
 )
+from slime.weights.hf_folder import write_hf_folder
 from tests.killed import killed_at_each_change
 
 

@@ -10,9 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from slime.core.errors import UserError
-from slime.weights.fp8 import FP8, Fp8Format, declaration, dequantize, format_of, quantize
-from slime.weights.fp8_checkpoint import convert_to_fp8
-from slime.weights.sglang_layout import ModelFacts
+from slime.weights.fp8 import (
+    FP8,
+    Fp8Format,
+    convert_to_fp8,
+    declaration,
+    dequantize,
+    format_of,
+    quantize,
+)
+from slime.weights.sglang_checksums import ModelFacts
 from slime.weights.sync import WeightSync
 from slime.weights.transport import WeightTransport
 from tests.fakes import FakeEngine

@@ -15,8 +15,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from slime.backends.fsdp_utils.attention import PACKED_ATTENTION
 from slime.backends.fsdp_utils.model import (
+    PACKED_ATTENTION,
     HeadOptions,
     PackedCausalLM,
     check_head,

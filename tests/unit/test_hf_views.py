@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime.weights.hf_views import hf_views, module_weights, weight_dtype
+from slime.weights.buckets import hf_views, module_weights, weight_dtype
 
 BASE = {
     "vocab_size": 64,

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.backends.hooks import TrainHooks
-from slime.backends.losses import TrainLoss
+from slime.backends.losses import TrainHooks, TrainLoss
 from slime.core.packing import pack, unpack
 from slime.core.types import ParallelInfo
 from tests.args import make_args

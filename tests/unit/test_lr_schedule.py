@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from slime.backends.lr_schedule import DECAY_STYLES, LrSchedule, warmup_steps
+from slime.backends.optim import DECAY_STYLES, LrSchedule, warmup_steps
 
 
 def test_linear_example_of_the_docstring():

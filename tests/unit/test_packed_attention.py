@@ -16,8 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from slime.backends.fsdp_utils.attention import PACKED_ATTENTION, packed_attention
-from slime.backends.fsdp_utils.fused_norm import fuse_norms
+from slime.backends.fsdp_utils.fused_layers import fuse_norms
+from slime.backends.fsdp_utils.model import PACKED_ATTENTION, packed_attention
 from slime.backends.kernels.packed_attention import packed_layout
 from slime.core.errors import UserError
 

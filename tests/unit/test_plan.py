@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.model_size.rank_model import ModelCount, RankModel, WholeModel
+from slime.backends.model_size import ModelCount, RankModel, WholeModel
 from slime.cli.plan import host_memory as host_module
 from slime.cli.plan.activations import layer_cost
 from slime.cli.plan.model_shape import config_from_flags, shape_of

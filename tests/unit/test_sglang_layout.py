@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime.weights.fp8 import Fp8Format, dequantize, quantize
-from slime.weights.sglang_layout import ModelFacts, PredictedChecksums, Sharding, sharding_of
+from slime.weights.sglang_checksums import ModelFacts, PredictedChecksums, Sharding, sharding_of
 
 LAYER = "model.layers.0"
 HEAD, HIDDEN, WIDTH, VOCABULARY = 4, 16, 24, 100

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slime.backends.backend import StepResult
 from slime.backends.fsdp_utils.optimizer import ShardedOptimizer
-from slime.backends.lr_schedule import lr_schedule
-from slime.backends.step import StepResult, step_optimizer
+from slime.backends.optim import lr_schedule, step_optimizer
 from slime.core.errors import UserError
 from slime.core.types import MetricSum
 from tests.args import make_args

@@ -14,11 +14,11 @@ from slime.core.errors import WeightMismatchError, WeightSyncError
 from slime.core.types import EngineInfo
 from slime.weights import ipc
 from slime.weights.buckets import CastBucket
-from slime.weights.disk_transport import DiskTransport
 from slime.weights.distributed_transport import DistributedTransport
 from slime.weights.engine_client import LivenessProbe, transfer_timeout_s
+from slime.weights.hf_folder import DiskTransport
 from slime.weights.sync import WeightSync, serving_rank
-from slime.weights.tensor_transport import TensorTransport
+from slime.weights.transport import TensorTransport
 from slime.weights.verify import difference
 from tests.fakes import FakeEngine
 from tests.ranks import run_ranks

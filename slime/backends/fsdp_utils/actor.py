@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from slime.backends.backend import HFBucket, ModelName
+from slime.backends.backend import HFBucket, ModelName, StepResult
 from slime.backends.base import TrainRayActor, first_weights
 from slime.backends.fsdp_utils.checkpoint import Checkpointer, is_checkpoint
 from slime.backends.fsdp_utils.hf_export import export_hf, hf_buckets
@@ -21,11 +21,9 @@ from slime.backends.fsdp_utils.loading import (
     finish_loading,
     load_hf_weights,
 )
-from slime.backends.fsdp_utils.muon import muon_names
-from slime.backends.fsdp_utils.optimizer import ShardedOptimizer
+from slime.backends.fsdp_utils.optimizer import ShardedOptimizer, muon_names
 from slime.backends.offload import Offloaded, return_unused
-from slime.backends.step import StepResult, step_optimizer
-from slime.backends.trained_names import trained_names
+from slime.backends.optim import step_optimizer, trained_names
 from slime.core.packing import pack, unpack
 from slime.core.types import RolloutBatch, TrainBatch
 from slime.runlog.checkpoint_folder import find_checkpoint

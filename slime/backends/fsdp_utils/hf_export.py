@@ -1,19 +1,24 @@
-"""Export the trainer's parameters under Hugging Face names: as buckets for engines, or as files."""
+"""Export the trainer's parameters under Hugging Face names: as buckets for engines, or as files.
+
+Full parameters are all-gathered from the shards of all ranks, several per collective: a model has
+hundreds of small parameters, and every collective has a fixed latency.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
-from slime.backends.fsdp_utils.gathering import local_parts, whole_tensors
 from slime.backends.fsdp_utils.loading import ShardedModel
-from slime.backends.hf_folder import FILE_BYTES, write_hf_folder
 from slime.runlog.export_folder import ExportInfo
-from slime.weights.buckets import CastBucket, NamedCast
-from slime.weights.hf_views import hf_views, weight_dtype
+from slime.utils.device import current_device
+from slime.weights.buckets import CastBucket, NamedCast, NamedTensor, hf_views, weight_dtype
+from slime.weights.hf_folder import FILE_BYTES, write_hf_folder
 
 _AT_ONCE = 64  # parameters per batch, so that the first bucket does not wait for all of them
 
@@ -85,3 +90,64 @@ def export_hf(
     buckets = hf_buckets(model, dtype, FILE_BYTES, keep=writes)
     write_hf_folder(path, source, dtype, buckets, writes=writes, info=info)
     dist.barrier()
+
+
+GATHER_BYTES = 64 << 20  # limit of full tensors per collective; a larger tensor has its own
+
+
+def whole_tensors(
+    wanted: Iterable[NamedCast], max_bytes: int = GATHER_BYTES
+) -> Iterator[NamedTensor]:
+    """Yield each parameter as a full tensor, in order; all ranks must iterate together.
+
+    A tensor may share memory with its parameter, or with the tensors yielded before and after it.
+    """
+    batch: list[NamedCast] = []
+    size = 0
+    for name, param, dtype in wanted:
+        nbytes = param.numel() * dtype.itemsize
+        if batch and (size + nbytes > max_bytes or dtype != batch[0][2]):
+            yield from _gathered(batch)
+            batch, size = [], 0
+        batch.append((name, param, dtype))
+        size += nbytes
+    yield from _gathered(batch)
+
+
+@torch.no_grad()  # with grad each to_local() goes through DTensor's slow dispatcher
+def local_parts(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in params]
+
+
+def _gathered(batch: list[NamedCast]) -> Iterator[NamedTensor]:
+    sharded = [wanted[1] for wanted in batch if isinstance(wanted[1], DTensor)]
+    if not sharded or sharded[0].device_mesh.size() == 1:
+        parts = local_parts(param for _, param, _ in batch)
+        local = [(name, part, dtype) for (name, _, dtype), part in zip(batch, parts, strict=True)]
+        yield from CastBucket(local)
+        return
+    flat = torch.cat([_padded_part(p, batch[0][2]) for p in sharded])
+    world = sharded[0].device_mesh.size()
+    everyone = flat.new_empty(world, flat.numel())
+    dist.all_gather(list(everyone), flat, group=sharded[0].device_mesh.get_group())
+    start = 0
+    for name, param, dtype in batch:
+        if not isinstance(param, DTensor):
+            yield from CastBucket([(name, param.detach(), dtype)])
+            continue
+        end = start + _part_numel(param)
+        parts = everyone[:, start:end].reshape(-1, *param.shape[1:])
+        yield name, parts[: param.shape[0]]
+        start = end
+
+
+def _padded_part(param: DTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the flat shard padded to rank 0's size: the last ranks' may be shorter or empty."""
+    assert param.placements == (Shard(0),), param.placements
+    local = local_parts([param])[0].to(current_device(), dtype).reshape(-1)
+    return torch.nn.functional.pad(local, (0, _part_numel(param) - local.numel()))
+
+
+def _part_numel(param: DTensor) -> int:
+    rows = math.ceil(param.shape[0] / param.device_mesh.size())
+    return rows * math.prod(param.shape[1:])

@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from slime.backends.fsdp_utils.fused_layers import fuse_mlps, fuse_rotation
-from slime.backends.fsdp_utils.fused_norm import fuse_norms
+from slime.backends.fsdp_utils.fused_layers import fuse_mlps, fuse_norms, fuse_rotation
 from slime.backends.fsdp_utils.model import (
     HeadOptions,
     PackedCausalLM,
@@ -41,7 +40,7 @@ from slime.backends.fsdp_utils.model import (
 from slime.core.errors import UserError
 from slime.data.tokenizer import load_hf_config
 from slime.utils.device import current_device, device_type
-from slime.weights.fp8_checkpoint import load_causal_lm
+from slime.weights.fp8 import load_causal_lm
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from slime.backends.fsdp_utils.loading import build_model
-from slime.backends.fsdp_utils.muon import muon_names
-from slime.backends.model_size.rank_model import RankModel
-from slime.backends.trained_names import trained_names
+from slime.backends.fsdp_utils.optimizer import muon_names
+from slime.backends.model_size import RankModel
+from slime.backends.optim import trained_names
 from slime.utils.device import use_device
 
 if TYPE_CHECKING:

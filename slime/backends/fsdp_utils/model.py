@@ -1,4 +1,9 @@
-"""A Hugging Face causal LM as an FSDP2 root module: packed samples in, log-probs out."""
+"""A Hugging Face causal LM as an FSDP2 root module: packed samples in, log-probs out.
+
+Attention over packed samples is registered with transformers as `slime_packed`. Transformers builds
+no mask for a name without a mask function; sample boundaries are passed as the keyword `packed`,
+which every model forwards to its attention function.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from slime.algorithms.log_probs import log_probs_from_hidden
-from slime.backends.fsdp_utils.attention import PACKED_ATTENTION
-from slime.backends.kernels.packed_attention import packed_layout
+from slime.backends.kernels.packed_attention import PackedLayout, attend_packed, packed_layout
 from slime.core.errors import ConfigError, UserError
 from slime.core.types import TrainBatch
 
@@ -115,7 +119,7 @@ def output_layer(hf: PreTrainedModel) -> nn.Linear:
     return layer
 
 
-def attention_keywords(implementation: str, batch: TrainBatch) -> dict[str, Any]:
+def attention_keywords(implementation: str | None, batch: TrainBatch) -> dict[str, Any]:
     """Return the keywords that pass sample boundaries to the attention implementation."""
     if implementation == PACKED_ATTENTION:
         lens = [p + r for p, r in zip(batch.prompt_lens, batch.response_lens, strict=True)]
@@ -189,3 +193,36 @@ def check_head(model: PackedCausalLM, device: torch.device) -> None:
             f"{type(model.hf).__name__} changes its logits after the output layer (a scale or a cap), "
             "which the FSDP trainer does not do; train it with another backend"
         )
+
+
+PACKED_ATTENTION = "slime_packed"
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, heads, T, D]
+    key: torch.Tensor,  # [1, kv heads, T, D]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed: PackedLayout,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Return [1, T, heads, D]. Dropout is not applied: log-probs must be deterministic."""
+    for name in ("softcap", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise UserError(
+                f"{type(module).__name__} needs attention with {name}, which {PACKED_ATTENTION} has not; "
+                "give an implementation that has it, e.g. --attn-implementation flash_attention_2 or eager"
+            )
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+    out = attend_packed(
+        query, key, value, packed, scale=scaling, window=sliding_window or None, sinks=s_aux
+    )
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -14,13 +14,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.backends.backend import HFBucket, ModelName
+from slime.backends.backend import HFBucket, ModelName, StepResult
 from slime.backends.base import TrainRayActor, first_weights
-from slime.backends.hf_folder import FILE_BYTES, write_hf_folder
-from slime.backends.lr_schedule import lr_schedule
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
 from slime.backends.offload import Offloaded, return_unused
-from slime.backends.step import StepResult, step_optimizer
+from slime.backends.optim import lr_schedule, step_optimizer
 from slime.config import hook_types
 from slime.config.flags.spec import option_of
 from slime.core.packing import join_slices, pack, unpack
@@ -29,6 +27,7 @@ from slime.runlog.checkpoint_folder import find_checkpoint, read_meta
 from slime.runlog.export_folder import ExportInfo
 from slime.utils.device import current_device
 from slime.utils.load_function import load_function
+from slime.weights.hf_folder import FILE_BYTES, write_hf_folder
 from slime.weights.sync import serving_dtype
 
 install_cpu_adapter()

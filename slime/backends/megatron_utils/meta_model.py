@@ -1,7 +1,7 @@
 """Build one rank of a Megatron run without memory: real model, gradient buffers and optimizer.
 
 Tensors are on the meta device and torch's fake process group replaces the other ranks, so a process
-on a laptop can be rank 37 of 64. It needs a process of its own: `backends.model_size.count_model`.
+on a laptop can be rank 37 of 64. It needs a process of its own: `slime/backends/model_size.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.lr_schedule import lr_schedule
 from slime.backends.megatron_utils.cpu import Function, TorchCalls, install_cpu_adapter
-from slime.backends.model_size.rank_model import RankModel
+from slime.backends.model_size import RankModel
+from slime.backends.optim import lr_schedule
 from slime.config.checks.megatron_support import NEEDS_TE
 from slime.utils.device import use_device
 

@@ -27,7 +27,7 @@ from slime.backends.megatron_utils.layers.packed_rotary import (
 )
 from slime.backends.megatron_utils.layers.value_head import ValueHead
 from slime.backends.megatron_utils.model_config import GptOptions
-from slime.backends.trained_names import is_trained, refuse_nothing_trained
+from slime.backends.optim import is_trained, refuse_nothing_trained
 from slime.config import hook_types
 from slime.core.types import TrainBatch
 from slime.utils.device import current_device

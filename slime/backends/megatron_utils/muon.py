@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, muon
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from slime.backends.muon import QUINTIC, blend_momentum, muon_scale, orthogonalize
+from slime.backends.optim import QUINTIC, blend_momentum, muon_scale, orthogonalize
 
 _MARKS = ("is_qkv", "expert_tp")  # set on parameters by megatron-core's `muon`
 

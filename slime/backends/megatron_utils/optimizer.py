@@ -14,10 +14,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from slime.backends.lr_schedule import LrSchedule
 from slime.backends.megatron_utils.adam import install_adam
 from slime.backends.megatron_utils.config_classes import flag_fields
 from slime.backends.megatron_utils.muon import TensorParallelMuon, make_muon
+from slime.backends.optim import LrSchedule
 from slime.utils.device import device_type
 
 if TYPE_CHECKING:

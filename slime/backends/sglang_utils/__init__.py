@@ -1,8 +1,5 @@
-"""The command line of SGLang servers.
+"""The command line of SGLang servers (command.py).
 
-command.py    the argv of a server, on each node of a multi-node engine
-installed.py  compares slime's option tables with the installed SGLang and router
-
-Server processes, the router and external servers are in slime/serving; weight transport, layout and
+Server processes, the router and external servers are in slime/serving; weight transport and
 checksums are in slime/weights/sglang_*.py.
 """

@@ -62,9 +62,9 @@ def main(argv: list[str]) -> int:
     if options.cluster:
         return _examine_cluster(options)
     if options.sglang:
-        from slime.backends.sglang_utils import installed
+        from slime.backends.sglang_utils.command import compare_options
 
-        return installed.main()
+        return compare_options()
     if options.address or options.save:
         parser.error("--address and --save belong to --cluster")
     checks = examine()

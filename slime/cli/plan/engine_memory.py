@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.backends.model_size.rank_model import WholeModel
+from slime.backends.model_size import WholeModel
 from slime.cli.plan.memory import GIB, Item
 from slime.cli.plan.model_shape import Shape
 from slime.cli.plan.rank_layout import longest_sample

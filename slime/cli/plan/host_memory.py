@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from slime.backends.model_size.rank_model import RankModel
+from slime.backends.model_size import RankModel
 from slime.cli.plan.engine_memory import Engine
 from slime.cli.plan.memory import GIB, HostMemory, Item
 from slime.cli.plan.rank_layout import ClusterLayout

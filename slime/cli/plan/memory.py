@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slime.backends.model_size.rank_model import RankModel
+from slime.backends.model_size import RankModel
 from slime.config.arguments import Args
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from slime.backends.model_size.count_model import CountRequest, count_models
-from slime.backends.model_size.rank_model import ModelCount, RankModel
+from slime.backends.model_size import CountRequest, ModelCount, RankModel, count_models
 from slime.cli.plan.activations import layers_line
 from slime.cli.plan.engine_memory import Engine, KVCache
 from slime.cli.plan.host_memory import Host

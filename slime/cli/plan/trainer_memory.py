@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from slime.backends.model_size.rank_model import ModelCount, RankModel
+from slime.backends.model_size import ModelCount, RankModel
 from slime.cli.plan.activations import LayerCost, layer_cost, uses_te
 from slime.cli.plan.memory import GIB, Item
 from slime.cli.plan.model_shape import Shape

@@ -18,7 +18,7 @@ from slime.config.checks.file_checks import check_weights
 from slime.core.errors import UserError
 from slime.engine.arguments import EngineArgs
 from slime.engine.models.attention import IMPLEMENTATION
-from slime.weights.fp8_checkpoint import load_causal_lm
+from slime.weights.fp8 import load_causal_lm
 
 _DTYPES = {
     "half": torch.float16,

@@ -12,11 +12,11 @@ from typing import NoReturn
 import torch
 
 from slime.backends.checkpoint_reader import FileCheck, plain_refusals
-from slime.backends.hf_folder import FILE_BYTES, write_hf_folder
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
 from slime.core.errors import ConfigError, UserError
 from slime.runlog.checkpoint_folder import CheckpointFolder
 from slime.weights.buckets import NamedTensor
+from slime.weights.hf_folder import FILE_BYTES, write_hf_folder
 
 install_cpu_adapter()
 

@@ -1,0 +1,256 @@
+"""Tensor sizes of trainer ranks and of a full model, counted on the meta device.
+
+`count_models` counts in subprocesses, `python -m slime.backends.model_size`, because building
+Megatron on the meta device patches torch process-wide. A subprocess reads pickled requests from
+stdin, which only `count_models` writes, and prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pickle
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import slime
+from slime.config.env import child_env, read_env
+from slime.core.errors import ConfigError, UserError
+from slime.utils.machine import usable_cores
+
+if TYPE_CHECKING:
+    from slime.config.arguments import Args
+
+_ANSWER = "COUNTED "
+_TIMEOUT_S = 600
+_MOST_CHILDREN = 8  # each needs up to 1 GB of host memory
+# A parameter belongs to the part of the first pattern that matches its name.
+_PARTS = (
+    ("embedding", r"embed_tokens|wte"),
+    ("head", r"lm_head"),
+    ("experts", r"\.experts\."),
+    ("router", r"router|\.gate\."),
+    ("shared", r"shared_expert"),
+    ("kv", r"self_attn\.(k_proj|v_proj)"),
+    ("latent", r"self_attn\.(q_a_proj|kv_a_proj)"),
+    ("other", r"norm"),
+    ("attention", r"self_attn|attn"),
+    ("mlp", r"\.mlp\."),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankModel:
+    """Sizes on one trainer rank; `*_sizes` are histograms {bytes or elements: number of tensors}.
+
+    Two of 64 GPUs that share a pipeline stage of GLM-4.5 hold `parameters=5_353_918_464` each, of
+    which 4_718_592_000 are experts that no other rank has; the optimizer state of a rank covers all
+    of those and half of the rest.
+    """
+
+    rank: int
+    parameters: int
+    expert_parameters: int
+    trained_parameters: int
+    weight_sizes: dict[int, int]  # bytes of parameters and buffers
+    weight_storages: list[int]  # bytes of their storages, padding included
+    gradient_storages: list[int]  # bytes of persistent gradient buffers; empty for FSDP
+    master_sizes: dict[int, int]  # elements of the optimizer's fp32 master weights
+    moment_sizes: dict[int, int]  # elements with two fp32 moments (Adam)
+    dense_layers: int
+    moe_layers: int
+    has_embedding: bool
+    has_head: bool
+    momentum_sizes: dict[int, int] = field(default_factory=dict)  # with one moment (Muon, SGD)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.weight_storages)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(self.gradient_storages)
+
+    @property
+    def master_bytes(self) -> int:
+        return 4 * sum(size * count for size, count in self.master_sizes.items())
+
+    @property
+    def moment_bytes(self) -> int:
+        twice = sum(size * count for size, count in self.moment_sizes.items())
+        once = sum(size * count for size, count in self.momentum_sizes.items())
+        return 8 * twice + 4 * once
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeModel:
+    """Sizes of the full Hugging Face model, as engines load it: elements by part of the model."""
+
+    total: int
+    by_part: dict[str, int]  # part (`_PARTS`) -> elements
+    layer: int  # elements of the largest decoder layer
+    buffers: int  # bytes
+    largest_tensor: int  # elements; experts excluded
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCount:
+    whole: WholeModel
+    ranks: list[RankModel]
+    attention_repeats_keys: bool  # the installed torch's attention kernel has no GQA
+    torch_version: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> ModelCount:
+        ranks = [_rank_from_json(rank) for rank in raw["ranks"]]
+        return cls(**{**raw, "whole": WholeModel(**raw["whole"]), "ranks": ranks})
+
+
+_BY_SIZE = ("weight_sizes", "master_sizes", "moment_sizes", "momentum_sizes")
+
+
+def _rank_from_json(raw: dict[str, Any]) -> RankModel:
+    sizes = {name: {int(k): v for k, v in raw[name].items()} for name in _BY_SIZE}
+    return RankModel(**{**raw, **sizes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountRequest:
+    """The `ranks` of `world_size` to count; the --hf-checkpoint folder needs only a config.json."""
+
+    args: Args
+    ranks: list[int]
+    world_size: int
+
+
+def count_models(requests: list[CountRequest]) -> list[ModelCount | UserError]:
+    """Return one result per request: a count, or an error if the model or layout is unsupported.
+
+    Building the tens of thousands of modules of an MoE takes seconds, so requests run in parallel.
+    """
+    children = max(min(len(requests), usable_cores(), _MOST_CHILDREN), 1)
+    shares = [requests[child::children] for child in range(children)]
+    with ThreadPoolExecutor(children) as pool:
+        answers = list(pool.map(_count_in_child, shares))
+    return [answers[i % children][i // children] for i in range(len(requests))]
+
+
+def _count_in_child(requests: list[CountRequest]) -> list[ModelCount | UserError]:
+    command = [sys.executable, "-m", "slime.backends.model_size"]
+    path = [str(Path(slime.__file__).parents[1]), read_env().python_path or ""]
+    env = child_env(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONPATH=":".join(path))
+    done = subprocess.run(
+        command, input=pickle.dumps(requests), capture_output=True, env=env, timeout=_TIMEOUT_S
+    )
+    lines = done.stdout.decode().splitlines()
+    answers = [line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER)]
+    if done.returncode or not answers:
+        raise UserError(f"counting the model failed:\n{done.stderr.decode()[-2000:]}")
+    return [_read(answer) for answer in json.loads(answers[-1])]
+
+
+def _read(answer: dict) -> ModelCount | UserError:
+    if "error" in answer:
+        return ConfigError(answer["error"])
+    return ModelCount.from_json(answer)
+
+
+def main() -> None:
+    import logging
+    import warnings
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    requests = pickle.loads(sys.stdin.buffer.read())
+    print(_ANSWER + json.dumps([_answer(request) for request in requests]), flush=True)
+
+
+def _answer(request: CountRequest) -> dict:
+    try:
+        return _count(request).to_json()
+    except UserError as error:
+        return {"error": str(error)}
+
+
+def _count(request: CountRequest) -> ModelCount:
+    import torch
+
+    from slime.backends.kernels.packed_attention import repeats_keys
+
+    whole = _count_whole(request.args.hf_checkpoint)  # before Megatron patches torch
+    if request.args.train_backend == "fsdp":
+        from slime.backends.fsdp_utils.meta_model import count_rank
+    else:
+        from slime.backends.megatron_utils.meta_model import count_rank
+    ranks = [count_rank(request.args, rank, request.world_size) for rank in request.ranks]
+    return ModelCount(
+        whole=whole,
+        ranks=ranks,
+        attention_repeats_keys=repeats_keys(),
+        torch_version=torch.__version__,
+    )
+
+
+@functools.cache  # requests are often several parallel layouts of one model
+def _count_whole(folder: str) -> WholeModel:
+    """Count the parameters of a Hugging Face model by part."""
+    model = _skeleton(folder)
+    by_part: dict[str, int] = {}
+    layers: dict[str, int] = {}
+    for name, param in model.named_parameters():
+        part = _part(name)
+        by_part[part] = by_part.get(part, 0) + param.numel()
+        layer = re.search(r"layers\.(\d+)\.", name)
+        if layer:
+            layers[layer[1]] = layers.get(layer[1], 0) + param.numel()
+    largest = max(
+        param.numel() for name, param in model.named_parameters() if "experts" not in name
+    )
+    return WholeModel(
+        total=sum(by_part.values()),
+        by_part=by_part,
+        layer=max(layers.values(), default=0),
+        buffers=sum(buffer.nbytes for buffer in model.buffers()),
+        largest_tensor=largest,
+    )
+
+
+def _part(name: str) -> str:
+    return next((part for part, pattern in _PARTS if re.search(pattern, name)), "other")
+
+
+def _skeleton(folder: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = _read_config(folder)
+    vars(config).pop("quantization_config", None)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, trust_remote_code=False
+        )
+
+
+def _read_config(folder: str) -> Any:
+    from transformers import PretrainedConfig, Qwen2Config
+
+    from slime.data.tokenizer import load_hf_config
+
+    raw = PretrainedConfig.get_config_dict(folder)[0]
+    if raw.get("model_type") == "mimo":  # Qwen2 with an extra MTP layer, which is not trained
+        fields = {k: v for k, v in raw.items() if k not in ("model_type", "architectures")}
+        return Qwen2Config(**fields)
+    config = load_hf_config(folder)
+    return getattr(config, "text_config", config)
+
+
+if __name__ == "__main__":
+    main()
