@@ -64,6 +64,11 @@ class Args(OwnFlags):
         hint = f"; did you mean {near}?" if near else ""
         raise AttributeError(f"there is no flag for args.{name}{hint}")
 
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a critic is trained beside the actor; its values are the input of GAE."""
+        return self.advantage_estimator == "ppo" and self.loss_type != "sft_loss"
+
     def origin(self, name: str) -> Origin:
         """Return where a value came from."""
         getattr(self, name)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from slime.config.arguments import Args
 from slime.core.errors import ConfigError, UserError
-from slime.ray.placement_group import needs_critic
 from slime.ray.rollout_group import RolloutGroup
 from slime.ray.train_group import TrainGroup
 from slime.ray.watch import BrokenRunError
@@ -82,7 +81,7 @@ class Checkpointer:
         )
         try:
             path = self._folder.begin(rollout_id)
-            critic = [self._begin_critic(rollout_id, path)] if needs_critic(self.args) else []
+            critic = [self._begin_critic(rollout_id, path)] if self.args.needs_critic else []
             actor.save(rollout_id, str(path), *critic)
             rollout.save(str(path), rollout_id)
         except Exception as error:
@@ -119,7 +118,7 @@ class Checkpointer:
 
     def _find_critic(self, rollout_id: int) -> Path | None:
         """Return the critic of the checkpoint that is resumed."""
-        if not needs_critic(self.args) or self.loaded is None:
+        if not self.args.needs_critic or self.loaded is None:
             return None
         folders = [f for f in (self.args.critic_load, self.args.critic_save) if f]
         places = [self.loaded / CRITIC, *(CheckpointFolder(f).path(rollout_id) for f in folders)]

@@ -75,10 +75,6 @@ def plan_layout(
     )
 
 
-def needs_critic(args: Args) -> bool:
-    return args.advantage_estimator == "ppo" and args.loss_type != "sft_loss"
-
-
 class Placement:
     """A layout with its bundles reserved in the cluster."""
 

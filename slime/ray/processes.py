@@ -26,7 +26,7 @@ from slime.ray.checkpointing import Checkpointer
 from slime.ray.cluster import actor_env, beside_driver, collect_logs
 from slime.ray.engine_group import EngineGroup, make_engine_group
 from slime.ray.engines import Engines
-from slime.ray.placement_group import Layout, Placement, needs_critic, plan_layout
+from slime.ray.placement_group import Layout, Placement, plan_layout
 from slime.ray.ranks import Ranks
 from slime.ray.remote import Remote
 from slime.ray.rollout_group import RolloutGroup
@@ -65,7 +65,7 @@ def make_plan(args: Args) -> Plan:
         args,
         with_trainer=not args.debug_rollout_only,
         with_engines=needed and not args.debug_train_only and not args.rollout_external,
-        with_critic=needs_critic(args),
+        with_critic=args.needs_critic,
     )
     return Plan(layout=layout, never_stops=getattr(generate, "never_stops", False))
 

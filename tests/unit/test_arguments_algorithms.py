@@ -2,8 +2,9 @@
 
 import pytest
 
+from slime.algorithms.estimators import RECIPES
 from slime.core.errors import ConfigError
-from slime.ray.placement_group import needs_critic, plan_layout
+from slime.ray.placement_group import plan_layout
 from tests.args import make_args
 
 OPD = {"use_opd": True, "opd_type": "sglang", "rm_url": "http://teacher:30000"}
@@ -61,10 +62,15 @@ def test_distillation_scores_samples_itself_unless_told_how():
     assert make_args().custom_rm_path is None
 
 
+@pytest.mark.parametrize(("estimator", "recipe"), RECIPES.items())
+def test_a_critic_is_trained_where_the_recipe_takes_its_values(estimator, recipe):
+    assert make_args(advantage_estimator=estimator).needs_critic == recipe.critic
+
+
 def test_only_ppo_has_a_critic():
-    assert needs_critic(make_args(advantage_estimator="ppo"))
-    assert not needs_critic(make_args())
-    assert not needs_critic(make_args(advantage_estimator="ppo", loss_type="sft_loss"))
+    assert make_args(advantage_estimator="ppo").needs_critic
+    assert not make_args().needs_critic
+    assert not make_args(advantage_estimator="ppo", loss_type="sft_loss").needs_critic
     args = make_args(advantage_estimator="ppo", actor_num_gpus_per_node=2)
     layout = plan_layout(args, with_critic=True)
     assert layout.with_critic and layout.trainer == [0, 1]

@@ -16,7 +16,6 @@ from slime.cli.plan.rank_layout import ClusterLayout
 from slime.cli.plan.trainer_memory import (
     Trainer,
     frozen_models,
-    has_critic,
     moments_name,
     offloaded_share,
 )
@@ -44,7 +43,7 @@ class Host:
     def _node(self, node: int) -> HostMemory:
         ranks = [self._model_of(p.pp) for p in self.layout.ranks if p.node == node]
         items = self._frozen(ranks)
-        processes = ranks * 2 if has_critic(self.args) else ranks
+        processes = ranks * 2 if self.args.needs_critic else ranks
         for parts in (self._adam, self._asleep, self._offloaded):
             items += parts(processes)
         items += self._processes(node, len(processes))

@@ -41,7 +41,7 @@ class Trainer:
         copies = fp8_copy_bytes(self.args, self.shape, rank, self.sizes.tp)
         items.append(Item(name="FP8 copies of weights", nbytes=copies, note="both ways"))
         items += self._frozen(rank)
-        if has_critic(self.args) and not self.args.offload_train:  # else only one is on the GPU
+        if self.args.needs_critic and not self.args.offload_train:  # else only one is on the GPU
             both = sum(item.nbytes for item in items)
             items.append(Item(name="critic", nbytes=both, note="as much as the actor"))
         return [item for item in items if item.nbytes]
@@ -234,10 +234,6 @@ def offloaded_share(args: Args) -> float:
     """Return the share of the optimizer offloaded by --optimizer-cpu-offload; default: all."""
     fraction = args.optimizer_offload_fraction
     return 1.0 if fraction is None else fraction
-
-
-def has_critic(args: Args) -> bool:
-    return args.advantage_estimator == "ppo" and args.loss_type != "sft_loss"
 
 
 def virtual_stages(args: Args, layers: int) -> int:
