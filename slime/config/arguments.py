@@ -102,16 +102,21 @@ def parse_args(argv: list[str] | None = None, *, offline: bool = False) -> Args:
 
     With `offline`, as with --dry-run, files and packages missing here are only warnings.
     """
-    typed = read_command_line(sys.argv[1:] if argv is None else argv)
+    given, origins = read_given(sys.argv[1:] if argv is None else argv)
+    offline = offline or bool(given.get("dry_run"))
+    cluster = read_env().ray_address is not None
+    return resolve(Draft(given, origins, gpus=count_gpus(), offline=offline, cluster=cluster))
+
+
+def read_given(argv: list[str]) -> tuple[dict[str, Any], dict[str, Origin]]:
+    """Return the values of a command line and of its --config file, and where each came from."""
+    typed = read_command_line(argv)
     configured = read_config(typed["config"]) if typed.get("config") else {}
     origins: dict[str, Origin] = {
         **dict.fromkeys(configured, "config"),
         **dict.fromkeys(typed, "command line"),
     }
-    given = {**configured, **typed}
-    offline = offline or bool(given.get("dry_run"))
-    cluster = read_env().ray_address is not None
-    return resolve(Draft(given, origins, gpus=count_gpus(), offline=offline, cluster=cluster))
+    return {**configured, **typed}, origins
 
 
 def resolve(draft: Draft) -> Args:

@@ -11,9 +11,8 @@ from pathlib import Path
 from slime.cli.plan.plan import Plan, find_advice, make_plan, plan_json
 from slime.cli.plan.render import print_plan, write_page
 from slime.cli.plan.request import PlanOptions, machine_of, planned_args, split_options
-from slime.config.arguments import Args, parse_args, print_resolved, resolve
-from slime.config.flags.draft import Draft, Origin
-from slime.config.flags.parser import read_command_line, read_config
+from slime.config.arguments import Args, parse_args, print_resolved, read_given, resolve
+from slime.config.flags.draft import Draft
 from slime.config.flags.registry import own_flags
 from slime.config.installed import count_gpus, is_installed
 from slime.core.errors import ConfigError, UserError
@@ -77,7 +76,7 @@ def is_dry_run(argv: list[str] | None) -> bool:
     words = sys.argv[1:] if argv is None else argv
     if "--dry-run" in words or not any(word.split("=")[0] == "--config" for word in words):
         return "--dry-run" in words
-    return bool(read_config(read_command_line(words)["config"]).get("dry_run"))
+    return bool(read_given(words)[0].get("dry_run"))
 
 
 def dry_run(argv: list[str] | None, check_start: Callable[[Args], None]) -> int:
@@ -116,10 +115,7 @@ def _resolve_with_gpus(words: list[str], refused: ConfigError) -> Args:
     """Resolve the flags for a machine with GPUs; raise `refused` if they are wrong there too."""
     if count_gpus():
         raise refused
-    typed = read_command_line(words)
-    configured = read_config(typed["config"]) if typed.get("config") else {}
-    given = {**configured, **typed}
-    origins: dict[str, Origin] = dict.fromkeys(given, "command line")
+    given, origins = read_given(words)
     several = (given.get("actor_num_nodes") or 1) > 1
     each = given.get("num_gpus_per_node") or own_flags()["num_gpus_per_node"].default
     try:

@@ -13,9 +13,8 @@ from typing import Any
 from slime.cli.plan.memory import GIB
 from slime.cli.plan.model_shape import config_from_flags, write_config
 from slime.cli.plan.plan import Machine
-from slime.config.arguments import Args, resolve
+from slime.config.arguments import Args, read_given, resolve
 from slime.config.flags.draft import Draft, Origin
-from slime.config.flags.parser import read_command_line, read_config
 from slime.config.flags.spec import option_of
 from slime.config.installed import count_gpus, find_sglang
 from slime.core.errors import ConfigError
@@ -66,13 +65,7 @@ def split_options(argv: list[str]) -> tuple[PlanOptions, list[str]]:
 @contextmanager
 def planned_args(argv: list[str], options: PlanOptions) -> Iterator[Args]:
     """Yield the resolved flags; inside, --hf-checkpoint is a folder with at least a config.json."""
-    typed = read_command_line(argv)
-    configured = read_config(typed["config"]) if typed.get("config") else {}
-    given = {**configured, **typed}
-    origins: dict[str, Origin] = {
-        **dict.fromkeys(configured, "config"),
-        **dict.fromkeys(typed, "command line"),
-    }
+    given, origins = read_given(argv)
     with tempfile.TemporaryDirectory(prefix="slime-plan-") as folder:
         warnings = _give_config(given, Path(folder))
         warnings += _assume(given, origins)
