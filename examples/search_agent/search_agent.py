@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from slime.rollout.observation import add_observation
-from slime.rollout.rm_hub import f1
+from slime.rollout.rm_hub.simple_rewards import grade_f1
 from slime.rollout.sglang_rollout import generate as one_turn
 from slime.utils.types import Sample, Status
 
@@ -41,7 +41,7 @@ async def generate(args, sample: Sample, sampling_params: dict) -> Sample:
 
 def reward(args, sample: Sample) -> float:
     answer = find_answer(sample.response)
-    return f1.grade(answer, sample.label) if answer is not None else 0.0
+    return grade_f1(answer, sample.label) if answer is not None else 0.0
 
 
 def find_answer(response: str) -> str | None:

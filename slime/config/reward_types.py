@@ -35,13 +35,13 @@ REWARD_TYPES = {
         grader=f"{_HUB}.math_reward.deepscaler", needs_label=True, sandboxed=True, reads_box=True
     ),
     "dapo": RewardType(
-        grader=f"{_HUB}.dapo.reward", needs_label=True, keys=("score", "acc", "pred")
+        grader=f"{_HUB}.math_reward.dapo", needs_label=True, keys=("score", "acc", "pred")
     ),
-    "f1": RewardType(grader=f"{_HUB}.f1.reward", needs_label=True),
+    "f1": RewardType(grader=f"{_HUB}.simple_rewards.f1", needs_label=True),
     "gpqa": RewardType(grader=f"{_HUB}.gpqa.reward"),
-    "ifbench": RewardType(grader=f"{_HUB}.ifbench.reward", sandboxed=True),
+    "ifbench": RewardType(grader=f"{_HUB}.simple_rewards.ifbench", sandboxed=True),
     "code": RewardType(grader=f"{_HUB}.code.reward", sandboxed=True),
-    "reasoning_gym": RewardType(grader=f"{_HUB}.reasoning_gym_rm.reward", sandboxed=True),
+    "reasoning_gym": RewardType(grader=f"{_HUB}.simple_rewards.reasoning_gym", sandboxed=True),
     "remote_rm": RewardType(grader=f"{_HUB}.simple_rewards.remote_rm"),
     "random": RewardType(grader=f"{_HUB}.simple_rewards.random"),
 }

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from slime.config.arguments import Args
 
 
+Reward = float | dict[str, Any]
+
+
 @dataclass(kw_only=True)
 class RolloutFnTrainOutput:
     """Scored groups to train on, in group order, and metrics to log."""
@@ -67,8 +70,17 @@ class GenerateFunction(Protocol):
     ) -> Sample | list[Sample]: ...
 
 
+class RewardArgs(Protocol):
+    """The attributes that scoring needs; hooks may pass an object of their own."""
+
+    rm_type: str | None
+    custom_rm_path: str | None
+    rm_url: str | None
+    reward_key: str | None
+
+
 class RewardFunction(Protocol):
-    async def __call__(self, args: Args, sample: Sample) -> float | dict[str, Any]: ...
+    async def __call__(self, args: Args, sample: Sample) -> Reward: ...
 
 
 class GroupRewardFunction(Protocol):

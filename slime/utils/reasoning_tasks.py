@@ -1,7 +1,7 @@
 """Tasks of the package reasoning-gym by name: `--prompt-data reasoning-gym:leg_counting@[0:500]`.
 
 A row depends on the task and its index alone, so a sample carries only these two. Answers are scored in
-the sandbox (rollout/rm_hub/reasoning_gym_rm.py), where the row is generated again.
+the sandbox (rollout/rm_hub/simple_rewards.py), where the row is generated again.
 """
 
 from __future__ import annotations

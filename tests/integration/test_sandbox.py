@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.rollout.sandbox.view import interpreter_paths
+from slime.rollout.sandbox.bubblewrap import interpreter_paths
 from tests.sandboxes import USERS, attack
 
 X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="machine code of x86_64")

@@ -12,8 +12,8 @@ import pytest
 from slime.core.errors import UserError
 from slime.rollout.hooks import check_hooks
 from slime.rollout.sandbox import Limits, check_sandbox, run_python
+from slime.rollout.sandbox.bubblewrap import bwrap_arguments
 from slime.rollout.sandbox.seccomp import build_filter
-from slime.rollout.sandbox.view import bwrap_arguments
 from slime.utils.http import run
 from tests.args import make_args
 

@@ -16,9 +16,10 @@ import pytest
 from examples.search_agent import search_agent
 from examples.tool_agent import tool_agent
 from slime.data.openai_replies import parse_tool_calls
-from slime.rollout.rm_hub import code, dapo, f1, gpqa, math_reward, reasoning_gym_rm
+from slime.rollout.rm_hub import code, gpqa, math_reward
 from slime.rollout.rm_hub.inside.instructions import INSTRUCTIONS
-from slime.rollout.rm_hub.math_reward import exact_number, last_boxed
+from slime.rollout.rm_hub.math_reward import exact_number, grade_dapo, last_boxed
+from slime.rollout.rm_hub.simple_rewards import find_answer, grade_f1
 
 SIZES = (500, 4_000, 32_000)  # characters
 FACTOR = 4.0  # on top of linear growth
@@ -74,10 +75,10 @@ FUNCTIONS = {
     "normal_form": math_reward.normal_form,
     "number": exact_number,
     "find_program": code.find_program,
-    "find_answer": reasoning_gym_rm.find_answer,
-    "dapo.grade": lambda text: dapo.grade(text, "17"),
-    "dapo label": lambda text: dapo.grade("Answer: 17", text),
-    "f1": lambda text: f1.grade(text, "the 17"),
+    "find_answer": find_answer,
+    "grade_dapo": lambda text: grade_dapo(text, "17"),
+    "dapo label": lambda text: grade_dapo("Answer: 17", text),
+    "f1": lambda text: grade_f1(text, "the 17"),
     "gpqa": lambda text: gpqa.grade(text, "C", {}),
     "gpqa with choices": lambda text: gpqa.grade(
         text, "B", {"choices": ["red fox", "a", "1", "x"]}

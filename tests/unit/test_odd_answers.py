@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slime.core.types import Sample
-from slime.rollout.rm_hub import batched_async_rm, dapo, gpqa
-from slime.rollout.rm_hub.math_reward import exact_number
+from slime.rollout.rm_hub import batched_async_rm, gpqa
+from slime.rollout.rm_hub.math_reward import exact_number, grade_dapo
 from slime.utils.http import run
 from tests.args import make_args
 
@@ -69,7 +69,7 @@ def test_exact_numbers(text, value):
     ],
 )  # fmt: skip
 def test_dapo_numbers(answer, label, correct):
-    assert dapo.grade(f"so\nAnswer: {answer}", label)["acc"] is correct
+    assert grade_dapo(f"so\nAnswer: {answer}", label)["acc"] is correct
 
 
 ELEMENTS = {"choices": ["nitrogen", "oxygen", "carbon dioxide", "carbon"]}

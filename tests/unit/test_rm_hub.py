@@ -12,8 +12,9 @@ from slime.config.reward_types import REWARD_TYPES, needs_label, reward_type
 from slime.core.errors import ConfigError
 from slime.core.types import Sample
 from slime.rollout.base_types import RewardFunction
-from slime.rollout.rm_hub import async_rm, batched_async_rm, dapo, f1
-from slime.rollout.rm_hub.math_reward import last_boxed, normal_form
+from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.rm_hub.math_reward import grade_dapo, last_boxed, normal_form
+from slime.rollout.rm_hub.simple_rewards import grade_f1
 from slime.utils.http import run
 from slime.utils.load_function import load_function
 from tests.odd_texts import ODD
@@ -145,11 +146,11 @@ def test_dapo(response, pred, correct):
 
 
 def test_dapo_thousands_and_labels():
-    assert dapo.grade("Answer: 1,234,567", 1234567)["acc"]
-    assert dapo.grade("Answer: 1{,}024", "1024")["acc"]
-    assert dapo.grade("Answer: -3", "-3.0")["acc"]
-    assert not dapo.grade("Answer: 5", None)["acc"]
-    assert not dapo.grade("Answer: ", "5")["acc"]
+    assert grade_dapo("Answer: 1,234,567", 1234567)["acc"]
+    assert grade_dapo("Answer: 1{,}024", "1024")["acc"]
+    assert grade_dapo("Answer: -3", "-3.0")["acc"]
+    assert not grade_dapo("Answer: 5", None)["acc"]
+    assert not grade_dapo("Answer: ", "5")["acc"]
 
 
 def naive_f1(response, label):
@@ -177,10 +178,10 @@ def test_f1_against_a_direct_count(response, label):
 
 
 def test_f1_exact_words_and_several_labels():
-    assert f1.grade("yes, it is", "yes") == 0.0
-    assert f1.grade("yes", "yes it is") == 0.0
-    assert f1.grade("Yes.", "yes") == 1.0
-    assert f1.grade("Paris", ["London", "paris"]) == 1.0
+    assert grade_f1("yes, it is", "yes") == 0.0
+    assert grade_f1("yes", "yes it is") == 0.0
+    assert grade_f1("Yes.", "yes") == 1.0
+    assert grade_f1("Paris", ["London", "paris"]) == 1.0
 
 
 def test_random_is_seeded_and_even():

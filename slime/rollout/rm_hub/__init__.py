@@ -11,15 +11,18 @@ from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
 
-from slime.config.reward_types import BOXED, reward_type
+from slime.config.arguments import Args
+from slime.config.datasets import DataSpec
+from slime.config.reward_types import BOXED, check_row_type, reward_type
+from slime.core.errors import ConfigError
 from slime.core.types import Sample
-from slime.rollout.base_types import GroupRewardFunction, RewardFunction
+from slime.rollout.base_types import GroupRewardFunction, Reward, RewardArgs, RewardFunction
 from slime.rollout.context import current_generation
 from slime.rollout.hook_calls import HookTimer, hook_queue, in_thread, on_hook_loop, run_hook
 from slime.rollout.rm_hub.math_reward import last_boxed
-from slime.rollout.rm_hub.settings import Reward, RewardArgs, chosen_type
 from slime.utils.http import gather
 from slime.utils.load_function import is_async, load_function
+from slime.utils.reasoning_tasks import METADATA_KEY
 
 CUSTOM_TIMEOUT_S = 600.0
 
@@ -30,7 +33,7 @@ async def async_rm(args: RewardArgs, sample: Sample) -> Reward:
     if path is not None:
         fn = load_function(path, flag=flag, protocol=RewardFunction)
         return check_reward(await _call(fn, args, sample, f"{flag} {path}"), f"{flag} {path}")
-    name = chosen_type(args, sample)
+    name = _chosen_type(args, sample)
     grade = load_function(
         reward_type(name).grader, flag="--rm-type", protocol=RewardFunction, must_be_async=True
     )
@@ -73,6 +76,35 @@ def check_number(value: Any, where: str, expected: str = "a number") -> float:
     if not math.isfinite(number):
         raise ValueError(f"{where} returned {number}")
     return number
+
+
+def _chosen_type(args: RewardArgs, sample: Sample) -> str:
+    """Return the reward type of the sample: its own if the run allows it, else `--rm-type`.
+
+    Metadata comes from data rows, so a type that the user did not allow is an error.
+    """
+    asked = sample.metadata.get("rm_type")
+    if asked not in (None, ""):
+        check_row_type(asked, _allowed(args, sample), f"sample {sample.index}")
+        return asked
+    if not args.rm_type:
+        raise ConfigError("samples need a reward: set --rm-type or --custom-rm-path")
+    return args.rm_type
+
+
+def _allowed(args: RewardArgs, sample: Sample) -> list[str | None]:
+    if not isinstance(args, Args):
+        return [args.rm_type]
+    task_type = ["reasoning_gym"] if _is_task_of_run(args, sample) else []
+    return [args.rm_type, *args.allow_row_rm_types, *task_type]
+
+
+def _is_task_of_run(args: Args, sample: Sample) -> bool:
+    """Return whether the run names `reasoning-gym:<task>` with the task of this sample."""
+    origin = sample.metadata.get(METADATA_KEY)
+    paths = [*(args.prompt_data or []), *(dataset.path for dataset in args.eval_datasets)]
+    tasks = [DataSpec.parse(path).task for path in paths]
+    return isinstance(origin, dict) and origin.get("task") is not None and origin["task"] in tasks
 
 
 def _custom_path(args: RewardArgs, sample: Sample) -> tuple[str | None, str]:

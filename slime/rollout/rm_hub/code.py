@@ -25,7 +25,8 @@ import orjson
 
 from slime.core.errors import UserError
 from slime.core.types import Sample
-from slime.rollout.rm_hub.settings import RewardArgs, isolated
+from slime.rollout.base_types import RewardArgs
+from slime.rollout.rm_hub.workers import isolated
 from slime.rollout.sandbox import Limits, SandboxProcess, program_slots, run_python, start
 
 TIME_LIMIT_S = 6.0  # per case of input and output; for all statements together

@@ -7,9 +7,9 @@ import string
 from typing import Any
 
 from slime.core.types import Sample
+from slime.rollout.base_types import RewardArgs
 from slime.rollout.hook_calls import in_thread
 from slime.rollout.rm_hub.math_reward import last_boxed
-from slime.rollout.rm_hub.settings import RewardArgs
 
 _TAIL_CHARS = 5000  # at the end, in which the answer is searched
 _DEFAULT = "ABCDEFGHIJ"  # letters of rows that list none

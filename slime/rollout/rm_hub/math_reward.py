@@ -1,7 +1,7 @@
 r"""`--rm-type math` and `deepscaler`: the last \boxed{} of the response against the label, 1 or 0.
 
 Two answers are equal if their normal forms or their exact numeric values are; otherwise math-verify decides,
-in a worker process.
+in a worker process. `--rm-type dapo`: the last "Answer: ..." line against an integer label, 1 or -1.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from decimal import Decimal
+from typing import Any
 
 from slime.core.types import Sample
-from slime.rollout.rm_hub.settings import RewardArgs, isolated
-from slime.rollout.rm_hub.workers import workers
+from slime.rollout.base_types import RewardArgs
+from slime.rollout.rm_hub.workers import isolated, workers
 
 TIME_LIMIT_S = 5.0
 _MAX_ANSWER_CHARS = 1000
@@ -33,6 +34,18 @@ _DROPPED = re.compile(
 )
 _UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}$")
 
+_DAPO_TAIL_CHARS = 300  # in which the "Answer:" line of dapo is searched
+_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+_NO_ANSWER = "[INVALID]"
+_UNIT_NAMES = (
+    "degrees?|cm|mm|km|centimeters?|meters?|miles?|inches|inch|feet|foot|units?|square|cubic|dollars?|"
+    "cents?|points?|minutes?|hours?|days?|weeks?|months?|years?|seconds?|percent|edges|sq|mph|"
+    "kmph|ft|m|s|h|p\\.m\\.|a\\.m\\."
+)
+_TRAILING_UNITS = re.compile(
+    rf"(?<=[\d\s}}$])\s*(?:{_UNIT_NAMES})(?:\s+(?:{_UNIT_NAMES}))*\s*$", re.IGNORECASE
+)
+
 
 async def math(args: RewardArgs, sample: Sample) -> float:
     return await grade_math(sample.response, sample.label, isolate=isolated(args))
@@ -40,6 +53,10 @@ async def math(args: RewardArgs, sample: Sample) -> float:
 
 async def deepscaler(args: RewardArgs, sample: Sample) -> float:
     return await grade_deepscaler(sample.response, sample.label, isolate=isolated(args))
+
+
+async def dapo(args: RewardArgs, sample: Sample) -> dict[str, Any]:
+    return grade_dapo(sample.response, sample.label)
 
 
 async def grade_math(response: str, label: object, *, isolate: bool = True) -> float:
@@ -55,6 +72,32 @@ async def grade_deepscaler(response: str, label: object, *, isolate: bool = True
         if marker in response:
             return await grade_math(response.rsplit(marker, 1)[1], label, isolate=isolate)
     return 0.0
+
+
+def grade_dapo(response: str, label: object) -> dict[str, Any]:
+    found = _ANSWER.findall(response[-_DAPO_TAIL_CHARS:])
+    pred = dapo_answer(found[-1]) if found else _NO_ANSWER
+    expected = "" if label is None else str(label)
+    correct = (
+        bool(found)
+        and len(expected) <= _DAPO_TAIL_CHARS
+        and _same_integer(pred, dapo_answer(expected))
+    )
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
+
+
+def dapo_answer(text: str) -> str:
+    r"""Return the bare answer: `$\boxed{1{,}024}$ cm.` becomes `1024`."""
+    text = re.sub(r"<\|[^|]*\|>", "", text)  # an end-of-turn token left in the text
+    text = text.split("=")[-1]
+    text = re.sub(r"\\(?:boxed|fbox|text|textbf|mathrm|mathbf|overline)\s*\{", "{", text)
+    text = re.sub(r"\\(?:left|right|displaystyle|,|!|;|:| |%|\$)", "", text)
+    text = re.sub(r"\^\{?\\circ\}?|\\degree", "", text)
+    text = text.replace("$", "").replace("*", "").strip().rstrip(".").strip()
+    text = re.sub(r"\{,\}|(?<=\d),(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"[{}]", "", text) if re.fullmatch(r"[{}\s\d\w.+-]*", text) else text
+    text = _TRAILING_UNITS.sub("", text)
+    return re.sub(r"\s+", "", text).rstrip("%")
 
 
 def label_text(label: object) -> str:
@@ -133,6 +176,13 @@ def normal_form(text: str) -> str:
     if _THOUSANDS.fullmatch(text):
         text = re.sub(r"[{}, ]", "", text)
     return text.removeprefix("{").removesuffix("}") if re.fullmatch(r"\{[^{}]*\}", text) else text
+
+
+def _same_integer(pred: str, label: str) -> bool:
+    found, expected = exact_number(pred), exact_number(label)
+    if found is None or expected is None:
+        return bool(label) and pred == label
+    return found == expected == expected.to_integral_value()
 
 
 def _differ_by_percent(answer: str, found: Decimal, label: str, expected: Decimal) -> bool:

@@ -19,7 +19,9 @@ from typing import Any
 import orjson
 import psutil
 
+from slime.config.arguments import Args
 from slime.core.errors import UserError
+from slime.rollout.base_types import RewardArgs
 from slime.rollout.sandbox import Limits, SandboxProcess, start
 from slime.utils.reasoning_tasks import HASH_SEED
 
@@ -80,6 +82,11 @@ def workers(kind: str, *, time_limit_s: float, isolate: bool) -> Workers:
     if key not in pools:
         pools[key] = Workers(kind, time_limit_s=time_limit_s, isolate=isolate)
     return pools[key]
+
+
+def isolated(args: RewardArgs) -> bool:
+    """Return whether code and answers of the model run in the sandbox (no --allow-unsandboxed-code)."""
+    return not (isinstance(args, Args) and args.allow_unsandboxed_code)
 
 
 def _answer(reply: dict[str, Any] | None) -> Any:

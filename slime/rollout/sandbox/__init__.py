@@ -13,11 +13,9 @@ unless the user asks for it (`--allow-unsandboxed-code`).
 from __future__ import annotations
 
 from slime.rollout.sandbox.bubblewrap import bubblewrap_version
-from slime.rollout.sandbox.checks import check_sandbox
 from slime.rollout.sandbox.episode import Sandbox, SandboxEnded
-from slime.rollout.sandbox.limits import Limits, RunResult
-from slime.rollout.sandbox.process import SandboxProcess, start
-from slime.rollout.sandbox.program import program_slots, run_python
+from slime.rollout.sandbox.process import Limits, SandboxProcess, start
+from slime.rollout.sandbox.program import RunResult, check_sandbox, program_slots, run_python
 from slime.rollout.sandbox.proxy import Allow
 
 __all__ = [

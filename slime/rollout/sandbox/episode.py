@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.rollout.sandbox.checks import check_sandbox
-from slime.rollout.sandbox.limits import Limits, RunResult
-from slime.rollout.sandbox.process import ENVIRONMENT, SandboxProcess, start
+from slime.rollout.sandbox.process import ENVIRONMENT, Limits, SandboxProcess, start
+from slime.rollout.sandbox.program import RunResult, check_sandbox
 from slime.rollout.sandbox.proxy import PORT, Allow, Proxy
 
 _AGENT = Path(__file__).with_name("agent.py")

@@ -1,4 +1,4 @@
-"""Processes in a sandbox of their own: one program to its end, or a worker that lives on."""
+"""Processes in a sandbox of their own, and the limits that they run under."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import os
 import socket
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slime.rollout.sandbox.bubblewrap import find_bwrap
-from slime.rollout.sandbox.limits import Limits
+from slime.rollout.sandbox.bubblewrap import WORK, bwrap_arguments, find_bwrap, shown_paths
 from slime.rollout.sandbox.seccomp import build_filter
-from slime.rollout.sandbox.view import WORK, bwrap_arguments, shown_paths
 
 # By path, without slime and site-packages on the way: a supervisor starts in milliseconds.
 _SUPERVISOR = f"""import sys
@@ -27,6 +25,23 @@ ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1",
     "HOME": WORK, "TMPDIR": "/tmp",
 }  # fmt: skip
+
+
+@dataclass(kw_only=True, frozen=True)
+class Limits:
+    """Limits over everything in a sandbox together, children and shared memory included.
+
+    Example: `Limits(memory_bytes=2 << 30, processes=64, forks=True)` lets a shell start up to 64
+    processes and threads, which are killed when together they hold more than 2 GiB.
+    """
+
+    memory_bytes: int = 1 << 30  # processes, shared memory and files of the sandbox together
+    cpu_s: float | None = None  # CPU time of all processes together; None: no limit
+    processes: int = 64  # processes and threads together
+    forks: bool = False  # whether a program may start processes; threads are always possible
+    disk_bytes: int = 64 << 20  # the working folder and /tmp together, which are in memory
+    output_bytes: int = 1 << 20  # per stream of one command
+    open_files: int = 64  # per process
 
 
 class SandboxProcess:
