@@ -8,7 +8,6 @@ import threading
 from slime.core.types import Sample, Status
 from slime.rollout.base_types import DynamicFilterOutput
 from slime.rollout.rm_hub import async_rm
-from slime.rollout.samples import clone_sample
 from slime.rollout.sglang_rollout import generate
 from tests.fake_engine import Reply
 
@@ -82,7 +81,7 @@ async def generate_two_turns(args, sample, sampling_params, evaluation=False):
 
 async def generate_two_samples(args, sample, sampling_params):
     first = await generate(args, sample, sampling_params)
-    return [first, clone_sample(first)]
+    return [first, first.clone()]
 
 
 async def generate_fails_on_odd(args, sample, sampling_params):
@@ -163,7 +162,7 @@ async def reward_by_the_engine(args, sample):
 
 async def generate_uneven(args, sample, sampling_params):
     """Two segments for the first sample of all, one for every other."""
-    first = await generate(args, clone_sample(sample), sampling_params)
+    first = await generate(args, sample.clone(), sampling_params)
     if sample.index != 0:
         return first
-    return [first, await generate(args, clone_sample(sample), sampling_params)]
+    return [first, await generate(args, sample.clone(), sampling_params)]

@@ -8,7 +8,6 @@ The reviser's answer is graded; the critic shares its reward, the solver is grad
 from __future__ import annotations
 
 from slime.rollout.rm_hub import async_rm
-from slime.rollout.samples import clone_sample
 from slime.rollout.sglang_rollout import generate as one_turn
 from slime.utils.data import encode_prompt
 from slime.utils.tokenizer import load_tokenizer
@@ -48,7 +47,7 @@ def segment(args, sample: Sample, text: str) -> Sample:
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **args.apply_chat_template_kwargs
         )
-    fresh = clone_sample(sample)
+    fresh = sample.clone()
     fresh.prompt, fresh.response, fresh.response_length, fresh.weight_versions = text, "", 0, []
     fresh.loss_mask = fresh.rollout_log_probs = fresh.reward = None
     fresh.status = Status.PENDING

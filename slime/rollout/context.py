@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from slime.rollout.engine_pool import EnginePool
 from slime.rollout.hook_calls import HookCalls
-from slime.rollout.progress import ProgressMonitor
+from slime.rollout.metrics import ProgressMonitor
 from slime.rollout.staleness import WeightClock
 
 T = TypeVar("T")

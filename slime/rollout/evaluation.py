@@ -14,9 +14,8 @@ from slime.rollout.context import GenerationState, RolloutContext
 from slime.rollout.data_source import label_needed_by, row_rm_types
 from slime.rollout.group_task import run_group
 from slime.rollout.hook_calls import in_thread
-from slime.rollout.metrics import eval_metrics
-from slime.rollout.progress import Progress
-from slime.rollout.sampling import eval_sampling_params
+from slime.rollout.metrics import Progress, eval_metrics
+from slime.rollout.sampling import sampling_params
 from slime.utils.http import gather
 
 if TYPE_CHECKING:
@@ -50,12 +49,12 @@ async def _evaluate_one(args: Args, dataset: EvalDataset, progress: Progress) ->
     args = dataset_args(args, dataset)
     seed_parts = (args.rollout_seed, "eval", dataset.name) if args.deterministic else ()
     state = GenerationState(seed_parts=seed_parts, hook_calls=progress.hook_calls)
-    params = eval_sampling_params(
+    params = sampling_params(
         args,
         temperature=dataset.temperature,
         top_p=dataset.top_p,
         top_k=dataset.top_k,
-        max_response_len=dataset.max_response_len,
+        max_new_tokens=dataset.max_response_len,
     )
     with RolloutContext.current().for_generation(state).active():
         groups = await in_thread(_make_groups, args, dataset)

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 from slime.core.errors import UserError
 from slime.core.types import Group, Sample
 from slime.rollout.base_types import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.batch_filter import BatchFilter, group_index
 from slime.rollout.context import GenerationState, RolloutContext
 from slime.rollout.data_source import TracksRollouts
 from slime.rollout.evaluation import evaluate
 from slime.rollout.group_task import abort_groups, run_group
-from slime.rollout.samples import clone_group, restart
+from slime.rollout.samples import clone_group, group_index, restart
 from slime.rollout.sampling import rollout_sampling_params
+from slime.rollout.sglang_rollout import BatchFilter
 from slime.rollout.staleness import is_too_stale
 from slime.utils import http
 from slime.utils.gc_tuning import raise_gc_thresholds

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from slime.core.errors import UserError
 from slime.core.types import Group, Sample, Status
 from slime.data.tokenizer import eos_token_id
-from slime.rollout.base_types import GenerateFunction
+from slime.rollout.base_types import GenerateFunction, Reward
 from slime.rollout.context import RolloutContext, current_generation, is_aborting
-from slime.rollout.generate_call import generate
 from slime.rollout.hook_calls import run_hook
-from slime.rollout.rm_hub import Reward, async_rm, check_number, group_rm
-from slime.rollout.samples import clone_sample, fill_empty_response, mark_failed
-from slime.rollout.sampling import SamplingParams
+from slime.rollout.rm_hub import async_rm, check_number, group_rm
+from slime.rollout.samples import fill_empty_response, group_index, mark_failed
+from slime.rollout.sampling import SamplingParams, generate
 from slime.utils.http import gather
 from slime.utils.load_function import accepts, load_function
 
@@ -70,7 +69,7 @@ async def _run_sample(
         return [sample]
     samples = [sample]
     if sample.status not in _GENERATED:
-        before = clone_sample(sample)  # a hook that fails half way may leave inconsistent fields
+        before = sample.clone()  # a hook that fails half way may leave inconsistent fields
         call = _generate(args, sample, dict(sampling_params), evaluation)
         samples = await _mark_failures("generate", [before], call) or [before]
     _assign_indices(samples, sample)
@@ -215,7 +214,7 @@ async def abort_groups(
         _partial_group(task, group) if generation.keep_partial else group
         for task, group in running.items()
     ]
-    return sorted(groups, key=lambda group: group[0].group_index or 0)
+    return sorted(groups, key=group_index)
 
 
 async def _abort_until_done(

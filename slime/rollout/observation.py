@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
 from slime.core.types import Sample, Status
 from slime.data.tokenizer import encode_content, load_tokenizer
-from slime.rollout.sampling import SamplingParams
+from slime.rollout.sampling import SamplingParams, tokens_left
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -31,12 +30,8 @@ def add_observation(
     encode = partial(load_tokenizer(args.hf_checkpoint).encode, add_special_tokens=False)
     content = encode_content(args.hf_checkpoint, text)
     tokens = [*encode(before), *content, *encode(after)]
-    limit, context = params["max_new_tokens"], args.rollout_max_context_len
-    max_tokens = min(
-        (sys.maxsize if limit is None else limit) - sample.response_length,
-        (sys.maxsize if context is None else context) - len(sample.tokens),
-    )
-    if len(tokens) >= max_tokens:  # at least one token must be left for the model
+    left = tokens_left(args, sample, params)
+    if left is not None and len(tokens) >= left:  # at least one token must be left for the model
         sample.status = Status.TRUNCATED
         return False
     sample.append_response_tokens(tokens=tokens, trainable=False)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import UserError
 from slime.core.types import Sample
-from slime.rollout.rm_hub import Reward, async_rm
+from slime.rollout.base_types import Reward
+from slime.rollout.rm_hub import async_rm
 from slime.utils.http import post
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Copy samples, restart them, mark them as failed."""
+"""Copy samples, restart them, mark them as failed, fill empty responses."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from slime.rollout.engine_pool import EngineRefusedError
 _TRACEBACK_LINES = 6
 
 
-def clone_sample(sample: Sample) -> Sample:
-    """Return a copy with its own lists and dictionaries."""
-    return sample.clone()
-
-
 def clone_group(group: Group) -> Group:
-    return [clone_sample(sample) for sample in group]
+    return [sample.clone() for sample in group]
+
+
+def group_index(group: Group) -> int:
+    return group[0].group_index or 0
 
 
 def restart(sample: Sample) -> Sample:
     """Return the sample without its response, to be generated from the beginning."""
-    fresh = clone_sample(sample)
+    fresh = sample.clone()
     fresh.tokens = sample.tokens[: len(sample.tokens) - sample.response_length]
     fresh.response, fresh.response_length, fresh.weight_versions = "", 0, []
     fresh.loss_mask = fresh.rollout_log_probs = fresh.teacher_log_probs = fresh.reward = None
@@ -41,13 +40,10 @@ def mark_failed(sample: Sample, stage: str, error: Exception) -> None:
     sample.remove_sample = True
     sample.metadata["error"] = f"{type(error).__name__}: {error}"
     sample.metadata["error_stage"] = stage
-    refused = isinstance(error, EngineRefusedError)  # the traceback would not help
-    sample.metadata["error_traceback"] = str(error) if refused else last_lines(error)
-
-
-def last_lines(error: BaseException) -> str:
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
-    return "\n".join(lines[-_TRACEBACK_LINES:])
+    if isinstance(error, EngineRefusedError):  # the traceback would not help
+        lines = [str(error)]
+    sample.metadata["error_traceback"] = "\n".join(lines[-_TRACEBACK_LINES:])
 
 
 def fill_empty_response(sample: Sample, token: int) -> None:

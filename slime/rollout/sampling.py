@@ -1,18 +1,37 @@
-"""Sampling parameters in the engines' format, and reproducible seeds."""
+"""`generate`: send one sample to an engine, token ids in, token ids and log-probs out.
+
+Sampling parameters have the engines' format; seeds are reproducible.
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slime.core.errors import UserError
+from slime.core.types import Sample, Status
+from slime.data.prompt_data import encode_prompt
+from slime.data.tokenizer import load_tokenizer
+from slime.rollout.context import GenerationState, RolloutContext, is_aborting
+from slime.rollout.hook_calls import on_main_loop
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
 
 SamplingParams = dict[str, Any]  # the engine's JSON object; hooks may edit it
 
+_MAX_ABORTS = 20  # in a row; connection errors are retried in engine_pool.py
+_FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+
 
 def rollout_sampling_params(args: Args) -> SamplingParams:
-    return _sampling_params(
+    return sampling_params(
         args,
         temperature=args.rollout_temperature,
         top_p=args.rollout_top_p,
@@ -21,21 +40,7 @@ def rollout_sampling_params(args: Args) -> SamplingParams:
     )
 
 
-def eval_sampling_params(
-    args: Args, *, temperature: float, top_p: float, top_k: int, max_response_len: int | None
-) -> SamplingParams:
-    return _sampling_params(
-        args, temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=max_response_len
-    )
-
-
-def hash32(*parts: object) -> int:
-    """Return a number in [0, 2**31) that is the same in every process and on every machine."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") & 0x7FFFFFFF
-
-
-def _sampling_params(
+def sampling_params(
     args: Args, *, temperature: float, top_p: float, top_k: int, max_new_tokens: int | None
 ) -> SamplingParams:
     params: SamplingParams = {
@@ -52,3 +57,139 @@ def _sampling_params(
     if args.rollout_stop_token_ids:
         params["stop_token_ids"] = args.rollout_stop_token_ids
     return params
+
+
+def hash32(*parts: object) -> int:
+    """Return a number in [0, 2**31) that is the same in every process and on every machine."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFFFFFF
+
+
+async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) -> Sample:
+    """Let an engine continue the sample; the public building block of custom generate functions.
+
+    `max_new_tokens` limits the whole response, including the tokens that the sample already has. A request
+    that was aborted by a weight update or an engine restart is sent again.
+    """
+    context = RolloutContext.current()
+    generation = context.generation
+    if not sample.tokens:
+        sample.tokens = _encode(args, sample)
+    attempts = 0
+    while attempts < _MAX_ABORTS:
+        if is_aborting():
+            sample.status = Status.ABORTED
+            return sample
+        if (payload := _payload(args, sample, sampling_params, generation)) is None:
+            sample.status = Status.TRUNCATED
+            return sample
+        before = sample.clone()
+        reply = await on_main_loop(context.pool.generate(payload, session_id=_session(sample)))
+        _append_reply(args, sample, reply)
+        if sample.status != Status.ABORTED or generation is None or generation.aborting:
+            return sample
+        if not generation.keep_partial:
+            sample.__dict__.update(before.__dict__)
+        # Many weight updates may interrupt a long response; an attempt that added tokens does not count.
+        attempts = attempts + 1 if sample.response_length == before.response_length else 0
+    raise UserError(
+        f"the engines aborted the request of sample {sample.index} {_MAX_ABORTS} times in a row"
+    )
+
+
+def tokens_left(args: Args, sample: Sample, sampling_params: SamplingParams) -> int | None:
+    """Return how many tokens the response may still get, 0 or less if none; None without any limit."""
+    limit, context = sampling_params["max_new_tokens"], args.rollout_max_context_len
+    left = [] if limit is None else [limit - sample.response_length]
+    left += [] if context is None else [context - len(sample.tokens)]
+    return min(left, default=None)
+
+
+def _encode(args: Args, sample: Sample) -> list[int]:
+    if not isinstance(sample.prompt, str):
+        raise UserError(
+            "the prompt is a list of messages, which has to be rendered before it can be tokenized: "
+            "add --apply-chat-template"
+        )
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    return encode_prompt(tokenizer, sample.prompt, rendered=args.apply_chat_template)
+
+
+def _payload(
+    args: Args,
+    sample: Sample,
+    sampling_params: SamplingParams,
+    generation: GenerationState | None,
+) -> dict[str, Any] | None:
+    """Return the request, or None if the length limits leave no token to generate."""
+    max_new_tokens = tokens_left(args, sample, sampling_params)
+    if max_new_tokens is None:
+        raise UserError("the response length has no limit: set --rollout-max-response-len")
+    if max_new_tokens <= 0:
+        return None
+    params = {**sampling_params, "max_new_tokens": max_new_tokens}
+    if generation is not None and generation.seed_parts and sample.index is not None:
+        offset = (sample.response_length,) if sample.response_length else ()
+        params["sampling_seed"] = hash32(*generation.seed_parts, sample.index, *offset)
+    payload = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
+    if args.use_rollout_routing_replay:
+        payload["return_routed_experts"] = True
+    return payload
+
+
+def _session(sample: Sample) -> str | None:
+    if sample.session_id is not None:
+        return sample.session_id
+    return None if sample.group_index is None else f"group-{sample.group_index}"
+
+
+def _append_reply(args: Args, sample: Sample, reply: dict[str, Any]) -> None:
+    meta = reply["meta_info"]
+    tokens = reply["output_ids"]
+    finish = meta["finish_reason"]
+    sample.append_response_tokens(
+        tokens=tokens,
+        log_probs=[entry[0] for entry in meta["output_token_logprobs"]],
+        weight_versions=_weight_versions(meta, len(tokens)),
+    )
+    sample.response += _without_end_token(args, reply["text"], finish)
+    sample.status = _FINISHED[finish["type"]]
+    if args.use_rollout_routing_replay and meta.get("routed_experts") is not None:
+        sample.rollout_routed_experts = decode_experts(args.hf_checkpoint, meta["routed_experts"])
+
+
+def decode_experts(checkpoint: str, text: str) -> np.ndarray:
+    """Return [tokens - 1, layers, experts per token] from the engine's base64."""
+    layers, width = _expert_shape(checkpoint)
+    flat = np.frombuffer(base64.b64decode(text), np.int32)
+    return flat.reshape(-1, layers, width).astype(np.int16)
+
+
+@cache
+def _expert_shape(checkpoint: str) -> tuple[int, int]:
+    config = json.loads((Path(checkpoint) / "config.json").read_text())
+    return config["num_hidden_layers"], config["num_experts_per_tok"]
+
+
+def _without_end_token(args: Args, text: str, finish: dict[str, Any]) -> str:
+    """Remove the end token: engines asked to keep stop strings in the text keep it as well."""
+    matched = finish.get("matched")
+    if not isinstance(matched, int):
+        return text
+    return text.removesuffix(str(load_tokenizer(args.hf_checkpoint).decode([matched])))
+
+
+def _weight_versions(meta: dict[str, Any], count: int) -> list[int]:
+    """Return one version per token, from the spans of engines that report them."""
+    spans = meta.get("weight_versions")
+    if not spans:
+        return [_version(meta.get("weight_version"))] * count
+    versions: list[int] = []
+    for span in spans:
+        versions += [_version(span["version"])] * (span["end"] - span["start"])
+    return versions
+
+
+def _version(text: str | None) -> int:
+    """Return the version as a number; engines without an update report "default", which is 0."""
+    return int(text) if text is not None and text.isdecimal() else 0

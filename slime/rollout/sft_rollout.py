@@ -14,6 +14,7 @@ from slime.data.sft_loss_mask import masked_conversation
 from slime.data.tokenizer import eos_token_id, load_tokenizer
 from slime.rollout.base_types import DataSource, RolloutFnTrainOutput
 from slime.rollout.data_source import TracksRollouts
+from slime.rollout.samples import group_index
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -35,7 +36,7 @@ def generate_rollout(
         for sample in group:
             fill_response(args, sample)
     if tracks:
-        data_source.finish(rollout_id, [group[0].group_index or 0 for group in groups])
+        data_source.finish(rollout_id, map(group_index, groups))
     samples = [sample for group in groups for sample in group]
     trained = sum(sum(sample.loss_mask or ()) for sample in samples)
     return RolloutFnTrainOutput(samples=groups, metrics={"rollout/trained_tokens": float(trained)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from slime.core.dp_schedule import loss_weights, make_schedule, trajectories_per
 from slime.core.errors import UserError
 from slime.core.types import RolloutBatch, Sample, Status
 from slime.rollout.base_types import ConvertSamples, RewardPostProcess
+from slime.rollout.samples import fill_empty_response
 from slime.utils.load_function import load_function
 
 _PER_TOKEN = ("loss_mask", "rollout_log_probs", "teacher_log_probs")
@@ -65,18 +65,16 @@ def as_row(sample: Sample) -> Sample:
     """
     if 0 < sample.response_length < len(sample.tokens):
         return sample
-    row = replace(sample, tokens=list(sample.tokens) or [0])
-    row.loss_mask, cut = _loss_mask(sample), int(sample.response_length > 0)
-    for name in _PER_TOKEN:
-        column = getattr(row, name)
-        if column is not None:
-            setattr(row, name, list(column[cut:]))
-    row.response_length -= cut
-    if not row.response_length:
-        row.tokens, row.response_length, row.loss_mask = [*row.tokens, row.tokens[-1]], 1, [0]
+    row = sample.clone()
+    row.tokens, row.loss_mask = row.tokens or [0], list(_loss_mask(sample))
+    if row.response_length:
+        row.response_length -= 1
         for name in _PER_TOKEN:
-            if name != "loss_mask" and getattr(row, name) is not None:
-                setattr(row, name, [0.0])
+            column = getattr(row, name)
+            setattr(row, name, None if column is None else column[1:])
+    if not row.response_length:
+        row.teacher_log_probs = None
+        fill_empty_response(row, row.tokens[-1])
     return row
 
 
@@ -200,14 +198,18 @@ def _loss_mask(sample: Sample) -> list[int]:
     return sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
 
 
-def _column(samples: list[Sample], name: str) -> list[list[float]] | None:
-    columns: list[Any] = [getattr(sample, name) for sample in samples]
-    if name == "teacher_log_probs" and any(columns):
-        # A sample whose scoring failed has none, and is masked anyway.
-        for row, sample in enumerate(samples):
-            if columns[row] is None and sample.status is Status.FAILED:
-                columns[row] = [0.0] * sample.response_length
-    present = [column is not None for column in columns]
+def _column(rows: list[Sample], name: str) -> list[list[float]] | None:
+    """Return one list per row, or None if the samples have none; masked rows may lack theirs."""
+    columns: list[list[float] | None] = [getattr(row, name) for row in rows]
+    trained = [row for row, sample in enumerate(rows) if any(_loss_mask(sample))] or range(
+        len(rows)
+    )
+    present = [columns[row] is not None for row in trained]
     if any(present) and not all(present):
-        raise UserError(f"{sum(present)} of {len(columns)} samples have {name}; all or none must")
-    return columns if all(present) else None
+        raise UserError(f"{sum(present)} of {len(present)} samples have {name}; all or none must")
+    if not all(present):
+        return None
+    return [
+        [0.0] * sample.response_length if column is None else column
+        for column, sample in zip(columns, rows, strict=True)
+    ]

@@ -4,7 +4,7 @@ import re
 import time
 
 from slime.core.types import Sample, Status
-from slime.rollout.progress import Progress, ProgressMonitor
+from slime.rollout.metrics import Progress, ProgressMonitor
 
 
 def test_counts_are_those_of_the_samples():

@@ -1,10 +1,13 @@
 """Samples to rows: rewards by group, masks, and a split that loses nothing."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from slime.core.errors import UserError
 from slime.core.types import Sample, Status
+from slime.rollout.samples import fill_empty_response
 from slime.rollout.train_data import samples_to_batch, split_batch
 from tests.args import make_args
 
@@ -218,3 +221,18 @@ def test_flags_choose_how_rows_are_packed():
     # Two context ranks, rows padded to 4 8 8 8 and 8 8 12 12: 36 tokens a micro-batch.
     assert packed(**budget, cp_size=2)[0] == [[[0, 1, 2, 3]], [[4, 5, 6], [7]]]
     assert packed(**budget, balance_data=True)[0][1] == [[4, 7], [5, 6]]  # 7+10, 8+9
+
+
+def test_a_failed_sample_does_not_decide_whether_rows_have_log_probs():
+    """A generate function may leave the log-probs out; the token in place of a failed response has 0."""
+    plain = Sample(index=0, group_index=0, tokens=[5, 6], response_length=1, reward=1.0)
+    failed = Sample(index=1, group_index=0, tokens=[5, 9], reward=0.0, remove_sample=True)
+    fill_empty_response(failed, 0)
+    args = make_args(rollout_batch_size=1, n_samples_per_prompt=2)
+    assert samples_to_batch(args, [plain, failed]).rollout_log_probs is None
+    recorded = replace(plain, rollout_log_probs=[-0.5])
+    unfilled = Sample(index=1, group_index=0, tokens=[5, 9], reward=0.0)
+    columns = samples_to_batch(args, [recorded, unfilled]).rollout_log_probs
+    assert [column.tolist() for column in columns] == [[-0.5], [0.0]]
+    with pytest.raises(UserError, match="1 of 2 samples have rollout_log_probs"):
+        samples_to_batch(args, [recorded, replace(plain, index=1)])

@@ -41,9 +41,8 @@ from slime.data.tokenizer import load_tokenizer
 from slime.rollout.agents.recording import Session, Turn
 from slime.rollout.context import RolloutContext
 from slime.rollout.engine_pool import EngineRefusedError
-from slime.rollout.generate_call import generate
 from slime.rollout.hook_calls import in_thread, on_hook_loop
-from slime.rollout.sampling import SamplingParams
+from slime.rollout.sampling import SamplingParams, generate
 from slime.utils.http_guard import (
     BodyReader,
     GuardedServer,

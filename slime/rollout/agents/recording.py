@@ -20,7 +20,6 @@ from slime.core.types import Sample, Status
 from slime.data.openai_replies import same_calls
 from slime.data.openai_requests import Message
 from slime.rollout.context import RolloutContext
-from slime.rollout.samples import clone_sample
 from slime.rollout.sampling import SamplingParams
 
 
@@ -100,7 +99,7 @@ class Session:
         return [self._to_sample(segment, number) for number, segment in enumerate(self.segments)]
 
     def _to_sample(self, segment: Segment, number: int) -> Sample:
-        sample = clone_sample(self.sample)
+        sample = self.sample.clone()
         first = segment.turns[0]
         sample.tokens = list(first.prompt_ids)
         sample.response, sample.response_length, sample.weight_versions = "", 0, []

@@ -13,8 +13,7 @@ import pytest
 from slime.core.errors import UserError
 from slime.core.types import Sample, Status
 from slime.rollout.context import GenerationState, RolloutContext
-from slime.rollout.generate_call import decode_experts, generate
-from slime.rollout.sampling import hash32
+from slime.rollout.sampling import decode_experts, generate, hash32
 from tests.prompts import rollout_args
 from tests.tiny import EOS, EOS_ID
 
