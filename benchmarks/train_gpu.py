@@ -372,7 +372,7 @@ def make_batch(args: Any, options: argparse.Namespace) -> Any:
             truncated=np.zeros(count),
             group_indices=np.arange(count),
             sample_indices=np.arange(count),
-            rollout_ids=np.arange(count),
+            trajectory_ids=np.arange(count),
             rollout_log_probs=[np.full(responses, -7.0)] * count,
         )
         return split_batch(args, batch, dp_size=1, cp_size=1)[0]

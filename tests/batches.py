@@ -25,7 +25,7 @@ def random_batch(
     rng = np.random.default_rng(seed)
     prompt_lens = rng.integers(1, max_len + 1, num_rows)
     response_lens = rng.integers(1, max_len + 1, num_rows)
-    rollout_ids = 100 - np.arange(num_rows) // rows_per_trajectory  # any ids, not ascending
+    trajectory_ids = 100 - np.arange(num_rows) // rows_per_trajectory  # any ids, not ascending
     masks = [(rng.random(n) < 0.8).astype(np.int8) for n in response_lens]
 
     def log_probs() -> list[np.ndarray]:
@@ -43,14 +43,14 @@ def random_batch(
         "truncated": np.zeros(num_rows),
         "group_indices": np.arange(num_rows) // group_size,
         "sample_indices": np.arange(num_rows),
-        "rollout_ids": rollout_ids,
-        "num_trajectories": trajectories_per_step(rollout_ids, global_batch_size),
+        "trajectory_ids": trajectory_ids,
+        "num_trajectories": trajectories_per_step(trajectory_ids, global_batch_size),
         "old_log_probs": log_probs(),
         "ref_log_probs": log_probs(),
         "rollout_log_probs": log_probs(),
         "advantages": [rng.normal(size=n) for n in response_lens],
         "loss_weights": loss_weights(
-            masks, rollout_ids, global_batch_size=global_batch_size, per_token=per_token
+            masks, trajectory_ids, global_batch_size=global_batch_size, per_token=per_token
         ),
         **columns,
     }

@@ -69,7 +69,7 @@ def make_rows(seed: int = 0) -> RolloutBatch:
         truncated=np.zeros(count),
         group_indices=np.arange(count) // 5,
         sample_indices=np.arange(count),
-        rollout_ids=ROLLOUT_IDS,
+        trajectory_ids=ROLLOUT_IDS,
         rollout_log_probs=[-6 * rng.random(n) for n in responses],
     )
 

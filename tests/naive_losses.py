@@ -59,7 +59,7 @@ def naive_loss(batch, new, *, estimator="grpo", per_token=False, extra=None, **o
         )
         if extra is not None:
             losses = {t: extra(row, t, loss) for t, loss in losses.items()}
-        executions.setdefault(int(batch.rollout_ids[row]), []).extend(losses.values())
+        executions.setdefault(int(batch.trajectory_ids[row]), []).extend(losses.values())
     if per_token:
         everything = [loss for losses in executions.values() for loss in losses]
         return sum(everything) / len(everything)

@@ -32,7 +32,7 @@ MicroBatch = list[int]
 
 def make_schedule(
     total_lens: Sequence[int],
-    rollout_ids: Sequence[int] | np.ndarray,
+    trajectory_ids: Sequence[int] | np.ndarray,
     *,
     dp_size: int,
     global_batch_size: int,
@@ -53,7 +53,7 @@ def make_schedule(
     forward_tokens = max_tokens if log_probs_max_tokens is None else log_probs_max_tokens
     forward_limits = _Limits(max_rows=micro_batch_size, max_tokens=_times(forward_tokens, cp_size))
 
-    steps = steps_of_rows(rollout_ids, global_batch_size)
+    steps = steps_of_rows(trajectory_ids, global_batch_size)
     assigned = [
         _assign_to_ranks(np.flatnonzero(steps == step).tolist(), lens, dp_size, limits, balance)
         for step in range(int(steps.max()) + 1)
@@ -68,26 +68,28 @@ def make_schedule(
     ]
 
 
-def steps_of_rows(rollout_ids: Sequence[int] | np.ndarray, global_batch_size: int) -> np.ndarray:
+def steps_of_rows(trajectory_ids: Sequence[int] | np.ndarray, global_batch_size: int) -> np.ndarray:
     """Return the optimizer step of each row: ids [7, 7, 5, 9] with 2 per step give [0, 0, 0, 1]."""
-    _, first, inverse = np.unique(np.asarray(rollout_ids), return_index=True, return_inverse=True)
+    _, first, inverse = np.unique(
+        np.asarray(trajectory_ids), return_index=True, return_inverse=True
+    )
     order_of_appearance = np.empty(len(first), np.int64)
     order_of_appearance[np.argsort(first)] = np.arange(len(first))
     return order_of_appearance[inverse] // global_batch_size
 
 
 def trajectories_per_step(
-    rollout_ids: Sequence[int] | np.ndarray, global_batch_size: int
+    trajectory_ids: Sequence[int] | np.ndarray, global_batch_size: int
 ) -> np.ndarray:
     """Return, for each row, the trajectories in its step: the ids above give [2, 2, 2, 1]."""
-    steps = steps_of_rows(rollout_ids, global_batch_size)
-    _, first = np.unique(np.asarray(rollout_ids), return_index=True)
+    steps = steps_of_rows(trajectory_ids, global_batch_size)
+    _, first = np.unique(np.asarray(trajectory_ids), return_index=True)
     return np.bincount(steps[first])[steps]
 
 
 def loss_weights(
     loss_masks: Sequence[np.ndarray],
-    rollout_ids: Sequence[int] | np.ndarray,
+    trajectory_ids: Sequence[int] | np.ndarray,
     *,
     global_batch_size: int,
     per_token: bool,
@@ -105,13 +107,13 @@ def loss_weights(
     """
     masks = [np.asarray(mask, np.float64) for mask in loss_masks]
     trained = np.array([mask.sum() for mask in masks])
-    _, trajectory = np.unique(np.asarray(rollout_ids), return_inverse=True)
+    _, trajectory = np.unique(np.asarray(trajectory_ids), return_inverse=True)
     if per_token:
-        steps = steps_of_rows(rollout_ids, global_batch_size)
+        steps = steps_of_rows(trajectory_ids, global_batch_size)
         divisor = np.bincount(steps, weights=trained)[steps]
     else:
         of_trajectory = np.bincount(trajectory, weights=trained)[trajectory]
-        divisor = of_trajectory * trajectories_per_step(rollout_ids, global_batch_size)
+        divisor = of_trajectory * trajectories_per_step(trajectory_ids, global_batch_size)
     scale = 1.0 / np.maximum(divisor, 1.0)  # a divisor of 0 has masks of 0 only
     return [(mask * s).astype(np.float32) for mask, s in zip(masks, scale, strict=True)]
 

@@ -15,7 +15,7 @@ _SCALAR_DTYPES = {
     "truncated": np.int8,
     "group_indices": np.int64,
     "sample_indices": np.int64,
-    "rollout_ids": np.int64,
+    "trajectory_ids": np.int64,
     "num_trajectories": np.int64,
 }
 _TOTAL_DTYPES = {"tokens": np.int32}
@@ -60,7 +60,7 @@ class RolloutBatch:
     truncated: np.ndarray  # [N] int8
     group_indices: np.ndarray  # [N] int64
     sample_indices: np.ndarray  # [N] int64
-    rollout_ids: np.ndarray  # [N] int64
+    trajectory_ids: np.ndarray  # [N] int64: the rollout_id of each sample
     num_trajectories: np.ndarray | None = None  # [N] int64: in the row's step
     loss_weights: list[np.ndarray] | None = None  # N x [R]
     rollout_log_probs: list[np.ndarray] | None = None  # N x [R]
@@ -75,8 +75,13 @@ class RolloutBatch:
     schedule: Schedule | None = None  # row indices of this batch by optimizer step and micro-batch
 
     @property
+    def rollout_ids(self) -> np.ndarray:
+        """Return `trajectory_ids` under the name by which hooks know it."""
+        return self.trajectory_ids
+
+    @property
     def executions(self) -> np.ndarray | None:
-        """Return `num_trajectories` under the name by which hooks knew it."""
+        """Return `num_trajectories` under the name by which hooks know it."""
         return self.num_trajectories
 
     def __post_init__(self) -> None:

@@ -22,7 +22,8 @@ from slime.core.types import Group, RolloutBatch, Sample
 logger = logging.getLogger(__name__)
 
 _HOOK_FIELDS = ("metadata", "train_metadata", "reward", "multimodal_inputs")
-_KEYS = {"num_trajectories": "executions"}  # the key in files of all versions
+# Columns that have another key in files, the same in all versions.
+_KEYS = {"num_trajectories": "executions", "trajectory_ids": "rollout_ids"}
 
 
 def encode_groups(groups: list[Group]) -> list[list[dict[str, Any]]]:

@@ -47,7 +47,7 @@ def samples_to_batch(args: Args, samples: list[Sample]) -> RolloutBatch:
         "truncated": [s.status is Status.TRUNCATED for s in rows],
         "group_indices": [s.group_index for s in rows],
         "sample_indices": [s.index for s in rows],
-        "rollout_ids": [_trajectory_id(s) for s in rows],
+        "trajectory_ids": [_trajectory_id(s) for s in rows],
         "rollout_log_probs": _column(rows, "rollout_log_probs"),
         "teacher_log_probs": _column(rows, "teacher_log_probs"),
         "routed_experts": _routed_experts(args, rows),
@@ -103,15 +103,15 @@ def split_batch(
     """Return one batch per data-parallel rank, each with its schedule."""
     batch.loss_weights = loss_weights(
         batch.loss_masks,
-        batch.rollout_ids,
+        batch.trajectory_ids,
         global_batch_size=args.global_batch_size,
         per_token=args.calculate_per_token_loss,
     )
-    batch.num_trajectories = trajectories_per_step(batch.rollout_ids, args.global_batch_size)
+    batch.num_trajectories = trajectories_per_step(batch.trajectory_ids, args.global_batch_size)
     by_tokens = args.use_dynamic_batch_size
     parts = make_schedule(
         batch.total_lens,
-        batch.rollout_ids,
+        batch.trajectory_ids,
         dp_size=dp_size,
         cp_size=cp_size,
         global_batch_size=args.global_batch_size,
@@ -177,7 +177,7 @@ def _convert_by_hook(args: Args, samples: list[Sample]) -> RolloutBatch:
         "truncated": data["truncated"],
         "group_indices": [s.group_index for s in rows],
         "sample_indices": data["sample_indices"],
-        "rollout_ids": [_trajectory_id(s) for s in rows],
+        "trajectory_ids": [_trajectory_id(s) for s in rows],
         "rollout_log_probs": data.get("rollout_log_probs"),
         "teacher_log_probs": data.get("teacher_log_probs"),
         "metadata": data.get("metadata"),

@@ -241,7 +241,7 @@ def _probe_batch(tokens: list[int], *, copies: int) -> RolloutBatch:
         truncated=np.zeros(copies),
         group_indices=np.arange(copies),
         sample_indices=np.arange(copies),
-        rollout_ids=np.arange(copies),
+        trajectory_ids=np.arange(copies),
         loss_weights=[weights] * copies,
         schedule=Schedule(steps=[micro_batches], log_prob_micro_batches=micro_batches),
     )

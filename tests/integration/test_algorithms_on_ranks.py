@@ -76,7 +76,7 @@ def normalised_share(rank, num_rows):
     batch = random_batch(num_rows, seed=6)
     rows, schedule = make_schedule(
         batch.total_lens,
-        batch.rollout_ids,
+        batch.trajectory_ids,
         dp_size=dist.get_world_size(),
         global_batch_size=num_rows,
         micro_batch_size=1,

@@ -182,7 +182,7 @@ def test_multi_agent_segments_share_an_execution_and_weigh_as_one(tmp_path, fake
     batch = samples_to_batch(args, list(group))
     (part,) = split_batch(args, batch, dp_size=1, cp_size=1)
     totals = [
-        sum(w.sum() for w, r in zip(part.loss_weights, part.rollout_ids, strict=False) if r == e)
+        sum(w.sum() for w, r in zip(part.loss_weights, part.trajectory_ids, strict=False) if r == e)
         for e in (0, 1)
     ]
     assert totals == pytest.approx([0.5, 0.5])

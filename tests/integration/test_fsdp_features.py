@@ -227,14 +227,14 @@ def test_custom_reducer_replaces_the_sum_over_samples(run, models):
     assert plain.metrics[0]["train/pg_loss"] != pytest.approx(reduced.metrics[0]["train/pg_loss"])
     rows = make_rows()
     expected = sum(-rows.rewards[i] * bool(rows.loss_masks[i].any()) for i in range(len(rows))) / 8
-    total_weight = sum(1 for i in set(rows.rollout_ids) if _trained(rows, i)) / 8
+    total_weight = sum(1 for i in set(rows.trajectory_ids) if _trained(rows, i)) / 8
     assert reduced.metrics[0]["train/pg_loss"] == pytest.approx(expected / total_weight, rel=1e-4)
 
 
 def _trained(rows, execution: int) -> bool:
     return any(
         mask.any()
-        for mask, i in zip(rows.loss_masks, rows.rollout_ids, strict=True)
+        for mask, i in zip(rows.loss_masks, rows.trajectory_ids, strict=True)
         if i == execution
     )
 

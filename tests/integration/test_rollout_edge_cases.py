@@ -51,7 +51,7 @@ def test_uneven_groups_are_normalised_by_their_own_size(tmp_path, fake_engines):
     for execution in range(4):
         weights = [
             w.sum()
-            for w, r in zip(part.loss_weights, part.rollout_ids, strict=True)
+            for w, r in zip(part.loss_weights, part.trajectory_ids, strict=True)
             if r == execution
         ]
         assert sum(weights) == pytest.approx(1 / 4)

@@ -230,7 +230,7 @@ def test_samples_that_a_hook_made_itself_can_be_trained_on(tmp_path, fake_engine
     args = rollout_args(tmp_path, custom_generate_function_path=f"{HOOKS}.generate_fresh_samples")
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     batch = samples_to_batch(args, flat(output))
-    assert batch.sample_indices.tolist() == batch.rollout_ids.tolist() == [0, 1, 2, 3]
+    assert batch.sample_indices.tolist() == batch.trajectory_ids.tolist() == [0, 1, 2, 3]
     assert batch.group_indices.tolist() == [0, 0, 1, 1]
 
 

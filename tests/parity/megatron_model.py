@@ -113,6 +113,6 @@ def packed(rows: list[np.ndarray], parallel: ParallelInfo) -> TrainBatch:
         truncated=np.zeros(len(rows)),
         group_indices=number,
         sample_indices=number,
-        rollout_ids=number,
+        trajectory_ids=number,
     )
     return pack(batch, number.tolist(), parallel).to(current_device())

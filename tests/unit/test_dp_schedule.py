@@ -14,7 +14,7 @@ def schedule_inputs(draw):
     num_rows = draw(st.integers(1, 40))
     return {
         "total_lens": draw(st.lists(st.integers(2, 60), min_size=num_rows, max_size=num_rows)),
-        "rollout_ids": draw(st.lists(st.integers(0, 30), min_size=num_rows, max_size=num_rows)),
+        "trajectory_ids": draw(st.lists(st.integers(0, 30), min_size=num_rows, max_size=num_rows)),
         "dp_size": draw(st.integers(1, 6)),
         "global_batch_size": draw(st.integers(1, 20)),
         "micro_batch_size": draw(st.integers(1, 4)),
@@ -34,19 +34,19 @@ def micro_batches(rows, schedule, step):
     ]
 
 
-def steps_by_hand(rollout_ids, global_batch_size):
+def steps_by_hand(trajectory_ids, global_batch_size):
     seen = []
-    for rollout_id in rollout_ids:
+    for rollout_id in trajectory_ids:
         if rollout_id not in seen:
             seen.append(rollout_id)
-    return [seen.index(rollout_id) // global_batch_size for rollout_id in rollout_ids]
+    return [seen.index(rollout_id) // global_batch_size for rollout_id in trajectory_ids]
 
 
 @settings(deadline=None, max_examples=150)
 @given(inputs=schedule_inputs())
 def test_every_row_counts_once_in_its_step_and_ranks_keep_pace(inputs):
     schedules = make_schedule(**inputs)
-    steps = steps_by_hand(inputs["rollout_ids"], inputs["global_batch_size"])
+    steps = steps_by_hand(inputs["trajectory_ids"], inputs["global_batch_size"])
     num_rows, num_steps = len(steps), max(steps) + 1
     assert len(schedules) == inputs["dp_size"]
     for step in [-1, *range(num_steps)]:
@@ -249,15 +249,15 @@ def test_steps_follow_first_appearance():
     assert steps_of_rows([3, 1, 3, 2, 1], 1).tolist() == [0, 1, 0, 2, 1]
 
 
-def naive_loss_weights(masks, rollout_ids, global_batch_size, per_token):
-    steps = steps_by_hand(rollout_ids, global_batch_size)
+def naive_loss_weights(masks, trajectory_ids, global_batch_size, per_token):
+    steps = steps_by_hand(trajectory_ids, global_batch_size)
     weights = []
     for row, mask in enumerate(masks):
         step_rows = [r for r in range(len(masks)) if steps[r] == steps[row]]
-        execution_rows = [r for r in step_rows if rollout_ids[r] == rollout_ids[row]]
+        execution_rows = [r for r in step_rows if trajectory_ids[r] == trajectory_ids[row]]
         of_step = sum(int(m) for r in step_rows for m in masks[r])
         of_execution = sum(int(m) for r in execution_rows for m in masks[r])
-        executions = len({rollout_ids[r] for r in step_rows})
+        executions = len({trajectory_ids[r] for r in step_rows})
         divisor = of_step if per_token else of_execution * executions
         weights.append([int(m) / divisor if m else 0.0 for m in mask])
     return weights
@@ -267,10 +267,10 @@ def naive_loss_weights(masks, rollout_ids, global_batch_size, per_token):
 @given(seed=st.integers(0, 10_000), per_token=st.booleans(), batch=st.integers(1, 8))
 def test_loss_weights_equal_the_naive_ones(seed, per_token, batch):
     rng = np.random.default_rng(seed)
-    rollout_ids = rng.integers(0, 6, 12).tolist()
-    masks = [(rng.random(rng.integers(1, 6)) < 0.6).astype(np.int8) for _ in rollout_ids]
-    ours = loss_weights(masks, rollout_ids, global_batch_size=batch, per_token=per_token)
-    naive = naive_loss_weights(masks, rollout_ids, batch, per_token)
+    trajectory_ids = rng.integers(0, 6, 12).tolist()
+    masks = [(rng.random(rng.integers(1, 6)) < 0.6).astype(np.int8) for _ in trajectory_ids]
+    ours = loss_weights(masks, trajectory_ids, global_batch_size=batch, per_token=per_token)
+    naive = naive_loss_weights(masks, trajectory_ids, batch, per_token)
     for a, b in zip(ours, naive, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 

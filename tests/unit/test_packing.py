@@ -57,7 +57,7 @@ def test_the_worked_example():
         truncated=[0, 0],
         group_indices=[0, 0],
         sample_indices=[0, 1],
-        rollout_ids=[0, 1],
+        trajectory_ids=[0, 1],
     )
     packed = pack(batch, [0, 1], ParallelInfo())
     assert packed.tokens.tolist() == [5, 9, 6, 0, 7, 8]

@@ -314,7 +314,7 @@ def test_sft_loss_is_negative_log_likelihood(per_token):
     executions = {}
     for row in range(N):
         kept = batch.teacher_log_probs[row][batch.loss_masks[row] > 0]
-        executions.setdefault(int(batch.rollout_ids[row]), []).extend((-kept).tolist())
+        executions.setdefault(int(batch.trajectory_ids[row]), []).extend((-kept).tolist())
     if per_token:
         expected = np.mean([x for rows in executions.values() for x in rows])
     else:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from slime.core.errors import ConfigError
 from slime.core.types import Sample, Status
-from slime.data.stored_samples import load_debug_samples, save_debug_samples
+from slime.data.stored_samples import load_debug_samples, save_debug_samples, save_train_data
+from tests.batches import random_batch
 
 
 def test_samples_come_back_with_experts_and_what_hooks_left(tmp_path):
@@ -30,3 +32,13 @@ def test_samples_come_back_with_experts_and_what_hooks_left(tmp_path):
     assert second[0].group_index == 5
     with pytest.raises(ConfigError, match=r"4\.pt does not exist"):
         load_debug_samples(path, 4)
+
+
+def test_rows_of_a_rank_keep_the_keys_of_earlier_files(tmp_path):
+    batch = random_batch(4, rows_per_trajectory=2)
+    save_train_data(str(tmp_path / "{rollout_id}_{rank}.pt"), 3, 1, batch)
+    record = torch.load(tmp_path / "3_1.pt", weights_only=True)
+    assert (record["rollout_id"], record["rank"]) == (3, 1)
+    assert record["rollout_ids"].tolist() == batch.rollout_ids.tolist() == [100, 100, 99, 99]
+    assert record["executions"].tolist() == batch.executions.tolist() == [2, 2, 2, 2]
+    assert [row.tolist() for row in record["tokens"]] == [row.tolist() for row in batch.tokens]

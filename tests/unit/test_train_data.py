@@ -119,7 +119,7 @@ def test_rows_of_a_converting_hook_keep_their_order_and_what_it_left_out_comes_f
     made = [sample(10 + i, i, float(i), rollout_id=70 + i) for i in range(3)]
     batch = samples_to_batch(args, made)
     assert batch.sample_indices.tolist() == [12, 11]
-    assert batch.group_indices.tolist() == [2, 1] and batch.rollout_ids.tolist() == [72, 71]
+    assert batch.group_indices.tolist() == [2, 1] and batch.trajectory_ids.tolist() == [72, 71]
     assert batch.rewards.tolist() == [0.25, -0.25] and batch.raw_rewards.tolist() == [2.0, 1.0]
     assert batch.truncated.tolist() == [1, 0]
     assert [mask.tolist() for mask in batch.loss_masks] == [[1, 0, 1], [1, 1, 1]]
@@ -174,7 +174,7 @@ def test_rows_know_their_group_execution_and_ending():
         sample(8, 2, 0.0),
     ]
     batch = samples_to_batch(make_args(), samples)
-    assert batch.rollout_ids.tolist() == [40, 40, 8]
+    assert batch.trajectory_ids.tolist() == [40, 40, 8]
     assert batch.group_indices.tolist() == [1, 1, 2]
     assert batch.sample_indices.tolist() == [5, 6, 8]
     assert batch.truncated.tolist() == [0, 1, 0]

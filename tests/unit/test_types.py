@@ -18,7 +18,7 @@ def two_rows(**changes):
         "truncated": [0, 0],
         "group_indices": [0, 0],
         "sample_indices": [0, 1],
-        "rollout_ids": [0, 1],
+        "trajectory_ids": [0, 1],
     }
     return RolloutBatch(**{**columns, **changes})
 
@@ -45,7 +45,7 @@ def test_no_column_loses_what_a_row_may_hold():
         raw_rewards=[0.1, 2.5],
         group_indices=[2**40, 0],
         sample_indices=[2**40, 1],
-        rollout_ids=[2**40, 2],
+        trajectory_ids=[2**40, 2],
         routed_experts=experts,
     )
     part = pickle.loads(pickle.dumps(batch.select([1, 0])))
@@ -54,7 +54,7 @@ def test_no_column_loses_what_a_row_may_hold():
             np.testing.assert_array_equal(values, np.array(fine[row], np.float32))
     for name, values in (("rewards", [-0.7, 0.7654321]), ("raw_rewards", [2.5, 0.1])):
         np.testing.assert_array_equal(getattr(part, name), np.array(values, np.float32))
-    for name in ("group_indices", "sample_indices", "rollout_ids"):
+    for name in ("group_indices", "sample_indices", "trajectory_ids"):
         assert getattr(part, name)[1] == 2**40
     assert part.tokens[1][-1] == 262_143
     np.testing.assert_array_equal(part.routed_experts[1], experts[0])

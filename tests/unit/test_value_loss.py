@@ -28,7 +28,7 @@ def naive(batch, per_token):
     """Loss and its derivative by each value: (v - R) where the plain error counts, else 0."""
     executions, slopes = {}, [np.zeros(n) for n in batch.response_lens]
     for row in range(len(batch)):
-        losses = executions.setdefault(int(batch.rollout_ids[row]), [])
+        losses = executions.setdefault(int(batch.trajectory_ids[row]), [])
         for t in np.flatnonzero(batch.loss_masks[row]):
             new, old = float(batch.teacher_log_probs[row][t]), float(batch.values[row][t])
             target = float(batch.returns[row][t])
