@@ -21,7 +21,7 @@ MAX_SAMPLES = 400
 # title, metric, logarithmic, what it means
 _SMALL_CHARTS = (
     ("Response length", names.RESPONSE_LEN, False, "mean tokens per response"),
-    ("Train/inference gap", names.LOG_PROB_GAP, True, "largest log-prob difference"),
+    ("Log-prob gap", names.LOG_PROB_GAP, True, "largest, trainer against engine"),
     ("Entropy", names.ENTROPY, False, "nats per response token"),
     ("Loss", names.LOSS, False, "mean over optimizer steps"),
     ("Gradient norm", names.GRAD_NORM, False, "before clipping"),
