@@ -7,13 +7,13 @@ from tools.house import House
 # Measure -> (limit, target). A limit is never raised; lower it when the figure has gone down, until
 # it has reached the target.
 LIMITS = {
-    "files on the main path": (83, 50),
-    "files in slime/": (368, 300),
-    "lines in slime/": (49_170, 40_000),
+    "files on the main path": (67, 50),
+    "files in slime/": (329, 300),
+    "lines in slime/": (48_860, 40_000),
     "files in one folder": (25, 25),
     "lines in one file": (400, 400),
     "lines in one function": (83, 80),
-    "percent of lines not checked by pyright": (21, 0),
+    "percent of lines not checked by pyright": (14, 0),
 }
 
 
