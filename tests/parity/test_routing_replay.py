@@ -68,6 +68,38 @@ def test_training_repeats_the_choices_of_the_log_prob_pass(case: Case):
         assert found["same"] == 1.0, name
 
 
+def test_with_both_the_engines_choices_win_and_the_rest_is_recorded(case: Case):
+    """The engine reports no experts for some tokens: the log-prob pass chooses there, once."""
+    args = {
+        name: megatron_args(case, 2, *layout, use_routing_replay=True).replace(
+            use_rollout_routing_replay=True
+        )
+        for name, layout in LAYOUTS.items()
+    }
+    experts = [rows.copy() for rows in _draw_experts()]
+    for rows in experts:
+        rows[-2:] = -1
+    for name, held in run_megatron_ranks(_record_over_engine, 2, args, experts)[0].items():
+        for given, kept in zip(experts, held, strict=True):
+            mine = (kept >= 0).any(axis=(0, 2))  # layers of this pipeline stage
+            assert mine.any() and (kept[:, mine] >= 0).all(), name
+            reported = np.broadcast_to(given >= 0, given.shape) & mine[None, :, None]
+            assert (kept[reported] == given[reported]).all(), name
+
+
+def _record_over_engine(
+    rank: int, cases: dict[str, Any], experts: list[np.ndarray]
+) -> dict[str, list[np.ndarray]]:
+    found = {}
+    for name, args in cases.items():
+        actor = start_actor(args, rank, 2)
+        batch = my_rows(actor, 0)
+        batch.routed_experts = [experts[row] for row in _rows_of_rank(actor, len(experts))]
+        actor.log_probs(batch, "actor")
+        found[name] = batch.routed_experts
+    return found
+
+
 def _replay(rank: int, cases: dict[str, Any], experts: list[np.ndarray]) -> dict[str, Any]:
     found = {}
     for name, args in cases.items():

@@ -207,10 +207,6 @@ def check_replay(draft: Draft, config: dict[str, Any]) -> None:
         if _found(config, "num_layers") is not None and _found(config, "num_experts") is None:
             raise ConfigError(f"{option_of(name)}: the model of --hf-checkpoint has no experts")
         _check_replayed_experts(draft, name)
-    if draft["use_routing_replay"] and draft["use_rollout_routing_replay"]:
-        raise ConfigError(
-            "--use-routing-replay and --use-rollout-routing-replay are mutually exclusive: remove one"
-        )
 
 
 def _check_replayed_experts(draft: Draft, name: str) -> None:

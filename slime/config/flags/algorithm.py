@@ -203,7 +203,10 @@ class Algorithm:
         False, "MoE: train with the experts that the log-prob pass chose", backend="megatron"
     )
     use_rollout_routing_replay: bool = flag(
-        False, "MoE: train with the experts that the engine chose", backend="megatron"
+        False,
+        "MoE: train with the experts that the engine chose; together with --use-routing-replay, the "
+        "log-prob pass chooses where the engine reported none",
+        backend="megatron",
     )
     use_opd: bool = flag(False, "on-policy distillation from a teacher model")
     opd_type: Literal["sglang", "megatron"] | None = flag(
