@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # GLM-4.5-355B-A32B by GRPO on 8 nodes x 8 H100, trainer and engines on the same GPUs; run it on node 0:
 #
-#   BASE_DIR=/shared MASTER_ADDR=10.0.0.1 HOSTFILE=/shared/mpi_hostfile \
-#     bash scripts/run-glm4.5-355B-A32B.sh [more flags of train.py]
+#   BASE_DIR=/shared MASTER_ADDR=10.0.0.1 bash scripts/run-glm4.5-355B-A32B.sh [more flags of train.py]
 #
+# With a hostfile (HOSTFILE, or $BASE_DIR/mpi_hostfile) it starts Ray on the other nodes over ssh. Without
+# one it prints what to type there, and waits for them.
 # FP8=1 generates from the FP8 checkpoint that tools/convert_hf_to_fp8.py makes. PLAN=1 only plans.
 # docs/scaling.md has the steps before it: download, conversion, data.
 set -euo pipefail

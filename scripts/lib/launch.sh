@@ -4,7 +4,8 @@
 #   DRY_RUN=1   print the flags, one word per line, and start nothing
 #   DIRECT=1    python3 train.py here, without a Ray cluster
 #   RAY_ADDRESS=http://HEAD:8265   submit to a cluster that runs already
-#   otherwise   start a Ray head here and workers by HOSTFILE over ssh, submit, end what was started
+#   otherwise   start a Ray head here, workers by HOSTFILE over ssh, submit, end what was started;
+#               without HOSTFILE print what to type on the other nodes, and wait for them
 #
 # Settings (environment): BASE_DIR MASTER_ADDR NUM_NODES GPUS_PER_NODE HOSTFILE SSH_USER JOIN_BY_HAND
 # RAY_PORT DASHBOARD_PORT DASHBOARD_HOST RUNTIME_ENV_VARS SKIP_PLAN; see docs/scaling.md.
@@ -83,6 +84,8 @@ start_cluster() {
     export MASTER_ADDR
     # On one node nobody else needs the dashboard; on several it is reached from the others, with the token.
     DASHBOARD_HOST=${DASHBOARD_HOST:-$([[ $NUM_NODES -gt 1 ]] && echo 0.0.0.0 || echo "$MASTER_ADDR")}
+    # Without a hostfile the user starts Ray on the other nodes.
+    ((NUM_NODES == 1)) || [[ -n $HOSTFILE ]] || JOIN_BY_HAND=1
     [[ -n ${JOIN_BY_HAND:-} ]] || read_hosts
     detect_network "$MASTER_ADDR"
     start_head

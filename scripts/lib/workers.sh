@@ -3,7 +3,6 @@
 read_hosts() {  # into HOSTS: the workers, without the head
     HOSTS=()
     ((NUM_NODES > 1)) || return 0
-    [[ -n $HOSTFILE ]] || refuse "$NUM_NODES nodes need a hostfile: set HOSTFILE to a file with one node per line (ADDRESS slots=8), or JOIN_BY_HAND=1 to start Ray on the others yourself"
     [[ -f $HOSTFILE && -r $HOSTFILE ]] || refuse "HOSTFILE $HOSTFILE does not exist: write one node per line (ADDRESS slots=8), or set JOIN_BY_HAND=1 to start Ray on the others yourself"
     local host head
     head=$(numeric_address "$MASTER_ADDR") || refuse "MASTER_ADDR $MASTER_ADDR is a name that $(uname -n) does not know: give the address of this machine"
@@ -75,8 +74,15 @@ wait_for_jobs_but_head() {
 }
 
 how_to_join() {
-    say "on each of the $((NUM_NODES - 1)) other nodes, with the token of this one ($(token_place)) in its ~/.ray/auth_token, type:"
-    echo "    RAY_AUTH_MODE=token ray start --address=$MASTER_ADDR:$RAY_PORT --num-gpus $RAY_GPUS --node-ip-address ITS_ADDRESS --disable-usage-stats" >&2
+    say "waiting for Ray on the other $((NUM_NODES - 1)) nodes. On each of them type, the first line only once:"
+    {
+        if [[ $RAY_AUTH_MODE == token && -n ${RAY_AUTH_TOKEN:-} ]]; then
+            echo "    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=...   # the value it has here"
+        elif [[ $RAY_AUTH_MODE == token ]]; then
+            echo "    mkdir -p ~/.ray && scp ${SSH_USER:-root}@$MASTER_ADDR:$(token_place) ~/.ray/auth_token && export RAY_AUTH_MODE=token"
+        fi
+        echo "    ray start --address=$MASTER_ADDR:$RAY_PORT --num-gpus $RAY_GPUS --node-ip-address \${WORKER_IP} --disable-usage-stats"
+    } >&2
 }
 
 token_place() { [[ -n ${RAY_AUTH_TOKEN:-} ]] && echo "RAY_AUTH_TOKEN" || echo "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}"; }

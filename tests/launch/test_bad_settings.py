@@ -35,11 +35,6 @@ def test_head_address_of_another_machine(site, hosts):
     assert "MASTER_ADDR 203.0.113.7 is no address of this machine" in sentence
 
 
-def test_no_hostfile(site, hosts):
-    sentence = refused(site, GLM, **{**hosts, "HOSTFILE": ""})
-    assert "set HOSTFILE" in sentence and "JOIN_BY_HAND=1" in sentence
-
-
 def test_hostfile_that_is_not_there(site, hosts):
     assert "HOSTFILE /no/hosts does not exist" in refused(
         site, GLM, **{**hosts, "HOSTFILE": "/no/hosts"}

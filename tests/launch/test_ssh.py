@@ -158,7 +158,8 @@ def test_workers_that_join_by_hand(site, three_nodes):
     worker.terminate()
     worker.wait()
     assert process.returncode == 0, output
-    assert f"RAY_AUTH_MODE=token ray start {address} --num-gpus 8" in output  # what to type there
+    assert "auth_token && export RAY_AUTH_MODE=token" in output  # what to type there
+    assert f"ray start {address} --num-gpus 8" in output
     assert not (site.folder / "ssh").exists()
 
 
