@@ -1,46 +1,65 @@
-"""Processes that are ranks again and again: importing megatron takes longer than most of what they do.
+"""Processes that are ranks again and again: importing a trainer takes longer than most of what they do.
 
-`run_megatron_ranks` has the meaning of tests/ranks.py's `run_ranks`. Processes are started when first needed,
-kept for the next test, and given up when one of them fails.
+`run_megatron_ranks` and `run_fsdp_ranks` have the meaning of tests/ranks.py's `run_ranks`. Processes are
+started when first needed, kept for the next test, and given up when one of them fails.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import multiprocessing
 import pickle
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_workers: list[_Worker] = []
+_MEGATRON, _FSDP = "slime.backends.megatron_utils.actor", "slime.backends.fsdp_utils.actor"
+_workers: dict[str, list[_Worker]] = {_MEGATRON: [], _FSDP: []}
 
 
 def run_megatron_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """`function(rank, *args)` on every rank; what each returned. It must be a top-level function."""
-    start_workers(world_size)
-    with tempfile.TemporaryDirectory() as folder:
-        for rank, worker in enumerate(_workers[:world_size]):
-            worker.send((function, rank, world_size, folder, args))
-        answers = _collect(_workers[:world_size])
-    return [answers[rank] for rank in range(world_size)]
+    return _run_ranks(_MEGATRON, function, world_size, args)
+
+
+def run_fsdp_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """`function(rank, *args)` on every rank; what each returned. It must be a top-level function."""
+    return _run_ranks(_FSDP, function, world_size, args)
 
 
 def start_workers(count: int) -> None:
-    """They import what they need by themselves, so this may be called early."""
-    while len(_workers) < count:
-        _workers.append(_Worker())
+    """Of Megatron. They import what they need by themselves, so this may be called early."""
+    _start(_MEGATRON, count)
+
+
+def _start(trainer: str, count: int) -> None:
+    while len(_workers[trainer]) < count:
+        _workers[trainer].append(_Worker(trainer))
+
+
+def _run_ranks(
+    trainer: str, function: Callable[..., Any], world_size: int, args: tuple[Any, ...]
+) -> list[Any]:
+    _start(trainer, world_size)
+    workers = _workers[trainer][:world_size]
+    with tempfile.TemporaryDirectory() as folder:
+        for rank, worker in enumerate(workers):
+            worker.send((function, rank, world_size, folder, args))
+        answers = _collect(workers)
+    return [answers[rank] for rank in range(world_size)]
 
 
 class _Worker:
-    def __init__(self) -> None:
+    def __init__(self, trainer: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         # Not a daemon: a save in the background is a process of its own.
-        self.process = context.Process(target=_serve, args=(theirs,))
+        self.process = context.Process(target=_serve, args=(theirs, trainer))
         self.process.start()
         theirs.close()
 
@@ -71,18 +90,19 @@ def _collect(workers: list[_Worker]) -> dict[int, Any]:
 
 @atexit.register
 def end_workers() -> None:
-    while _workers:
-        worker = _workers.pop()
-        worker.connection.close()
-        worker.process.terminate()
-        worker.process.join()
+    for workers in _workers.values():
+        while workers:
+            worker = workers.pop()
+            worker.connection.close()
+            worker.process.terminate()
+            worker.process.join()
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, trainer: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    import slime.backends.megatron_utils.actor  # noqa: F401
+    importlib.import_module(trainer)
 
     while True:
         try:
@@ -100,14 +120,14 @@ def _run(
     function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]
 ) -> Any:
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
     )
     result = function(rank, *args)
     dist.barrier()
-    parallel_state.destroy_model_parallel()
+    if parallel_state := sys.modules.get("megatron.core.parallel_state"):
+        parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     gc.collect()
     return result

@@ -14,7 +14,7 @@ torch_version=$(sed -n 's/^torch==//p' "$root/constraints.txt")
 cpu_index=https://download.pytorch.org/whl/cpu
 
 pip_install() {
-    "$python" -m pip install --quiet --disable-pip-version-check "$@"
+    "$python" -m pip install --quiet --disable-pip-version-check --no-compile "$@"
 }
 
 has_nvidia_gpu() {
@@ -60,3 +60,6 @@ pip_install --require-hashes --no-deps --requirement "$wanted"
 # What the lock does not hold (SGLang) is resolved here; nothing is left to do otherwise.
 pip_install --constraint "$root/constraints.txt" --no-build-isolation \
     --editable "$root${extras:+[$extras]}"
+# With all cores, unlike pip; a file that does not compile, such as a template, is left to its user.
+packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+"$python" -m compileall -qq -j 0 "$packages" || true

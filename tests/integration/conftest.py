@@ -9,6 +9,13 @@ import pytest
 from slime.rollout.engine_pool import EnginePool
 from tests import rollout_hooks
 from tests.fake_engine import FakeEngine, Reply
+from tests.rank_pool import end_workers
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _ranks_end_with_this_folder():
+    yield
+    end_workers()
 
 
 @pytest.fixture

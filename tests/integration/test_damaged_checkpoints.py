@@ -15,8 +15,7 @@ from slime.rollout.train_data import split_batch
 from slime.runlog.checkpoint_files import file_checksum
 from slime.runlog.checkpoint_folder import CheckpointFolder, CheckpointMeta, read_meta
 from tests import fsdp, megatron
-from tests.rank_pool import run_megatron_ranks
-from tests.ranks import run_ranks
+from tests.rank_pool import run_fsdp_ranks, run_megatron_ranks
 from tests.tiny import make_tiny_checkpoint
 
 
@@ -58,7 +57,7 @@ def _answers(rank: int, backend: str, model: str, folder: str) -> dict[str, Any]
     actor.train(0, rows[rank % dp])
     recorded = []
     for rollout_id in (0, 1):
-        aside = checkpoints._aside(rollout_id)
+        aside = checkpoints._temporary(rollout_id)
         if rank == 0:
             checkpoints.begin(rollout_id)
         dist.barrier()
@@ -132,7 +131,7 @@ def _assert_noticed(ranks: list[dict[str, Any]], folder: Path) -> None:
 
 def test_fsdp(tmp_path):
     model = make_tiny_checkpoint(tmp_path / "model", num_attention_heads=6)
-    ranks = run_ranks(_answers, 2, "fsdp", str(model), str(tmp_path))
+    ranks = run_fsdp_ranks(_answers, 2, "fsdp", str(model), str(tmp_path))
     _assert_noticed(ranks, tmp_path)
 
 

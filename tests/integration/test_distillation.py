@@ -19,7 +19,7 @@ from tests import naive_rl
 from tests.args import make_args
 from tests.engines import engine_server
 from tests.fsdp import whole_weights
-from tests.ranks import run_ranks
+from tests.rank_pool import run_fsdp_ranks
 from tests.tiny import make_byte_tokenizer, make_tiny_checkpoint
 
 
@@ -77,7 +77,7 @@ def test_with_a_teacher_in_the_trainer_it_learns_what_the_naive_loop_does(
 ):
     args = args_of(student, teacher, rollout_temperature=0.8)
     expected = naive_rl.learn(args, student, [taught(teacher, s, 0.8) for s in rollouts])
-    outcome = run_ranks(_train, ranks, ranks, args, rollouts)[0]
+    outcome = run_fsdp_ranks(_train, ranks, ranks, args, rollouts)[0]
     for number, metrics in enumerate(outcome["metrics"]):
         assert metrics["train/loss"] == pytest.approx(expected.losses[number], rel=2e-4, abs=2e-6)
         assert metrics["train/grad_norm"] == pytest.approx(expected.grad_norms[number], rel=2e-4)
@@ -110,7 +110,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(student, tmp_path):
     tokenizer = make_byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
     tokenizer.save_pretrained(other)
-    message = run_ranks(_start_with, 1, args_of(student, str(other)))[0]
+    message = run_fsdp_ranks(_start_with, 1, args_of(student, str(other)))[0]
     assert (
         "another vocabulary" in message and "'<|new|>' is token 320 there and None here" in message
     )

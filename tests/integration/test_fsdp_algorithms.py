@@ -19,7 +19,7 @@ from slime.rollout.train_data import samples_to_batch, split_batch
 from tests import naive_rl
 from tests.args import make_args
 from tests.fsdp import whole_weights
-from tests.ranks import run_ranks
+from tests.rank_pool import run_fsdp_ranks
 from tests.tiny import make_tiny_checkpoint
 
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.3}
@@ -102,7 +102,7 @@ def naive(model: str, rollouts: list[list[Sample]]) -> dict[str, naive_rl.Learne
 
 @pytest.fixture(scope="module", params=[1, 2])
 def trained(request, model: str, rollouts: list[list[Sample]]) -> dict[str, Any]:
-    return run_ranks(_train_all, request.param, request.param, model, rollouts)[0]
+    return run_fsdp_ranks(_train_all, request.param, request.param, model, rollouts)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,7 +11,7 @@ import torch
 from slime.core.errors import UserError
 from slime.rollout.train_data import split_batch
 from tests.fsdp import Case, make_rows, start_actor, whole_weights
-from tests.ranks import run_ranks
+from tests.rank_pool import run_fsdp_ranks
 from tests.tiny import make_tiny_checkpoint
 
 TIMES = "perf/"
@@ -31,12 +31,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(case: Case, folder: Path) -> dict[str, Any]:
-    return run_ranks(_unbroken_and_resumed, 2, case, str(folder))[0]
+    return run_fsdp_ranks(_unbroken_and_resumed, 2, case, str(folder))[0]
 
 
 @pytest.fixture(scope="module")
 def one_rank(case: Case, folder: Path, two_ranks: dict[str, Any]) -> dict[str, Any]:
-    return run_ranks(_loaded_alone, 1, case, str(folder))[0]
+    return run_fsdp_ranks(_loaded_alone, 1, case, str(folder))[0]
 
 
 def test_a_reference_that_moves_is_part_of_the_checkpoint(two_ranks):

@@ -10,7 +10,7 @@ import torch
 
 from tests.fsdp import Case, whole_weights
 from tests.ppo import PpoOutcome, ppo_naively, ppo_on_ranks, start_pair, train_pair
-from tests.ranks import run_ranks
+from tests.rank_pool import run_fsdp_ranks
 from tests.tiny import make_tiny_checkpoint
 
 NAMES = ["tied", "critic_first"]
@@ -50,7 +50,7 @@ def naive(cases: dict[str, Case]) -> dict[str, PpoOutcome]:
 
 @pytest.fixture(scope="module", params=[1, 2])
 def trained(request: pytest.FixtureRequest, cases: dict[str, Case]) -> dict[str, PpoOutcome]:
-    return run_ranks(ppo_on_ranks, request.param, request.param, cases)[0]
+    return run_fsdp_ranks(ppo_on_ranks, request.param, request.param, cases)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -88,7 +88,7 @@ def test_value_clipping_was_at_work(trained):
 @pytest.fixture(scope="module")
 def resumed(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    return run_ranks(_unbroken_and_resumed, 2, cases["critic_first"], str(folder))[0]
+    return run_fsdp_ranks(_unbroken_and_resumed, 2, cases["critic_first"], str(folder))[0]
 
 
 def test_resumed_pair_is_bitwise_the_unbroken_one(resumed):

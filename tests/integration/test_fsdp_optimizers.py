@@ -15,7 +15,7 @@ from slime.core.errors import UserError
 from slime.rollout.train_data import split_batch
 from tests.fsdp import Case, make_rows, start_actor, whole_weights
 from tests.naive_optimizers import SIMPLE, NaiveMuon, newton_schulz, relative_error
-from tests.ranks import run_ranks
+from tests.rank_pool import run_fsdp_ranks
 from tests.tiny import make_tiny_checkpoint
 
 DECAY, CLIP, LR, STEPS = 0.1, 20.0, 1e-3, 4
@@ -47,12 +47,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def one_rank(models: dict[str, str]) -> dict[str, Any]:
-    return run_ranks(_step_all, 1, models, 1)[0]
+    return run_fsdp_ranks(_step_all, 1, models, 1)[0]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(models: dict[str, str]) -> dict[str, Any]:
-    return run_ranks(_step_all, 2, models, 2)[0]
+    return run_fsdp_ranks(_step_all, 2, models, 2)[0]
 
 
 @pytest.mark.parametrize("model", ["dense", "experts"])

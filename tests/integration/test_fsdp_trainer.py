@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.fsdp import Case, Outcome, train_naively, train_on_ranks
-from tests.ranks import run_ranks
+from tests.rank_pool import run_fsdp_ranks
 from tests.tiny import make_tiny_checkpoint
 
 NAMES = ["qwen3", "qwen3_two_steps_kl", "llama_checkpointed", "qwen3_moe", "sft_per_token"]
@@ -54,7 +54,7 @@ def naive(cases: dict[str, Case]) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def trained(request: pytest.FixtureRequest, cases: dict[str, Case]) -> dict[str, Outcome]:
-    return run_ranks(train_on_ranks, request.param, request.param, cases)[0]
+    return run_fsdp_ranks(train_on_ranks, request.param, request.param, cases)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

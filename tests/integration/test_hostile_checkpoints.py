@@ -16,8 +16,7 @@ from slime.config.env import child_env
 from slime.core.errors import UserError
 from slime.rollout.train_data import split_batch
 from tests import fsdp, hostile, megatron
-from tests.rank_pool import run_megatron_ranks
-from tests.ranks import run_ranks
+from tests.rank_pool import run_fsdp_ranks, run_megatron_ranks
 from tests.tiny import make_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +102,7 @@ def _assert_refused(answers: dict[str, str], folder: Path, backend: str) -> None
 
 def test_fsdp(tmp_path):
     model = make_tiny_checkpoint(tmp_path / "model")
-    (answers,) = run_ranks(_refusals, 1, "fsdp", str(model), str(tmp_path))
+    (answers,) = run_fsdp_ranks(_refusals, 1, "fsdp", str(model), str(tmp_path))
     _assert_refused(answers, tmp_path, "fsdp")
 
 
