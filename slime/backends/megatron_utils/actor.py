@@ -49,7 +49,13 @@ from slime.backends.megatron_utils.model_config import (  # noqa: E402
     virtual_stages,
 )
 from slime.backends.megatron_utils.optimizer import ScheduledOptimizer  # noqa: E402
-from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
+from slime.backends.megatron_utils.parallel import (  # noqa: E402
+    context_group,
+    data_group,
+    init_parallel,
+    pipeline_group,
+    unwrapped,
+)
 from slime.backends.megatron_utils.passes import (  # noqa: E402
     Passes,
     fp8_multiple,
@@ -111,6 +117,7 @@ class MegatronTrainRayActor(TrainRayActor):
             self._fill(first_weights(args, "ref"))
             self.frozen["ref"] = HostWeights(self.chunks)
         if with_opd_teacher:
+            assert args.opd_teacher_load is not None, "a teacher is requested only with a path"
             self._fill(args.opd_teacher_load)
             self.frozen["teacher"] = HostWeights(self.chunks)
         self._fill(checkpoint or self._released() or first_weights(args, role))
@@ -158,12 +165,12 @@ class MegatronTrainRayActor(TrainRayActor):
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
-        group = parallel_state.get_data_parallel_group()
+        group = data_group()
         return group if group.size() > 1 else None
 
     @property
     def cp_group(self) -> dist.ProcessGroup | None:
-        group = parallel_state.get_context_parallel_group()
+        group = context_group()
         return group if group.size() > 1 else None
 
     def log_probs(self, batch: RolloutBatch, model: ModelName) -> list[np.ndarray]:
@@ -219,10 +226,10 @@ class MegatronTrainRayActor(TrainRayActor):
 
         def loss(chunk: Any, hidden: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
             if self.uses_logits:
-                logits = self.head.logits(_module(chunk), hidden, batch)
+                logits = self.head.logits(unwrapped(chunk), hidden, batch)
                 return self.custom_loss(batch, logits, result)
             values, entropy = self.head.log_probs(
-                _module(chunk), hidden, batch, with_entropy=self.role == "actor"
+                unwrapped(chunk), hidden, batch, with_entropy=self.role == "actor"
             )
             return self.loss(batch, values, entropy, result)
 
@@ -231,7 +238,7 @@ class MegatronTrainRayActor(TrainRayActor):
         return result
 
     def _read(self, chunk: Any, hidden: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
-        return self.head.log_probs(_module(chunk), hidden, batch, with_entropy=False)[0]
+        return self.head.log_probs(unwrapped(chunk), hidden, batch, with_entropy=False)[0]
 
     def _keep_experts(
         self, batch: RolloutBatch, micro_batches: list[TrainBatch], seen: list[PackedRows]
@@ -253,8 +260,8 @@ class MegatronTrainRayActor(TrainRayActor):
         if self.parallel.pp_size == 1:
             return columns
         flat = torch.from_numpy(np.concatenate(columns)).to(current_device())
-        group = parallel_state.get_pipeline_model_parallel_group()
-        dist.broadcast(flat, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(flat, last, group=pipeline_group())
         ends = np.cumsum([len(column) for column in columns])
         return np.split(flat.cpu().numpy(), ends[:-1])
 
@@ -342,8 +349,3 @@ class MegatronTrainRayActor(TrainRayActor):
         if path is not None:
             option = option_of(flag)
             load_function(path, flag=option, protocol=protocol)(*values)
-
-
-def _module(chunk: Any) -> Any:
-    """Return the model inside its data-parallel wrapper."""
-    return getattr(chunk, "module", chunk)

@@ -45,9 +45,9 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 self.state[param]["exp_avg"] = torch.zeros_like(param)
                 self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
         step = torch.tensor(float(group["step"]), device=params[0].device)
-        torch._fused_adamw_(
+        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage] - torch's own AdamW calls it
             params,
-            [param.grad for param in params],
+            [param.grad for param in params if param.grad is not None],
             [self.state[param]["exp_avg"] for param in params],
             [self.state[param]["exp_avg_sq"] for param in params],
             [],

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -53,9 +54,7 @@ class PackedAttention(MegatronModule):
             self.softmax_offset = torch.nn.Parameter(
                 torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device())
             )
-            self.softmax_offset.tensor_model_parallel = True
-            self.softmax_offset.partition_dim = 0
-            self.softmax_offset.partition_stride = 1
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, dim=0, stride=1)
 
     def forward(
         self,
@@ -72,8 +71,10 @@ class PackedAttention(MegatronModule):
             return self._attend(query, key, value, packed_seq_params).flatten(1)
         length, count = query.shape[:2]
         rows = self._padded_rows(length, count, query.device)
-        flat = (x.transpose(0, 1).reshape(-1, *x.shape[2:]) for x in (query, key, value))
-        out = self._attend(*flat, rows)
+        query, key, value = (
+            x.transpose(0, 1).reshape(-1, *x.shape[2:]) for x in (query, key, value)
+        )
+        out = self._attend(query, key, value, rows)
         return out.view(count, length, -1).transpose(0, 1).contiguous()
 
     def sharded_state_dict(
@@ -129,7 +130,10 @@ class PackedAttention(MegatronModule):
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
     """Return how many tokens a query of this layer attends to, itself included; None: all."""
-    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+    skip: Any = (
+        config.window_attn_skip_freq
+    )  # None too, although megatron-core's annotation lacks it
+    if is_layer_window_attention(config.window_size, skip, layer_number):
         assert config.window_size is not None
         return config.window_size[0] + 1
     return None

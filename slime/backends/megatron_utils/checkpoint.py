@@ -20,7 +20,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.checkpoint_reader import FileCheck, load_object, plain_refusals
@@ -38,6 +39,7 @@ from slime.backends.megatron_utils.fp8_state import (
     load_fp8_state,
 )
 from slime.backends.megatron_utils.layers.value_head import ValueHead
+from slime.backends.megatron_utils.parallel import unwrapped
 from slime.backends.megatron_utils.patches import patch_checkpoints
 from slime.core.errors import ConfigError, UserError
 from slime.runlog.checkpoint_files import record_checksums
@@ -161,8 +163,7 @@ class Checkpointer:
         headless = _drop_foreign_head(state, chunks, path)
         _refuse_other_sizes(state, facts, path, stored)
         _refuse_other_optimizer(state, path, stored)
-        with plain_refusals():
-            loaded = dist_checkpointing.load(state, str(path))
+        loaded = read_tensors(state, path)
         for key, chunk in _by_key(chunks).items():
             _fill_in(chunk, loaded[key], headless=headless)
         if with_optimizer is not None:
@@ -212,9 +213,19 @@ def is_checkpoint(path: str | Path) -> bool:
     return (Path(path) / _FACTS).exists() and (Path(path) / "metadata.json").exists()
 
 
-def _by_key(chunks: Chunks) -> dict[str, torch.nn.Module]:
+def read_tensors(
+    state: dict[str, Any], path: str | Path, *, check_coverage: bool = True
+) -> dict[str, Any]:
+    """Load a sharded state; with `check_coverage` all ranks together must read every shard."""
+    with plain_refusals():
+        loaded = dist_checkpointing.load(state, str(path), validate_access_integrity=check_coverage)
+    assert isinstance(loaded, dict), "a tuple only if `strict` asks for the differences"
+    return loaded
+
+
+def _by_key(chunks: Chunks) -> dict[str, GPTModel]:
     """Return chunks by Megatron's keys: `model`, or `model0`, `model1`, ... per virtual stage."""
-    modules = [getattr(chunk, "module", chunk) for chunk in chunks]
+    modules = [unwrapped(chunk) for chunk in chunks]
     if len(modules) == 1:
         return {"model": modules[0]}
     return {f"model{number}": module for number, module in enumerate(modules)}
@@ -240,7 +251,7 @@ def _state(
 
 
 def _config(chunks: Chunks) -> TransformerConfig:
-    return next(iter(_by_key(chunks).values())).config  # type: ignore[return-value]
+    return unwrapped(chunks[0]).config
 
 
 def _fill_in(chunk: torch.nn.Module, loaded: dict[str, Any], *, headless: bool) -> None:
@@ -261,7 +272,8 @@ def _taken_apart(state: dict[str, Any]) -> dict[str, Any]:
             value = _taken_apart(value)
         elif isinstance(value, ShardedTensorFactory):
             value, whole = value.build(), value.data
-            for part in value:
+            for part in _tensors(value):
+                assert part.data is not None, "megatron-core builds parts as views of the tensor"
                 part.data = part.data.clone()
             whole.untyped_storage().resize_(0)
         apart[key] = value
@@ -337,7 +349,7 @@ def _layout() -> list[int]:
 def _rng_state() -> dict[str, Any]:
     state: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
-        "tracker": {k: v.clone() for k, v in get_cuda_rng_tracker().get_states().items()},
+        "tracker": {k: v.clone() for k, v in _rng_tracker().get_states().items()},
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -349,4 +361,10 @@ def _restore_rng(file: Path) -> None:
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    get_cuda_rng_tracker().set_states(state["tracker"])
+    _rng_tracker().set_states(state["tracker"])
+
+
+def _rng_tracker() -> CudaRNGStatesTracker:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None, "init_parallel seeds it"
+    return tracker

@@ -12,7 +12,7 @@ its step count is known when loading, so here only tensors are saved, per parame
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from typing import Any
+from typing import Any, cast
 
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -82,7 +82,8 @@ def optimizer_state(
 def load_optimizer_state(chain: ChainedOptimizer, state: dict[str, Any], num_steps: int) -> None:
     for number, optimizer in enumerate(_real(chain)):
         own = state[str(number)]
-        groups = optimizer.state_dict()
+        # megatron-core's base class is annotated as if it returned None.
+        groups = cast(dict[str, Any], optimizer.state_dict())
         for group in _torch_state(groups)[_GROUPS]:
             group["step"] = num_steps
         if isinstance(optimizer, DistributedOptimizer):
@@ -112,6 +113,7 @@ def _of_one_owner(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _of_one_owner(value) for key, value in state.items()}
     if isinstance(state, ShardedTensor | ShardedTensorFactory):
+        assert isinstance(state.replica_id, tuple), "(pipeline, tensor, data) ranks"
         state.replica_id = (*state.replica_id[:2], 0)
     return state
 

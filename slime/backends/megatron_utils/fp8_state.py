@@ -17,7 +17,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.fp8_utils import get_fp8_recipe
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime.backends.megatron_utils.parallel import decoder_layers, expert_tensor_group
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ def is_delayed(config: TransformerConfig) -> bool:
     return bool(config.fp8) and config.fp8_recipe == "delayed"
 
 
-def fp8_state(chunks: Sequence[torch.nn.Module]) -> dict[str, ShardedTensor]:
+def fp8_state(chunks: Sequence[GPTModel]) -> dict[str, ShardedTensor]:
     """Return the tensors of all modules that have run in FP8, by their names in a checkpoint."""
     return {
         key: _sharded(key, tensor)
@@ -45,12 +48,12 @@ def fp8_state(chunks: Sequence[torch.nn.Module]) -> dict[str, ShardedTensor]:
 
 
 def fp8_state_to_load(
-    chunks: Sequence[torch.nn.Module], stored: Mapping[str, tuple[int, ...]]
+    chunks: Sequence[GPTModel], stored: Mapping[str, tuple[int, ...]]
 ) -> dict[str, ShardedTensor]:
     """Allocate the scales of this model; return those that the checkpoint has in the same shape."""
     for name, module in _modules(chunks):
         if f"fp8.{name}.scale_fwd" in stored:
-            _allocate(module, next(iter(chunks)).config)
+            _allocate(module, chunks[0].config)
     state = fp8_state(chunks)
     found = {key: t for key, t in state.items() if stored.get(key) == tuple(t.global_shape)}
     if len(found) < len(state) or not found:
@@ -63,21 +66,21 @@ def fp8_state_to_load(
 
 
 @torch.no_grad()
-def load_fp8_state(chunks: Sequence[torch.nn.Module], loaded: Mapping[str, torch.Tensor]) -> None:
+def load_fp8_state(chunks: Sequence[GPTModel], loaded: Mapping[str, torch.Tensor]) -> None:
     for name, module in _modules(chunks):
         for key, tensor in _tensors(name, module):
             if key in loaded:
                 tensor.copy_(loaded[key])
 
 
-def _modules(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+def _modules(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Any]]:
     """Yield TransformerEngine's modules with matmuls, by names with global layer numbers."""
     for chunk in chunks:
         for name, module in chunk.named_modules():
             layer = _LAYER.match(name)
             if layer is None or not hasattr(module, "fp8_meta") or name.endswith("core_attention"):
                 continue
-            number = chunk.decoder.layers[int(layer[1])].layer_number - 1  # type: ignore[union-attr]
+            number = decoder_layers(chunk)[int(layer[1])].layer_number - 1
             yield _LAYER.sub(f"decoder.layers.{number}.", name), module
 
 
@@ -109,5 +112,5 @@ def _sharded(key: str, tensor: torch.Tensor) -> ShardedTensor:
         state.get_expert_model_parallel_rank(),
         state.get_expert_model_parallel_world_size(),
     )
-    replica = (0, state.get_expert_tensor_parallel_rank(), state.get_expert_data_parallel_rank())
+    replica = (0, expert_tensor_group().rank(), state.get_expert_data_parallel_rank())
     return ShardedTensor.from_rank_offsets(key, tensor, place, replica_id=replica)

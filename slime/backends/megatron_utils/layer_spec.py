@@ -55,14 +55,14 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
         normalization=None if te else "RMSNorm",
         vp_stage=vp_stage,
     )
+    assert spec.layer_specs is not None, "one per layer of the chunk"
     own: dict[int, ModuleSpec] = {}
     for layer in spec.layer_specs:
         if id(layer) not in own:
             own[id(layer)] = _with_own_modules(copy.deepcopy(layer), config, te=te)
     layers = [own[id(layer)] for layer in spec.layer_specs]
-    return TransformerBlockSubmodules(
-        layer_specs=layers, layer_norm=spec.layer_norm if te else RMSNorm
-    )
+    norm: Any = spec.layer_norm if te else RMSNorm  # a class; megatron-core's annotation lacks it
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def layers_line(config: TransformerConfig) -> str:

@@ -33,7 +33,10 @@ from slime.backends.megatron_utils.model_config import (  # noqa: E402
     read_config,
     virtual_stages,
 )
-from slime.backends.megatron_utils.optimizer import ScheduledOptimizer  # noqa: E402
+from slime.backends.megatron_utils.optimizer import (  # noqa: E402
+    ScheduledOptimizer,
+    grad_buffers,
+)
 from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
 from slime.backends.megatron_utils.passes import prepare_config  # noqa: E402
 
@@ -79,11 +82,6 @@ def _count(
     sparse = sum(isinstance(layer.mlp, MoELayer) for layer in layers)
     own = {tensor.untyped_storage()._cdata for tensor in params}
     copies = [shard for shard, _ in moments if shard.untyped_storage()._cdata not in own]
-    gradients = [
-        buffer.grad_data.nbytes
-        for chunk in wrapped
-        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
-    ]
     return RankModel(
         rank=rank,
         parameters=sum(p.numel() for p in params),
@@ -91,7 +89,7 @@ def _count(
         trained_parameters=sum(p.numel() for p in params if p.requires_grad),
         weight_sizes=dict(Counter(t.nbytes for t in [*params, *buffers])),
         weight_storages=_storages([*params, *buffers]),
-        gradient_storages=gradients,
+        gradient_storages=[grads.nbytes for grads in grad_buffers(wrapped)],
         master_sizes=dict(Counter(shard.numel() for shard in copies)),
         moment_sizes=dict(Counter(shard.numel() for shard, count in moments if count == 2)),
         momentum_sizes=dict(Counter(shard.numel() for shard, count in moments if count == 1)),

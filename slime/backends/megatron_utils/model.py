@@ -27,6 +27,7 @@ from slime.backends.megatron_utils.layers.packed_rotary import (
 )
 from slime.backends.megatron_utils.layers.value_head import ValueHead
 from slime.backends.megatron_utils.model_config import GptOptions
+from slime.backends.megatron_utils.parallel import tensor_group
 from slime.backends.optim import is_trained, refuse_nothing_trained
 from slime.config import hook_types
 from slime.core.types import TrainBatch
@@ -100,9 +101,12 @@ def _build(
     if provider is not None:
         model = provider(first, last, vp_stage=vp_stage)
     else:
+        # megatron-core annotates the spec and the base more narrowly than it uses them.
+        spec: Any = block_spec(config, vp_stage)
+        base: Any = options.rotary_base
         model = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, vp_stage),
+            transformer_layer_spec=spec,
             vocab_size=options.vocab_size,
             max_sequence_length=options.max_sequence_length,
             pre_process=first,
@@ -110,13 +114,18 @@ def _build(
             share_embeddings_and_output_weights=options.tied and not critic,
             position_embedding_type="rope",
             rotary_percent=options.rotary_percent,
-            rotary_base=options.rotary_base,
+            rotary_base=base,
             vp_stage=vp_stage,
         )
         if options.rotary_frequencies is not None:
             device = model.rotary_pos_emb.inv_freq.device
             model.rotary_pos_emb.inv_freq = torch.tensor(options.rotary_frequencies, device=device)
-    if critic and last:
+    _replace_modules(model, config, value_head=critic and last)
+    return model
+
+
+def _replace_modules(model: Any, config: TransformerConfig, *, value_head: bool) -> None:
+    if value_head:
         model.output_layer = ValueHead(config)
     if has_packed_rotary(config):
         install_fused_rotation()
@@ -126,7 +135,6 @@ def _build(
     model.to(current_device())  # routers are created on the CPU
     # Log-probs are computed from hidden states in chunks, so the last stage returns no logits.
     model._postprocess = _hidden_states
-    return model
 
 
 def _hidden_states(*, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
@@ -148,7 +156,7 @@ class Head:
         hidden = _whole(chunk, hidden, len(batch.tokens))
         if isinstance(chunk.output_layer, ValueHead):
             return chunk.output_layer(hidden), None
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = tensor_group()
         return log_probs_from_hidden(
             hidden,
             _output_weight(chunk),
@@ -181,9 +189,11 @@ def _whole(chunk: GPTModel, hidden: torch.Tensor, length: int) -> torch.Tensor:
 def _output_weight(chunk: GPTModel) -> torch.Tensor:
     if chunk.share_embeddings_and_output_weights:
         return chunk.shared_embedding_or_output_weight()
-    return chunk.output_layer.weight
+    weight = chunk.output_layer.weight
+    assert weight is not None, "only tied embeddings leave it out"
+    return weight
 
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int]:
     """Return a key of a tensor's storage that also works on the meta device, without addresses."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())

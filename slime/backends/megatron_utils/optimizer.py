@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +57,7 @@ class ScheduledOptimizer:
 
     def hold_grads(self) -> None:
         """Reallocate the gradient buffers after `drop_grads`, as zeros."""
-        for grads in self._grad_buffers():
+        for grads in grad_buffers(self._chunks):
             if not grads.untyped_storage().nbytes():
                 grads.untyped_storage().resize_(grads.nbytes)
                 grads.zero_()
@@ -66,7 +66,7 @@ class ScheduledOptimizer:
         """Free the gradient buffers until the next step; Megatron's views of them stay valid."""
         self.inner.zero_grad()
         torch.cuda.synchronize()
-        for grads in self._grad_buffers():
+        for grads in grad_buffers(self._chunks):
             grads.untyped_storage().resize_(0)
 
     def zero_grad(self) -> None:
@@ -101,34 +101,30 @@ class ScheduledOptimizer:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield main parameters and moments, which can be offloaded between steps."""
-        for optimizer in self.inner.chained_optimizers:
-            torch_optimizer = getattr(optimizer, "optimizer", None)
-            if torch_optimizer is None:
-                continue
-            for group in torch_optimizer.param_groups:
+        for optimizer in self._torch_optimizers():
+            for group in optimizer.param_groups:
                 yield from group["params"]
-            for state in torch_optimizer.state.values():
+            for state in optimizer.state.values():
                 yield from (value for value in state.values() if torch.is_tensor(value))
 
     def moments(self) -> Iterator[tuple[torch.Tensor, int]]:
         """Yield main parameters with the number of moments that each has after its first update."""
-        for optimizer in self.inner.chained_optimizers:
-            torch_optimizer = getattr(optimizer, "optimizer", None)
-            for group in [] if torch_optimizer is None else torch_optimizer.param_groups:
+        for optimizer in self._torch_optimizers():
+            for group in optimizer.param_groups:
                 for param in group["params"]:
-                    yield param, _num_moments(torch_optimizer, group)
+                    yield param, _num_moments(optimizer, group)
 
-    def _grad_buffers(self) -> Iterator[torch.Tensor]:
-        for chunk in self._chunks:
-            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-                yield buffer.grad_data
+    def _torch_optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        for optimizer in self.inner.chained_optimizers:
+            inner = getattr(optimizer, "optimizer", None)  # None: no parameters on this rank
+            if inner is not None:
+                yield inner
 
     def _clip(self, norm: float) -> None:
         for optimizer in self.inner.chained_optimizers:
             config = optimizer.config
-            params = (
-                [] if getattr(optimizer, "is_stub_optimizer", False) else optimizer.get_parameters()
-            )
+            is_stub = getattr(optimizer, "is_stub_optimizer", False)
+            params: list[torch.Tensor] = [] if is_stub else [*optimizer.get_parameters()]
             if params and config.clip_grad > 0:
                 clip_grad_by_total_norm_fp32(
                     params,
@@ -141,6 +137,13 @@ class ScheduledOptimizer:
         for group in self.inner.param_groups:
             group["lr"] = self.lr * group.get("lr_mult", 1.0)
             group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
+
+
+def grad_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[torch.Tensor]:
+    for chunk in chunks:
+        buffers: Any = chunk.buffers  # Megatron's list, in place of the method of torch's modules
+        for buffer in [*buffers, *chunk.expert_parallel_buffers]:
+            yield buffer.grad_data
 
 
 def make_optimizer(config: OptimizerConfig, chunks: list[Any], kind: str) -> ChainedOptimizer:

@@ -1,11 +1,12 @@
-"""Megatron's process groups for the parallel sizes given by flags."""
+"""Megatron's process groups for the parallel sizes given by flags, and the chunks on a rank."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import megatron.core
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -16,6 +17,9 @@ from slime.core.types import ParallelInfo
 from slime.utils.device import device_type
 
 if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
     from slime.config.arguments import Args
 
 SUPPORTED = "0.16.1"
@@ -55,6 +59,46 @@ def _drop_groups() -> None:
     parallel_state.destroy_model_parallel()
     for group in groups if device_type() == "cuda" else ():
         dist.destroy_process_group(group)
+
+
+def tensor_group() -> dist.ProcessGroup:
+    return _group(parallel_state.get_tensor_model_parallel_group())
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    return _group(parallel_state.get_pipeline_model_parallel_group())
+
+
+def context_group() -> dist.ProcessGroup:
+    return _group(parallel_state.get_context_parallel_group())
+
+
+def data_group() -> dist.ProcessGroup:
+    return _group(parallel_state.get_data_parallel_group())
+
+
+def expert_group() -> dist.ProcessGroup:
+    return _group(parallel_state.get_expert_model_parallel_group())
+
+
+def expert_tensor_group() -> dist.ProcessGroup:
+    return _group(parallel_state.get_expert_tensor_parallel_group())
+
+
+def _group(group: object) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup), "init_parallel creates the process groups"
+    return group
+
+
+def unwrapped(chunk: torch.nn.Module) -> GPTModel:
+    """Return the model inside its data-parallel wrapper."""
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    return cast("GPTModel", chunk)
+
+
+def decoder_layers(chunk: GPTModel) -> list[TransformerLayer]:
+    return list(cast("list[TransformerLayer]", chunk.decoder.layers))
 
 
 def parallel_info() -> ParallelInfo:

@@ -131,7 +131,8 @@ class Passes:
         position_ids = F.pad(batch.position_ids, (0, extra))
         rows.position_ids = position_ids
         if self._angles_by_token:
-            rows.cu_seqlens_q = rows.cu_seqlens_kv = None
+            # None is the default of megatron-core's fields, whatever their annotation.
+            rows.cu_seqlens_q = rows.cu_seqlens_kv = None  # pyright: ignore[reportAttributeAccessIssue]
         if batch.routed_experts is not None:
             rows.routed_experts = F.pad(batch.routed_experts, (0, 0, 0, 0, 0, extra), value=-1)
         tokens = F.pad(batch.tokens, (0, extra)).unsqueeze(0)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from io import BytesIO
 
     import torch
-    from torch.distributed.checkpoint import DefaultLoadPlanner, ReadItem
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.planner import ReadItem
 
 
 def patch_megatron() -> None:
@@ -83,8 +84,9 @@ def _patch_recomputation() -> None:
     if hasattr(original, "patched"):
         return
 
-    def init(self: random.CheckpointWithoutOutput, fp8: object = None) -> None:
-        original(self, fp8=fp8 or None)
+    def init(self: random.CheckpointWithoutOutput, fp8: Any = None) -> None:
+        # It compares with None, although the annotation is bool.
+        original(self, fp8=fp8 or None)  # pyright: ignore[reportArgumentType]
 
     init.patched = True  # type: ignore[attr-defined]
     random.CheckpointWithoutOutput.__init__ = init

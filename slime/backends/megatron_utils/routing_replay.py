@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
+from slime.backends.megatron_utils.parallel import context_group, decoder_layers, tensor_group
 from slime.backends.megatron_utils.sequence_layout import PackedRows
 from slime.core.packing import zigzag_index
 from slime.core.types import TrainBatch
@@ -60,13 +60,13 @@ class Replay:
     def _mine(self, experts: torch.Tensor) -> torch.Tensor:
         if not self._cuts_sequence:
             return experts
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = tensor_group()
         return experts.chunk(group.size())[group.rank()]
 
 
 def install_replay(chunks: Sequence[GPTModel]) -> None:
     for chunk in chunks:
-        for layer in chunk.decoder.layers:
+        for layer in decoder_layers(chunk):
             router = getattr(layer.mlp, "router", None)
             if router is not None:
                 router.router_replay = Replay(
@@ -90,7 +90,7 @@ def recorded_rows(rows: PackedRows, batch: TrainBatch, num_layers: int) -> list[
     for layer, experts in rows.recorded.items():
         whole[:, layer] = _over_tensor_ranks(experts, length)
     column = _over_context_ranks(whole[: len(batch.tokens)], batch).cpu().numpy().astype(np.int16)
-    cp = parallel_state.get_context_parallel_world_size()
+    cp = context_group().size()
     starts = batch.cu_seqlens[:-1].tolist()
     lens = [p + r for p, r in zip(batch.prompt_lens, batch.response_lens, strict=True)]
     return [column[s * cp : s * cp + n].copy() for s, n in zip(starts, lens, strict=True)]
@@ -99,11 +99,11 @@ def recorded_rows(rows: PackedRows, batch: TrainBatch, num_layers: int) -> list[
 def _over_tensor_ranks(experts: torch.Tensor, length: int) -> torch.Tensor:
     if len(experts) == length:
         return experts
-    return torch.cat(_all_gather(experts, parallel_state.get_tensor_model_parallel_group()))
+    return torch.cat(_all_gather(experts, tensor_group()))
 
 
 def _over_context_ranks(local: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
-    group = parallel_state.get_context_parallel_group()
+    group = context_group()
     if group.size() == 1:
         return local
     padded = np.diff(batch.cu_seqlens.cpu().numpy()) * group.size()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.hf_weights.export import hf_buckets
 from slime.backends.megatron_utils.hf_weights.families import weight_map
 from slime.backends.megatron_utils.model_config import read_config
+from slime.backends.megatron_utils.parallel import unwrapped
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo, SyncReport
 from slime.weights.sync import make_weight_sync, serving_dtype
@@ -47,7 +48,7 @@ class _UpdateWeight:
         self._getter = weights_getter
         config = read_config(args.hf_checkpoint)
         if model_name is not None:
-            config.model_type = model_name
+            config.model_type = model_name  # pyright: ignore[reportAttributeAccessIssue] - of this instance
         self._weights = weight_map(config, args)
         self._sync = make_weight_sync(self.args)
         self._engines: list[EngineInfo] = []
@@ -96,9 +97,7 @@ class _WithState:
     """A model chunk with another state dict."""
 
     def __init__(self, chunk: torch.nn.Module, state: Weights) -> None:
-        self._chunk, self._state = chunk, state
-        while isinstance(getattr(self._chunk, "module", None), torch.nn.Module):
-            self._chunk = self._chunk.module
+        self._chunk, self._state = unwrapped(chunk), state
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._chunk, name)

@@ -20,7 +20,8 @@ def process_group() -> Iterator[None]:
     if dist.is_torchelastic_launched():
         dist.init_process_group(collective_backend())
     else:
-        dist.init_process_group(collective_backend(), store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - public, not in __all__
+        dist.init_process_group(collective_backend(), store=store, rank=0, world_size=1)
     if device_type() == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     try:

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torch
 
-from slime.backends.checkpoint_reader import FileCheck, plain_refusals
+from slime.backends.checkpoint_reader import FileCheck
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
 from slime.core.errors import ConfigError, UserError
 from slime.runlog.checkpoint_folder import CheckpointFolder
@@ -23,7 +23,10 @@ install_cpu_adapter()
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
 
-from slime.backends.megatron_utils.checkpoint import refuse_other_format  # noqa: E402
+from slime.backends.megatron_utils.checkpoint import (  # noqa: E402
+    read_tensors,
+    refuse_other_format,
+)
 from slime.backends.megatron_utils.conversion.process import (  # noqa: E402
     ByteCount,
     process_group,
@@ -54,6 +57,7 @@ def main(argv: list[str]) -> int:
         units = list(_units(weights, stored))
         total = sum(stored.nbytes(name) for unit in units for name in unit.names)
         dtype = config.dtype or torch.bfloat16
+        assert isinstance(dtype, torch.dtype), "transformers converts a name to the dtype"
         with progress("converting", total, shown=True) as count:
             buckets = _buckets(units, stored, dtype, count)
             untrained = _untrained(weights, HfReader(options.origin_hf_dir))
@@ -180,8 +184,10 @@ class StoredTensors:
         refuse_other_format(folder)
         self._places: dict[str, _Place] = {}
         for key, tensor in dist_checkpointing.load_tensors_metadata(self._folder).items():
-            if not key.startswith(("optimizer.", "chained_", "fp8.")) and "_extra_state" not in key:
-                self._add(key, tensor)
+            if key.startswith(("optimizer.", "chained_", "fp8.")) or "_extra_state" in key:
+                continue
+            assert isinstance(tensor, ShardedTensor), "only tensors are asked for"
+            self._add(key, tensor)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._find(name)[0].shape
@@ -199,9 +205,7 @@ class StoredTensors:
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Read several tensors at once, as every read scans the checkpoint's whole index."""
         wanted = {name: self._sharded(name) for name in names}
-        # Only this process reads, so the check that all ranks together read every shard is off.
-        with plain_refusals():
-            loaded = dist_checkpointing.load(wanted, self._folder, validate_access_integrity=False)
+        loaded = read_tensors(wanted, self._folder, check_coverage=False)
         return {name: loaded[name] for name in wanted}
 
     def _add(self, key: str, tensor: ShardedTensor) -> None:

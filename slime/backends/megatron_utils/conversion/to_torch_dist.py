@@ -91,6 +91,7 @@ def load(
 
 def save(chunks: list[torch.nn.Module], args: Args, config: PretrainedConfig) -> Path:
     """Save the checkpoint with all ranks together; return its folder."""
+    assert args.save is not None, "conversion_args requires it"
     folder = CheckpointFolder(args.save)
     first = dist.get_rank() == 0
     if first:

@@ -12,10 +12,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from slime.backends.megatron_utils.hf_weights.local import current_layout, local_weights
 from slime.backends.megatron_utils.hf_weights.rules import Rule, WeightMap
+from slime.backends.megatron_utils.parallel import (
+    expert_group,
+    expert_tensor_group,
+    pipeline_group,
+    tensor_group,
+)
 from slime.utils.device import current_device
 
 HfTensor = tuple[str, torch.Tensor]
@@ -84,7 +89,7 @@ class _Gather:
         self._expert = layout.expert
         local = list(local_weights(chunks, weights, layout))
         self._local = {weight.name: weight.tensor for weight in local}
-        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+        self._stage = pipeline_group().rank()
         self._held = self._where()
         experts = {w.match.expert for w in local if w.match.rule.per_expert}
         self._num_local = max(_over_stages(len(experts)))
@@ -126,8 +131,7 @@ class _Gather:
         if held.stage == self._stage:
             whole = self._over_tensor_ranks(rule, self._local[name].to(current_device(), dtype))
             if rule.per_expert:
-                group = parallel_state.get_expert_model_parallel_group()
-                whole = torch.stack(_all_gather(whole, group))
+                whole = torch.stack(_all_gather(whole, expert_group()))
         else:
             whole = torch.empty(self._shape(rule, held.shape), dtype=dtype, device=current_device())
         _from_stage(whole, held.stage)
@@ -154,9 +158,7 @@ class _Gather:
 
 
 def _tensor_group(rule: Rule) -> dist.ProcessGroup:
-    if rule.per_expert:
-        return parallel_state.get_expert_tensor_parallel_group()
-    return parallel_state.get_tensor_model_parallel_group()
+    return expert_tensor_group() if rule.per_expert else tensor_group()
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -169,7 +171,7 @@ def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Te
 
 
 def _over_stages(value: object) -> list:
-    group = parallel_state.get_pipeline_model_parallel_group()
+    group = pipeline_group()
     values = [value] * group.size()
     if group.size() > 1:
         dist.all_gather_object(values, value, group=group)
@@ -177,6 +179,6 @@ def _over_stages(value: object) -> list:
 
 
 def _from_stage(tensor: torch.Tensor, stage: int) -> None:
-    group = parallel_state.get_pipeline_model_parallel_group()
+    group = pipeline_group()
     if group.size() > 1:
         dist.broadcast(tensor, group=group, group_src=stage)

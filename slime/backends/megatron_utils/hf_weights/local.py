@@ -7,11 +7,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 
 from slime.backends.megatron_utils.hf_weights.mappings import WHOLE, Part
 from slime.backends.megatron_utils.hf_weights.rules import Match, WeightMap, canonical
 from slime.backends.megatron_utils.layers.value_head import ValueHead
+from slime.backends.megatron_utils.parallel import (
+    decoder_layers,
+    expert_group,
+    expert_tensor_group,
+    tensor_group,
+    unwrapped,
+)
 from slime.core.errors import UserError
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -31,18 +38,9 @@ class Layout:
 
 
 def current_layout() -> Layout:
-    state = parallel_state
-    return Layout(
-        tensor=Part(
-            state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
-        ),
-        expert_tensor=Part(
-            state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()
-        ),
-        expert=Part(
-            state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()
-        ),
-    )
+    groups = (tensor_group(), expert_tensor_group(), expert_group())
+    tensor, expert_tensor, expert = (Part(group.rank(), group.size()) for group in groups)
+    return Layout(tensor=tensor, expert_tensor=expert_tensor, expert=expert)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +56,8 @@ def local_weights(
     chunks: Sequence[torch.nn.Module], weights: WeightMap, layout: Layout
 ) -> Iterator[LocalWeight]:
     """Yield parameters and persistent buffers of all chunks, without a critic's value head."""
-    for chunk in map(_unwrapped, chunks):
-        layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+    for chunk in map(unwrapped, chunks):
+        layers = [layer.layer_number - 1 for layer in decoder_layers(chunk)]
         experts = _experts_per_rank(chunk)
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if not isinstance(tensor, torch.Tensor) or _is_value_head(chunk, name):
@@ -81,16 +79,10 @@ def _global_name(name: str, layers: list[int], first_expert: int) -> str:
     return _EXPERT.sub(lambda m: f".local_experts.{int(m[1]) + first_expert}.", name)
 
 
-def _experts_per_rank(chunk: torch.nn.Module) -> int:
+def _experts_per_rank(chunk: GPTModel) -> int:
     count = chunk.config.num_moe_experts or 0
     return count // chunk.config.expert_model_parallel_size
 
 
-def _is_value_head(chunk: torch.nn.Module, name: str) -> bool:
+def _is_value_head(chunk: GPTModel, name: str) -> bool:
     return name.startswith("output_layer.") and isinstance(chunk.output_layer, ValueHead)
-
-
-def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
-    while isinstance(getattr(chunk, "module", None), torch.nn.Module):
-        chunk = chunk.module
-    return chunk

@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP
 
 from slime.backends.kernels.fused_ops import swiglu
+from slime.backends.megatron_utils.parallel import decoder_layers
 
 
 def use_gated_mlps(model: GPTModel) -> None:
@@ -18,7 +19,7 @@ def use_gated_mlps(model: GPTModel) -> None:
     config = model.config
     plain = config.activation_func_clamp_value is None and not config.add_bias_linear
     if config.gated_linear_unit and config.activation_func is F.silu and plain:
-        for layer in model.decoder.layers:
+        for layer in decoder_layers(model):
             if type(layer.mlp) is MLP:
                 layer.mlp.__class__ = GatedMLP
 
@@ -32,7 +33,7 @@ class GatedMLP(MLP):
         if per_token_scale is not None or not torch.is_grad_enabled():
             return super().forward(hidden_states, per_token_scale, **more)
         both, _ = self.linear_fc1(hidden_states)
-        kept = CheckpointWithoutOutput(fp8=None)
+        kept = CheckpointWithoutOutput()
         product = kept.checkpoint(_swiglu, both)
         output, bias = self.linear_fc2(product)
         kept.discard_output_and_register_recompute(output)

@@ -7,12 +7,11 @@ computes them one after another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from slime.backends.kernels.grouped_linear import Groups, expert_rows, grouped_linear, make_groups
@@ -24,11 +23,11 @@ class GroupedExperts(SequentialMLP):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.local_experts = _LastFirst(self.local_experts)
-        for expert in self.local_experts:
-            if expert.linear_fc2.bias is not None:
+        self.local_experts = _ReversedModuleList(self.local_experts)
+        for linear in self._linears("linear_fc2"):
+            if linear.bias is not None:
                 # Megatron would sum the gradients of different experts over the tensor ranks.
-                expert.linear_fc2.bias.sequence_parallel = False
+                linear.bias.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue] - its mark
 
     def forward(
         self,
@@ -47,17 +46,20 @@ class GroupedExperts(SequentialMLP):
         return output[: len(permuted_local_hidden_states)], None
 
     def _compute(self, hidden: torch.Tensor, groups: Groups, probs: torch.Tensor) -> torch.Tensor:
-        first = [expert.linear_fc1 for expert in self.local_experts]
-        second = [expert.linear_fc2 for expert in self.local_experts]
+        first, second = self._linears("linear_fc1"), self._linears("linear_fc2")
         both = grouped_linear(hidden, groups, [linear.weight for linear in first])
-        if first[0].bias is not None:
-            both = both + expert_rows(groups, [linear.bias for linear in first])
-        weights = [linear.weight for linear in second]
-        output = self._second(both, probs, groups, weights)
-        if second[0].bias is not None:
-            rows = expert_rows(groups, [linear.bias for linear in second])
+        biases = [linear.bias for linear in first if linear.bias is not None]
+        if biases:
+            both = both + expert_rows(groups, biases)
+        output = self._second(both, probs, groups, [linear.weight for linear in second])
+        biases = [linear.bias for linear in second if linear.bias is not None]
+        if biases:
+            rows = expert_rows(groups, biases)
             output = output + (rows * probs[:, None]).to(output.dtype)
         return output
+
+    def _linears(self, name: str) -> list[_Linear]:
+        return [getattr(expert, name) for expert in self.local_experts]
 
     def _second(
         self,
@@ -69,7 +71,7 @@ class GroupedExperts(SequentialMLP):
         """Apply the second linear layers; recompute their input in the backward pass."""
         if not torch.is_grad_enabled():
             return grouped_linear(self._activate(both, probs), groups, weights)
-        kept = CheckpointWithoutOutput(fp8=None)
+        kept = CheckpointWithoutOutput()
         product = kept.checkpoint(self._activate, both, probs)
         output = grouped_linear(product, groups, weights)
         kept.discard_output_and_register_recompute(output)
@@ -95,16 +97,21 @@ def _gated(
     return (activation(gate) * (up + offset) * scale[:, None]).to(both.dtype)
 
 
-class _LastFirst(torch.nn.ModuleList):
-    """Register experts from last to first, but iterate from first to last.
+class _Linear(Protocol):
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class _ReversedModuleList(torch.nn.ModuleList):
+    """Register modules from last to first, but iterate from first to last.
 
     Megatron's buffers hold parameters in reverse order, so there the experts run first to last.
     """
 
-    def __init__(self, experts: Sequence[MLP]) -> None:
+    def __init__(self, modules: torch.nn.ModuleList) -> None:
         super().__init__()
-        for number in reversed(range(len(experts))):
-            self.add_module(str(number), experts[number])
+        for number in reversed(range(len(modules))):
+            self.add_module(str(number), modules[number])
 
     def __iter__(self) -> Iterator[torch.nn.Module]:
-        return (self._modules[str(number)] for number in range(len(self._modules)))  # type: ignore[misc]
+        return (self.get_submodule(str(number)) for number in range(len(self._modules)))

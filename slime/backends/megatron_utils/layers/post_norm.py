@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.transformer.spec_utils import build_module
@@ -22,9 +22,10 @@ class PostNormLayer(TransformerLayer):
 
     def _norm(self, module: Any) -> torch.nn.Module:
         config = self.config
-        return build_module(
+        norm = build_module(
             module, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
         )
+        return cast(torch.nn.Module, norm)
 
 
 def _after(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]:
