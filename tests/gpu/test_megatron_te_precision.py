@@ -186,7 +186,7 @@ def test_the_gap_to_the_engine_is_reported_as_in_bf16(tmp_path: Path, recipe: st
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_experts_in_fp8_go_on_after_a_checkpoint(tmp_path: Path, recipe: str):
-    from slime.backends.megatron_utils.fp8_state import fp8_state
+    from slime.backends.megatron_utils.checkpoint_state import fp8_state
 
     first = trainer(tmp_path, "qwen3_moe", **fp8(recipe))
     first.train(tokens())

@@ -18,7 +18,7 @@ install_cpu_adapter()
 
 from slime.backends.megatron_utils.hf_weights.export import export_hf  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.families import weight_map  # noqa: E402
-from slime.backends.megatron_utils.hf_weights.load import load_hf  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.local_weights import load_hf  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
 from slime.backends.megatron_utils.model import Head, build_chunks, wrap_chunks  # noqa: E402
 from slime.backends.megatron_utils.model_config import (  # noqa: E402

@@ -125,8 +125,8 @@ def check_everything(rank: int, folder: str) -> dict[tuple[str, str], dict[str, 
 
 def refusals(checkpoint: Path) -> dict[str, Any]:
     """What is said of a folder without a tensor, or with one of another shape; nothing is changed."""
-    from slime.backends.megatron_utils.hf_weights.load import load_hf
-    from slime.backends.megatron_utils.hf_weights.reader import DictReader
+    from slime.backends.megatron_utils.hf_weights.local_weights import load_hf
+    from tests.dict_reader import DictReader
     from tests.parity.megatron_model import MegatronModel
 
     args = make_args(

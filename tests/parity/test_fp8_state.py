@@ -89,18 +89,18 @@ def load_as(
     rank: int, checkpoint: str, folder: str, flags: dict[str, Any], history: int
 ) -> list[Any]:
     """Return per module whether every tensor is as expected, and what was logged."""
-    from slime.backends.megatron_utils import fp8_state
+    from slime.backends.megatron_utils import checkpoint_state
     from slime.backends.megatron_utils.checkpoint import Checkpointer
     from tests.parity.megatron_model import MegatronTrainer
 
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    fp8_state.logger.addHandler(handler)
+    checkpoint_state.logger.addHandler(handler)
     trainer = MegatronTrainer(args_for(Path(checkpoint), flags))
     modules = with_fp8(trainer, history)
     Checkpointer("x").load(folder, trainer.model, trainer.optimizer)
-    fp8_state.logger.removeHandler(handler)
+    checkpoint_state.logger.removeHandler(handler)
     same = [
         torch.equal(
             getattr(module.fp8_meta[f"scaling_{way}"], part),

@@ -37,15 +37,14 @@ class Watch(threading.Thread):
 def watched(argv: list[str]) -> None:
     """The steps of the tool's main, one by one."""
     from slime.backends.megatron_utils.conversion import to_torch_dist as steps
-    from slime.backends.megatron_utils.conversion.arguments import conversion_args
-    from slime.backends.megatron_utils.conversion.process import process_group
+    from slime.backends.megatron_utils.conversion.setup import conversion_args, process_group
     from slime.backends.megatron_utils.hf_weights.reader import HfReader
     from slime.backends.megatron_utils.model_config import read_config
 
     args = conversion_args(argv)
     config, reader = read_config(args.hf_checkpoint), HfReader(args.hf_checkpoint)
     with process_group():
-        args = steps.spread(args, config, reader)
+        args = steps.with_sharding(args, config, reader)
         watch = Watch()
         watch.start()
         chunks = steps.build(args, config)

@@ -14,7 +14,7 @@ import pytest
 from ray.scripts.scripts import cli as ray_cli
 from torch.distributed.run import get_args_parser
 
-from slime.backends.megatron_utils.conversion.arguments import conversion_args
+from slime.backends.megatron_utils.conversion.setup import conversion_args
 from slime.config.env import library_env, read_env
 from tests.parity.model_facts import MODELS
 from tests.seeds.documents import ROOT, quote, quotes, variables

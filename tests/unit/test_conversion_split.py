@@ -4,13 +4,13 @@ from itertools import combinations
 
 import pytest
 
-from slime.backends.megatron_utils.conversion.arguments import ModelSizes, layout_text, stages
+from slime.backends.megatron_utils.conversion.setup import ModelSizes, layout_text, stages
 
 
 def largest(sizes, counts):
     costs = list(sizes.layers)
     costs[0] += sizes.before
-    costs[-1] += sizes.behind
+    costs[-1] += sizes.after
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     return max(sum(costs[end - n : end]) for end, n in zip(ends, counts, strict=True))
 

@@ -149,8 +149,7 @@ def assert_reaches_megatron(flag: Flag) -> None:
     from transformers import Qwen3MoeConfig
 
     from slime.backends.megatron_utils.architecture import architecture
-    from slime.backends.megatron_utils.config_classes import flag_fields
-    from slime.backends.megatron_utils.model_config import check_flags, config_fields
+    from slime.backends.megatron_utils.model_config import check_flags, config_fields, flag_fields
 
     model = architecture(Qwen3MoeConfig(num_hidden_layers=2, tie_word_embeddings=True))
     for value in (flag.default or False, other_value(flag)):

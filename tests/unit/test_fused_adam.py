@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.fused_adam import (
+from slime.backends.megatron_utils.adam import (
     fused_state,
     main_param,
     remainder,

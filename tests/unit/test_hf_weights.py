@@ -5,11 +5,19 @@ import torch
 from safetensors.torch import save_file
 
 from slime.backends.megatron_utils.architecture import layer_pattern
-from slime.backends.megatron_utils.hf_weights.gpt_oss import GateUpByTurns, OfStack
-from slime.backends.megatron_utils.hf_weights.mappings import GateUp, Part, Plain, Qkv, Vocab
-from slime.backends.megatron_utils.hf_weights.reader import DictReader, HfReader
+from slime.backends.megatron_utils.hf_weights.mappings import (
+    GateUp,
+    InterleavedGateUp,
+    Plain,
+    Qkv,
+    Shard,
+    StackedExperts,
+    Vocab,
+)
+from slime.backends.megatron_utils.hf_weights.reader import HfReader
 from slime.backends.megatron_utils.hf_weights.rules import Rule, WeightMap, canonical
 from slime.core.errors import ConfigError, UserError
+from tests.dict_reader import DictReader
 
 HEADS, GROUPS, DIM, HIDDEN, FFN, VOCAB = 8, 4, 3, 5, 8, 10
 
@@ -81,7 +89,7 @@ def parts_of(mapping, tensors, size, expert=0):
     shapes = [tuple(t.shape) for t in tensors]
     parts = []
     for rank in range(size):
-        part = Part(rank, size)
+        part = Shard(rank, size)
         target = torch.full(mapping.shape(shapes, part), float("nan"))
         mapping.fill(target, reader, names, part, expert)
         parts.append(target)
@@ -124,7 +132,7 @@ def test_stacked_experts_with_gate_and_up_by_turns(size, rest):
     gate, up = expert[..., 0::2], expert[..., 1::2]
     whole = torch.cat([gate, up], dim=-1)
     whole = whole.t() if rest else whole
-    mapping = OfStack(GateUpByTurns())
+    mapping = StackedExperts(InterleavedGateUp())
     assert torch.equal(mapping.join(parts_of(mapping, [stacked], size, expert=1)), whole)
     assert torch.equal(mapping.to_hf(whole)[0], expert)
 
@@ -132,7 +140,7 @@ def test_stacked_experts_with_gate_and_up_by_turns(size, rest):
 @pytest.mark.parametrize("size", [1, 2])
 def test_stacked_down_projection(size):
     stacked = numbered(3, FFN, HIDDEN)
-    mapping = OfStack(Plain("row"))
+    mapping = StackedExperts(Plain("row"))
     assert torch.equal(mapping.join(parts_of(mapping, [stacked], size, expert=2)), stacked[2].t())
     assert torch.equal(mapping.to_hf(stacked[2].t())[0], stacked[2])
 

@@ -14,9 +14,12 @@ pytest.importorskip("megatron.core")
 
 from slime.backends.megatron_utils.checkpoint_state import use_stored_keys
 from slime.backends.megatron_utils.hf_weights.families import weight_map
-from slime.backends.megatron_utils.hf_weights.load import check_shape
-from slime.backends.megatron_utils.hf_weights.local import Layout, local_weights
-from slime.backends.megatron_utils.hf_weights.mappings import Part
+from slime.backends.megatron_utils.hf_weights.local_weights import (
+    Layout,
+    check_shape,
+    local_weights,
+)
+from slime.backends.megatron_utils.hf_weights.mappings import Shard
 from slime.backends.megatron_utils.hf_weights.reader import HfReader
 from slime.backends.megatron_utils.model_config import read_config
 from tests.args import make_args
@@ -47,7 +50,7 @@ class Recorded(torch.nn.Module):
 def layout_of(rank: int, layout: dict[str, Any]) -> Layout:
     """megatron-core counts tensor ranks first, then data-parallel and expert ranks, then stages."""
     tp, ep = layout["tensor_model_parallel_size"], layout.get("expert_model_parallel_size", 1)
-    return Layout(tensor=Part(rank % tp, tp), expert=Part(rank % ep, ep))
+    return Layout(tensor=Shard(rank % tp, tp), expert=Shard(rank % ep, ep))
 
 
 @pytest.mark.skipif(not LISTS, reason="nothing was recorded: python -m tests.gpu.te_names")

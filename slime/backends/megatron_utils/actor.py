@@ -34,14 +34,20 @@ install_cpu_adapter()
 
 from megatron.core import parallel_state  # noqa: E402
 
+from slime.backends.megatron_utils.attention import PackedRows  # noqa: E402
 from slime.backends.megatron_utils.checkpoint import Checkpointer, is_checkpoint  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.export import hf_buckets  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.families import weight_map  # noqa: E402
-from slime.backends.megatron_utils.hf_weights.load import load_hf  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.local_weights import load_hf  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
-from slime.backends.megatron_utils.host_weights import HostWeights  # noqa: E402
-from slime.backends.megatron_utils.layer_spec import layers_line  # noqa: E402
-from slime.backends.megatron_utils.model import Head, build_chunks, freeze, wrap_chunks  # noqa: E402
+from slime.backends.megatron_utils.layers import layers_line  # noqa: E402
+from slime.backends.megatron_utils.model import (  # noqa: E402
+    Head,
+    HostWeights,
+    build_chunks,
+    freeze,
+    wrap_chunks,
+)
 from slime.backends.megatron_utils.model_config import (  # noqa: E402
     gpt_options,
     model_config,
@@ -65,7 +71,6 @@ from slime.backends.megatron_utils.routing_replay import (  # noqa: E402
     install_replay,
     recorded_rows,
 )
-from slime.backends.megatron_utils.sequence_layout import PackedRows  # noqa: E402
 from slime.backends.megatron_utils.update_weight import (  # noqa: E402
     UpdateWeightFromDistributed,
     UpdateWeightFromTensor,
@@ -191,7 +196,7 @@ class MegatronTrainRayActor(TrainRayActor):
         seen: list[PackedRows] | None = [] if records else None
         if model != "actor":  # a frozen model routes by its own routers
             micro_batches = [replace(batch, routed_experts=None) for batch in micro_batches]
-        with nullcontext() if model == "actor" else self.frozen[model].in_place():
+        with nullcontext() if model == "actor" else self.frozen[model].swapped_in():
             outputs = self.passes.collect(self.model, micro_batches, self._read, seen)
         if seen is not None:
             self._keep_experts(batch, micro_batches, seen)
@@ -266,7 +271,7 @@ class MegatronTrainRayActor(TrainRayActor):
         return np.split(flat.cpu().numpy(), ends[:-1])
 
     def update_ref(self) -> None:
-        self.frozen["ref"].keep()
+        self.frozen["ref"].update()
 
     # ---- checkpoints and weights
 
@@ -274,7 +279,7 @@ class MegatronTrainRayActor(TrainRayActor):
         if self._ref_moves:
             Path(path, _REF).mkdir(exist_ok=True)
             dist.barrier()
-            with self.frozen["ref"].in_place():
+            with self.frozen["ref"].swapped_in():
                 self._checkpointer.save(f"{path}/{_REF}", rollout_id, self.chunks)
         self._checkpointer.save(
             path,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
@@ -27,18 +26,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.backends.checkpoint_reader import FileCheck, load_object, plain_refusals
 from slime.backends.megatron_utils.checkpoint_state import (
     drop_extra_state,
-    load_optimizer_state,
-    optimizer_state,
-    use_stored_keys,
-    without_extra_state,
-)
-from slime.backends.megatron_utils.fp8_state import (
     fp8_state,
     fp8_state_to_load,
     is_delayed,
     load_fp8_state,
+    load_optimizer_state,
+    optimizer_state,
+    sharded_tensors,
+    split_into_parts,
+    use_stored_keys,
+    without_extra_state,
 )
-from slime.backends.megatron_utils.layers.value_head import ValueHead
+from slime.backends.megatron_utils.layers import ValueHead
 from slime.backends.megatron_utils.parallel import unwrapped
 from slime.backends.megatron_utils.patches import patch_checkpoints
 from slime.core.errors import ConfigError, UserError
@@ -110,7 +109,7 @@ class Checkpointer:
         )
         state = _state(chunks, optimizer)
         request = dist_checkpointing.save(
-            _taken_apart(state) if consume else state,
+            split_into_parts(state) if consume else state,
             str(folder),
             async_sharded_save=in_background,
             content_metadata=dict(_METADATA),
@@ -160,7 +159,7 @@ class Checkpointer:
         state = _state(chunks, with_optimizer, stored=stored)
         if optimizer is not None and is_delayed(_config(chunks)):
             state[_FP8] = fp8_state_to_load(list(_by_key(chunks).values()), stored)
-        headless = _drop_foreign_head(state, chunks, path)
+        headless = _drop_value_head(state, chunks, path)
         _refuse_other_sizes(state, facts, path, stored)
         _refuse_other_optimizer(state, path, stored)
         loaded = read_tensors(state, path)
@@ -261,26 +260,7 @@ def _fill_in(chunk: torch.nn.Module, loaded: dict[str, Any], *, headless: bool) 
         raise RuntimeError(f"the checkpoint lacks {missing} and has {unexpected} besides")
 
 
-def _taken_apart(state: dict[str, Any]) -> dict[str, Any]:
-    """Split tensors that are saved in parts, such as gate and up, into copies of those parts.
-
-    The writer would copy all parts that are views. Here one tensor at a time is copied and freed.
-    """
-    apart: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, dict):
-            value = _taken_apart(value)
-        elif isinstance(value, ShardedTensorFactory):
-            value, whole = value.build(), value.data
-            for part in _tensors(value):
-                assert part.data is not None, "megatron-core builds parts as views of the tensor"
-                part.data = part.data.clone()
-            whole.untyped_storage().resize_(0)
-        apart[key] = value
-    return apart
-
-
-def _drop_foreign_head(state: dict[str, Any], chunks: Chunks, path: str | Path) -> bool:
+def _drop_value_head(state: dict[str, Any], chunks: Chunks, path: str | Path) -> bool:
     """Remove a critic's head from `state` if the checkpoint is an actor's; return whether it is."""
     for key, chunk in _by_key(chunks).items():
         head = getattr(chunk, "output_layer", None)
@@ -295,7 +275,7 @@ def _drop_foreign_head(state: dict[str, Any], chunks: Chunks, path: str | Path) 
 def _refuse_other_sizes(
     state: dict[str, Any], facts: CheckpointFacts, path: str | Path, stored: Shapes
 ) -> None:
-    for tensor in _tensors({k: v for k, v in state.items() if k.startswith("model")}):
+    for tensor in sharded_tensors({k: v for k, v in state.items() if k.startswith("model")}):
         found = stored.get(tensor.key)
         if found == tuple(tensor.global_shape) or (found and tensor.allow_shape_mismatch):
             continue
@@ -307,7 +287,7 @@ def _refuse_other_sizes(
 
 
 def _refuse_other_optimizer(state: dict[str, Any], path: str | Path, stored: Shapes) -> None:
-    missing = (t.key for t in _tensors(state.get("optimizer")) if t.key not in stored)
+    missing = (t.key for t in sharded_tensors(state.get("optimizer")) if t.key not in stored)
     first = next(missing, None)
     if first is not None:
         raise UserError(
@@ -315,19 +295,6 @@ def _refuse_other_optimizer(state: dict[str, Any], path: str | Path, stored: Sha
             "--optimizer, --use-distributed-optimizer or frozen parameters. Choose as then, or start anew from its "
             "weights with --ref-load in place of --load"
         )
-
-
-def _tensors(state: Any) -> Iterator[ShardedTensor]:
-    if isinstance(state, ShardedTensor):
-        yield state
-    elif isinstance(state, ShardedTensorFactory):
-        yield from _tensors(state.build())
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from _tensors(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from _tensors(value)
 
 
 def _shapes_in(path: str | Path) -> Shapes:

@@ -31,20 +31,20 @@ def install_cpu_adapter() -> None:
     if _installed or device_type() == "cuda":
         return
     _installed = True
-    _answer_for_cuda()
-    TorchCalls(_cuda_means_cpu).__enter__()
+    _replace_cuda_functions()
+    InterceptTorch(_call_on_cpu).__enter__()
     with _hidden("wandb"):  # its import takes 1 s, for an inference engine not used here
         _patch_megatron()
     _patch_uneven_collectives()
     _share_groups()
 
 
-class TorchCalls(TorchFunctionMode):
-    """Intercept torch functions and call `answer(function, args, kwargs)` instead while active."""
+class InterceptTorch(TorchFunctionMode):
+    """Intercept torch functions and call `handler(function, args, kwargs)` instead while active."""
 
-    def __init__(self, answer: Callable[[Function, Sequence[Any], dict[str, Any]], Any]) -> None:
+    def __init__(self, handler: Callable[[Function, Sequence[Any], dict[str, Any]], Any]) -> None:
         super().__init__()
-        self._answer = answer
+        self._handler = handler
 
     def __torch_function__(
         self,
@@ -53,7 +53,7 @@ class TorchCalls(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return self._answer(func, args, kwargs or {})
+        return self._handler(func, args, kwargs or {})
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def _hidden(name: str) -> Iterator[None]:
         del sys.modules[name]
 
 
-def _cuda_means_cpu(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _call_on_cpu(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call `func` with "cuda" replaced by the CPU, so that tensors are created there."""
     if func in _RETURN_SELF:
         return args[0]
@@ -113,7 +113,7 @@ class _Event:
         return 0.0
 
 
-def _answer_for_cuda() -> None:
+def _replace_cuda_functions() -> None:
     cuda: Any = torch.cuda
     stream = _Stream()
     cuda.current_device = lambda: _CPU
@@ -190,7 +190,7 @@ def _share_groups() -> None:
     made: dict[tuple[int, ...], Any] = {}
     world: list[Any] = [None]  # the default group that `made` belongs to
 
-    def create_or_take(ranks: list[int], *args: Any, **kwargs: Any) -> Any:
+    def create_or_reuse(ranks: list[int], *args: Any, **kwargs: Any) -> Any:
         if world[0] is not dist.group.WORLD:
             made.clear()
             world[0] = dist.group.WORLD
@@ -199,7 +199,7 @@ def _share_groups() -> None:
             made[key] = create(ranks, *args, **kwargs)
         return made[key]
 
-    parallel_state.create_group = create_or_take
+    parallel_state.create_group = create_or_reuse
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.cpu import Function, TorchCalls, install_cpu_adapter
+from slime.backends.megatron_utils.cpu import Function, InterceptTorch, install_cpu_adapter
 from slime.backends.model_size import RankModel
 from slime.backends.optim import lr_schedule
 from slime.config.checks.megatron_support import NEEDS_TE
@@ -37,7 +37,7 @@ from slime.backends.megatron_utils.optimizer import (  # noqa: E402
     ScheduledOptimizer,
     grad_buffers,
 )
-from slime.backends.megatron_utils.parallel import init_parallel  # noqa: E402
+from slime.backends.megatron_utils.parallel import decoder_layers, init_parallel  # noqa: E402
 from slime.backends.megatron_utils.passes import prepare_config  # noqa: E402
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) 
         attention_backend="auto",
     )
     hf_config = read_config(args.hf_checkpoint)
-    with _as_rank(rank, world_size), TorchCalls(_with_short_types), use_device(_META):
+    with _as_rank(rank, world_size), InterceptTorch(_with_short_types), use_device(_META):
         init_parallel(args, virtual_stages(args, hf_config.num_hidden_layers))
         config = model_config(hf_config, args)
         config.transformer_impl, config.moe_grouped_gemm = "local", False
@@ -78,7 +78,7 @@ def _count(
 ) -> RankModel:
     params = [p for chunk in chunks for p in chunk.parameters()]
     buffers = [b for chunk in chunks for b in chunk.buffers()]
-    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    layers = [layer for chunk in chunks for layer in decoder_layers(chunk)]
     sparse = sum(isinstance(layer.mlp, MoELayer) for layer in layers)
     own = {tensor.untyped_storage()._cdata for tensor in params}
     copies = [shard for shard, _ in moments if shard.untyped_storage()._cdata not in own]

@@ -1,8 +1,9 @@
-"""The Megatron model of one rank: its chunks, and the head from hidden states to log-probs."""
+"""The Megatron model of one rank: its chunks, frozen copies of its weights, and the head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,19 +16,17 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.algorithms.log_probs import log_probs_from_hidden
-from slime.backends.megatron_utils.config_classes import flag_fields
-from slime.backends.megatron_utils.hf_weights.local import current_layout, local_weights
+from slime.backends.megatron_utils.hf_weights.local_weights import current_layout, local_weights
 from slime.backends.megatron_utils.hf_weights.rules import WeightMap
-from slime.backends.megatron_utils.layer_spec import block_spec
-from slime.backends.megatron_utils.layers.gated_mlp import use_gated_mlps
-from slime.backends.megatron_utils.layers.packed_rotary import (
+from slime.backends.megatron_utils.layers import ValueHead, block_spec
+from slime.backends.megatron_utils.mlp import use_gated_mlps
+from slime.backends.megatron_utils.model_config import GptOptions, flag_fields
+from slime.backends.megatron_utils.parallel import tensor_group
+from slime.backends.megatron_utils.rope import (
     PackedRotary,
     has_packed_rotary,
     install_fused_rotation,
 )
-from slime.backends.megatron_utils.layers.value_head import ValueHead
-from slime.backends.megatron_utils.model_config import GptOptions
-from slime.backends.megatron_utils.parallel import tensor_group
 from slime.backends.optim import is_trained, refuse_nothing_trained
 from slime.config import hook_types
 from slime.core.types import TrainBatch
@@ -125,6 +124,7 @@ def _build(
 
 
 def _replace_modules(model: Any, config: TransformerConfig, *, value_head: bool) -> None:
+    """Replace modules that a layer spec cannot name, and let the last stage return hidden states."""
     if value_head:
         model.output_layer = ValueHead(config)
     if has_packed_rotary(config):
@@ -197,3 +197,48 @@ def _output_weight(chunk: GPTModel) -> torch.Tensor:
 def _storage(tensor: torch.Tensor) -> tuple[int, int]:
     """Return a key of a tensor's storage that also works on the meta device, without addresses."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+class HostWeights:
+    """A copy of the chunks' weights in host memory, swapped in for the passes of a frozen model."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._chunks = chunks
+        self._copy = _to_host(chunks)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Swap these weights into the chunks inside the `with`; restore the chunks' own after."""
+        own = _to_host(self._chunks)
+        _from_host(self._chunks, self._copy)
+        try:
+            yield
+        finally:
+            _from_host(self._chunks, own)
+
+    def update(self) -> None:
+        """Replace the copy by the current weights of the chunks."""
+        self._copy = _to_host(self._chunks)
+
+
+def _tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    for chunk in chunks:
+        yield from chunk.parameters()
+        yield from chunk.buffers()
+
+
+@torch.no_grad()
+def _to_host(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    copies = []
+    for tensor in _tensors(chunks):
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies.append(copy.copy_(tensor, non_blocking=True))
+    torch.cuda.synchronize()
+    return copies
+
+
+@torch.no_grad()
+def _from_host(chunks: Sequence[torch.nn.Module], copies: list[torch.Tensor]) -> None:
+    for tensor, copy in zip(_tensors(chunks), copies, strict=True):
+        tensor.copy_(copy, non_blocking=True)
+    torch.cuda.synchronize()

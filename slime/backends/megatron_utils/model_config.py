@@ -6,6 +6,7 @@ any other flag of TransformerConfig is passed on.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -22,7 +23,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from transformers import PretrainedConfig, Qwen2Config
 
 from slime.backends.megatron_utils.architecture import Architecture, architecture, layer_pattern
-from slime.backends.megatron_utils.config_classes import GptConfig, flag_fields, yarn_mscale
+from slime.backends.megatron_utils.layers import GptConfig, yarn_mscale
 from slime.config.checks.precision_checks import FUSIONS
 from slime.config.flags.registry import all_flags
 from slime.core.errors import ConfigError
@@ -72,6 +73,21 @@ def model_config(hf_config: PretrainedConfig, args: Args) -> TransformerConfig:
         return kind(**fields)
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"megatron-core refuses the model or its layout: {error}") from None
+
+
+def flag_fields(args: Args, config_class: type) -> dict[str, Any]:
+    """Return fields that the user or a rule set, without defaults: {"lr": 1e-6, ...}."""
+    known = {field.name for field in dataclasses.fields(config_class)}
+    fields = {}
+    for flag in all_flags().values():
+        value = getattr(args, flag.name)
+        if not flag.sets or value is None or args.origin(flag.name) == "default":
+            continue
+        for target in flag.sets:
+            owner, field = target.split(".")
+            if owner == config_class.__name__ and field in known:
+                fields[field] = value
+    return fields
 
 
 def config_fields(model: Architecture, args: Args) -> dict[str, Any]:

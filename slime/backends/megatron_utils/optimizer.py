@@ -15,7 +15,7 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from slime.backends.megatron_utils.adam import install_adam
-from slime.backends.megatron_utils.config_classes import flag_fields
+from slime.backends.megatron_utils.model_config import flag_fields
 from slime.backends.megatron_utils.muon import TensorParallelMuon, make_muon
 from slime.backends.optim import LrSchedule
 from slime.utils.device import device_type

@@ -15,8 +15,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.megatron_utils.layers.packed_rotary import has_packed_rotary
-from slime.backends.megatron_utils.sequence_layout import PackedRows, packed_rows
+from slime.backends.megatron_utils.attention import PackedRows, packed_rows
+from slime.backends.megatron_utils.rope import has_packed_rotary
 from slime.core.types import ParallelInfo, TrainBatch
 from slime.utils.device import current_device
 
@@ -53,12 +53,12 @@ class Passes:
         """Add the gradient of the sum of `loss(chunk, hidden, batch)` to the chunks' buffers."""
 
         def step(inputs: Iterator[Inputs], chunk: Any) -> tuple[torch.Tensor, Any]:
-            mine = next(inputs)
+            current = next(inputs)
 
             def reduce(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-                return loss(chunk, hidden, mine.batch), torch.tensor(1, dtype=torch.int), {}
+                return loss(chunk, hidden, current.batch), torch.tensor(1, dtype=torch.int), {}
 
-            return _forward(chunk, mine), reduce
+            return _forward(chunk, current), reduce
 
         self._run(step, chunks, batches, forward_only=False)
 
@@ -76,11 +76,11 @@ class Passes:
         """
 
         def step(inputs: Iterator[Inputs], chunk: Any) -> tuple[torch.Tensor, Any]:
-            mine = next(inputs)
-            if experts is not None and mine.rows is not None and mine.rows.recorded is None:
-                mine.rows.recorded = {}
-                experts.append(mine.rows)
-            return _forward(chunk, mine), lambda hidden, **_: read(chunk, hidden, mine.batch)
+            current = next(inputs)
+            if experts is not None and current.rows is not None and current.rows.recorded is None:
+                current.rows.recorded = {}
+                experts.append(current.rows)
+            return _forward(chunk, current), lambda hidden, **_: read(chunk, hidden, current.batch)
 
         outputs = self._run(step, chunks, batches, forward_only=True)
         return outputs[: len(batches)] if self.is_last_stage else []

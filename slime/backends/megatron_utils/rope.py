@@ -1,4 +1,4 @@
-"""RoPE parameters of a Hugging Face config.
+"""RoPE: the parameters of a Hugging Face config, and the angles of packed tokens.
 
 Frequencies come from transformers' own formulas, so every scaling that does not depend on the
 sequence length works. MLA is the exception: it uses megatron-core's formulas.
@@ -10,11 +10,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from slime.backends.kernels.fused_ops import rotate
+from slime.backends.megatron_utils.attention import PackedRows, uses_te_attention
 from slime.config.checks.model_checks import check_rope
 from slime.core.errors import UserError
+from slime.utils.device import device_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,3 +84,59 @@ def _refuse_unlike_megatron(config: PretrainedConfig, given: dict[str, Any]) -> 
             f"config.json of --hf-checkpoint says {wrong} in rope_parameters: the Megatron backend does "
             f"not train {config.model_type} with that. Use --train-backend fsdp"
         )
+
+
+def has_packed_rotary(config: TransformerConfig) -> bool:
+    """Return whether RoPE takes one angle per token.
+
+    MLA applies RoPE itself, TransformerEngine's attention and fused RoPE need offsets, and
+    megatron-core applies interleaved RoPE to 4-dimensional tensors only.
+    """
+    own = config.multi_latent_attention or config.rotary_interleaved
+    return not (own or config.apply_rope_fusion or uses_te_attention(config))
+
+
+class PackedRotary(torch.nn.Module):
+    """Replace a model's `rotary_pos_emb`: look up the angles of packed tokens once for all layers.
+
+    megatron-core splits a packed sequence into samples and concatenates their angles in every
+    layer, for queries and for keys. With one angle per token it skips both.
+    """
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self._positions: torch.Tensor | None = None
+
+    def get_rotary_seq_len(self, *args: Any) -> int:
+        """Store the positions; megatron passes the packed samples here right before `forward`."""
+        rows = args[-1]
+        self._positions = rows.position_ids if isinstance(rows, PackedRows) else None
+        return self.inner.get_rotary_seq_len(*args)  # type: ignore[operator]
+
+    def forward(self, length: int, **options: Any) -> torch.Tensor:
+        angles = self.inner(length, **options)
+        positions, self._positions = self._positions, None
+        if positions is None:
+            return angles
+        return angles[:, 0].index_select(0, positions)  # [T, 1, D]
+
+
+def install_fused_rotation() -> None:
+    """Patch megatron's attention to apply RoPE with angles per token in one kernel, on a GPU."""
+    from megatron.core.transformer import attention
+
+    original = attention.apply_rotary_pos_emb
+    if device_type() == "cpu" or hasattr(original, "fused"):
+        return
+
+    def apply(
+        t: torch.Tensor, freqs: torch.Tensor, config: TransformerConfig, **options: Any
+    ) -> torch.Tensor:
+        whole = freqs.ndim == 3 and freqs.shape[-1] == t.shape[-1]
+        if whole and not config.rotary_interleaved and options.get("mscale", 1.0) == 1.0:
+            return rotate(t, freqs)
+        return original(t, freqs, config, **options)
+
+    apply.fused = True  # type: ignore[attr-defined]
+    attention.apply_rotary_pos_emb = apply

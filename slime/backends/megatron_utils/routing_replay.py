@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
+from slime.backends.megatron_utils.attention import PackedRows
 from slime.backends.megatron_utils.parallel import context_group, decoder_layers, tensor_group
-from slime.backends.megatron_utils.sequence_layout import PackedRows
 from slime.core.packing import zigzag_index
 from slime.core.types import TrainBatch
 
@@ -29,9 +29,9 @@ class Replay:
 
     rows: PackedRows | None = None
 
-    def __init__(self, layer: int, *, cuts_sequence: bool) -> None:
+    def __init__(self, layer: int, *, sequence_parallel: bool) -> None:
         self._layer = layer
-        self._cuts_sequence = cuts_sequence
+        self._sequence_parallel = sequence_parallel
 
     def get_replay_topk(
         self,
@@ -50,15 +50,15 @@ class Replay:
             return values, own
         chosen = own
         if rows.routed_experts is not None:
-            wanted = self._mine(rows.routed_experts[:, self._layer]).long()
+            wanted = self._sequence_shard(rows.routed_experts[:, self._layer]).long()
             chosen = torch.where(wanted >= 0, wanted, own)
             values = scores.gather(1, chosen)
         if rows.recorded is not None:
             rows.recorded[self._layer] = chosen.to(torch.int16)
         return values, chosen
 
-    def _mine(self, experts: torch.Tensor) -> torch.Tensor:
-        if not self._cuts_sequence:
+    def _sequence_shard(self, experts: torch.Tensor) -> torch.Tensor:
+        if not self._sequence_parallel:
             return experts
         group = tensor_group()
         return experts.chunk(group.size())[group.rank()]
@@ -70,7 +70,7 @@ def install_replay(chunks: Sequence[GPTModel]) -> None:
             router = getattr(layer.mlp, "router", None)
             if router is not None:
                 router.router_replay = Replay(
-                    layer.layer_number - 1, cuts_sequence=chunk.config.sequence_parallel
+                    layer.layer_number - 1, sequence_parallel=chunk.config.sequence_parallel
                 )
                 layer.register_forward_pre_hook(_note_rows, with_kwargs=True)
 

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,7 +28,7 @@ from slime.backends.megatron_utils.checkpoint import (  # noqa: E402
     read_tensors,
     refuse_other_format,
 )
-from slime.backends.megatron_utils.conversion.process import (  # noqa: E402
+from slime.backends.megatron_utils.conversion.setup import (  # noqa: E402
     ByteCount,
     process_group,
     progress,
@@ -54,14 +55,18 @@ def main(argv: list[str]) -> int:
     with process_group():
         stored = StoredTensors(source)
         weights = padded_weight_map(config, stored.shape(_EMBEDDING)[0])
-        units = list(_units(weights, stored))
+        units = [
+            unit
+            for rule, layer in weights.in_layer_order()
+            for unit in _units_of(rule, layer, stored)
+        ]
         total = sum(stored.nbytes(name) for unit in units for name in unit.names)
         dtype = config.dtype or torch.bfloat16
         assert isinstance(dtype, torch.dtype), "transformers converts a name to the dtype"
         with progress("converting", total, shown=True) as count:
             buckets = _buckets(units, stored, dtype, count)
             untrained = _untrained(weights, HfReader(options.origin_hf_dir))
-            everything = _chain(buckets, untrained)
+            everything = chain(buckets, untrained)
             # Weights are written unquantized, whatever the format of the original.
             write_hf_folder(
                 str(output), options.origin_hf_dir, dtype, everything, writes=True, quantized=False
@@ -80,20 +85,8 @@ class Unit:
     names: tuple[str, ...]
 
 
-def _units(weights: WeightMap, stored: StoredTensors) -> Iterator[Unit]:
-    """Yield all units that become Hugging Face tensors, in layer order."""
-    first, *rest = weights.rules
-    yield from _at(first, 0, stored)
-    for layer in range(weights.num_layers):
-        for rule in rest:
-            if rule.per_layer:
-                yield from _at(rule, layer, stored)
-    for rule in rest:
-        if not rule.per_layer:
-            yield from _at(rule, 0, stored)
-
-
-def _at(rule: Rule, layer: int, stored: StoredTensors) -> Iterator[Unit]:
+def _units_of(rule: Rule, layer: int, stored: StoredTensors) -> Iterator[Unit]:
+    """Yield the units of a rule; none if the layer is of another kind."""
     if rule.load_only or not stored.has(rule.name(layer)):
         return
     experts = range(stored.num_experts(rule.name(layer))) if rule.per_expert else range(1)
@@ -153,11 +146,6 @@ def _untrained(weights: WeightMap, reader: HfReader) -> Iterator[Bucket]:
             yield [(name, reader.read(name))]
 
 
-def _chain(*parts: Iterator[Bucket]) -> Iterator[Bucket]:
-    for part in parts:
-        yield from part
-
-
 def _checkpoint(folder: str) -> Path:
     """Return the folder of a checkpoint: `folder` itself, or the newest one in it."""
     path = Path(folder)
@@ -182,7 +170,7 @@ class StoredTensors:
             raise UserError(f"{folder} is not a torch_dist checkpoint: it has no metadata.json")
         FileCheck()(folder)
         refuse_other_format(folder)
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _StoredTensor] = {}
         for key, tensor in dist_checkpointing.load_tensors_metadata(self._folder).items():
             if key.startswith(("optimizer.", "chained_", "fp8.")) or "_extra_state" in key:
                 continue
@@ -218,10 +206,10 @@ class StoredTensors:
         if _EXPERTS in key:
             experts, shape = shape[0], shape[1:]
             name = name.replace(_EXPERTS, ".mlp.experts.local_experts.*.")
-        place = _Place(key, layers, experts, shape, tensor.dtype)
+        place = _StoredTensor(key, layers, experts, shape, tensor.dtype)
         self._places[canonical(name)] = place
 
-    def _find(self, name: str) -> tuple[_Place, int, int]:
+    def _find(self, name: str) -> tuple[_StoredTensor, int, int]:
         """Return where a tensor is stored, and the indices of its layer and expert there."""
         pattern = self._pattern(name)
         if pattern not in self._places:
@@ -245,7 +233,7 @@ class StoredTensors:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _StoredTensor:
     key: str
     layers: int | None  # size of the first dimension, None if the tensor is of one layer
     experts: int | None  # size of the next dimension

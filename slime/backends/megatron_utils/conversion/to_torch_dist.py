@@ -15,23 +15,21 @@ from slime.runlog.checkpoint_folder import CheckpointFolder, CheckpointMeta
 install_cpu_adapter()
 
 from slime.backends.megatron_utils.checkpoint import Checkpointer  # noqa: E402
-from slime.backends.megatron_utils.conversion.arguments import (  # noqa: E402
+from slime.backends.megatron_utils.conversion.setup import (  # noqa: E402
     conversion_args,
     has_layout,
     layout_text,
     model_sizes,
-    stages,
-    with_layout,
-)
-from slime.backends.megatron_utils.conversion.process import (  # noqa: E402
     process_group,
     progress,
+    stages,
+    with_layout,
 )
 from slime.backends.megatron_utils.hf_weights.families import (  # noqa: E402
     padded_weight_map,
     weight_map,
 )
-from slime.backends.megatron_utils.hf_weights.load import load_hf  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.local_weights import load_hf  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
 from slime.backends.megatron_utils.model import build_chunks  # noqa: E402
 from slime.backends.megatron_utils.model_config import (  # noqa: E402
@@ -49,7 +47,7 @@ def main(argv: list[str]) -> int:
     config = read_config(args.hf_checkpoint)
     reader = HfReader(args.hf_checkpoint)
     with process_group():
-        args = spread(args, config, reader)
+        args = with_sharding(args, config, reader)
         chunks = build(args, config)
         load(chunks, args, config, reader)
         folder = save(chunks, args, config)
@@ -58,7 +56,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def spread(args: Args, config: PretrainedConfig, reader: HfReader) -> Args:
+def with_sharding(args: Args, config: PretrainedConfig, reader: HfReader) -> Args:
     """Set the user's parallel sizes or a pipeline over all ranks, and the checkpoint's dtype."""
     layout = None
     if not has_layout(args):
@@ -96,9 +94,9 @@ def save(chunks: list[torch.nn.Module], args: Args, config: PretrainedConfig) ->
     first = dist.get_rank() == 0
     if first:
         print(f"writing {folder.path(0)}", flush=True)
-    aside = [str(folder.begin(0)) if first else ""]
-    dist.broadcast_object_list(aside)
-    Checkpointer(config.model_type).save(aside[0], 0, chunks, consume=True)
+    temporary = [str(folder.begin(0)) if first else ""]
+    dist.broadcast_object_list(temporary)
+    Checkpointer(config.model_type).save(temporary[0], 0, chunks, consume=True)
     dist.barrier()
     if first:
         meta = CheckpointMeta(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.hf_weights.local import current_layout, local_weights
+from slime.backends.megatron_utils.hf_weights.local_weights import current_layout, local_weights
 from slime.backends.megatron_utils.hf_weights.rules import Rule, WeightMap
 from slime.backends.megatron_utils.parallel import (
     expert_group,
@@ -35,15 +35,8 @@ def export_hf(
     before the next training step.
     """
     gather = _Gather(chunks, weights, dtype)
-    first, *rest = weights.rules
-    per_layer = [rule for rule in rest if rule.per_layer]
-    yield from gather.tensors(first, 0)
-    for layer in range(weights.num_layers):
-        for rule in per_layer:
-            yield from gather.tensors(rule, layer)
-    for rule in rest:
-        if not rule.per_layer:
-            yield from gather.tensors(rule, 0)
+    for rule, layer in weights.in_layer_order():
+        yield from gather.tensors(rule, layer)
 
 
 def hf_buckets(
@@ -72,7 +65,7 @@ def hf_buckets(
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Location:
     """The pipeline stage that holds a weight, and its shape and dtype there."""
 
     stage: int
@@ -90,9 +83,9 @@ class _Gather:
         local = list(local_weights(chunks, weights, layout))
         self._local = {weight.name: weight.tensor for weight in local}
         self._stage = pipeline_group().rank()
-        self._held = self._where()
+        self._locations = self._locate()
         experts = {w.match.expert for w in local if w.match.rule.per_expert}
-        self._num_local = max(_over_stages(len(experts)))
+        self._num_local = max(_all_gather_over_stages(len(experts)))
 
     def tensors(self, rule: Rule, layer: int) -> Iterator[HfTensor]:
         """Yield the Hugging Face tensors of one rule; none if the layer is of another kind."""
@@ -100,19 +93,19 @@ class _Gather:
             return
         if rule.per_expert:
             yield from self._experts(rule, layer)
-        elif rule.name(layer) in self._held:
+        elif rule.name(layer) in self._locations:
             whole = self._whole(rule, rule.name(layer))
             yield from zip(rule.hf_names(layer), rule.mapping.to_hf(whole), strict=True)
 
     def _experts(self, rule: Rule, layer: int) -> Iterator[HfTensor]:
         """Yield experts, gathering the n-th local expert of all expert ranks at a time."""
-        mine = self._expert.rank * self._num_local
-        if self._num_local == 0 or rule.name(layer, mine) not in self._held:
+        first_local = self._expert.rank * self._num_local
+        if self._num_local == 0 or rule.name(layer, first_local) not in self._locations:
             return
         stacked: dict[int, list[torch.Tensor]] = {}
         for number in range(self._num_local):
-            everyone = self._whole(rule, rule.name(layer, mine + number))
-            for rank, whole in enumerate(everyone):
+            of_each_rank = self._whole(rule, rule.name(layer, first_local + number))
+            for rank, whole in enumerate(of_each_rank):
                 expert = rank * self._num_local + number
                 tensors = rule.mapping.to_hf(whole)
                 if rule.stacked:
@@ -126,15 +119,17 @@ class _Gather:
 
     def _whole(self, rule: Rule, name: str) -> torch.Tensor:
         """Return the full tensor; for an expert, that of every expert rank: [expert ranks, ...]."""
-        held = self._held[name]
-        dtype = held.dtype if self._dtype is None or rule.fp32 else self._dtype
-        if held.stage == self._stage:
+        location = self._locations[name]
+        dtype = location.dtype if self._dtype is None or rule.fp32 else self._dtype
+        if location.stage == self._stage:
             whole = self._over_tensor_ranks(rule, self._local[name].to(current_device(), dtype))
             if rule.per_expert:
                 whole = torch.stack(_all_gather(whole, expert_group()))
         else:
-            whole = torch.empty(self._shape(rule, held.shape), dtype=dtype, device=current_device())
-        _from_stage(whole, held.stage)
+            whole = torch.empty(
+                self._shape(rule, location.shape), dtype=dtype, device=current_device()
+            )
+        _broadcast_from_stage(whole, location.stage)
         return whole
 
     def _over_tensor_ranks(self, rule: Rule, local: torch.Tensor) -> torch.Tensor:
@@ -146,15 +141,15 @@ class _Gather:
         whole = rule.mapping.whole_shape(local, _tensor_group(rule).size())
         return (self._expert.size, *whole) if rule.per_expert else whole
 
-    def _where(self) -> dict[str, _Held]:
-        mine = {
-            name: _Held(self._stage, tuple(tensor.shape), tensor.dtype)
+    def _locate(self) -> dict[str, _Location]:
+        local = {
+            name: _Location(self._stage, tuple(tensor.shape), tensor.dtype)
             for name, tensor in self._local.items()
         }
-        held: dict[str, _Held] = {}
-        for stage in _over_stages(mine):
-            held = {**stage, **held}
-        return held
+        locations: dict[str, _Location] = {}
+        for stage in _all_gather_over_stages(local):
+            locations = {**stage, **locations}
+        return locations
 
 
 def _tensor_group(rule: Rule) -> dist.ProcessGroup:
@@ -170,7 +165,7 @@ def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Te
     return parts
 
 
-def _over_stages(value: object) -> list:
+def _all_gather_over_stages(value: object) -> list:
     group = pipeline_group()
     values = [value] * group.size()
     if group.size() > 1:
@@ -178,7 +173,7 @@ def _over_stages(value: object) -> list:
     return values
 
 
-def _from_stage(tensor: torch.Tensor, stage: int) -> None:
+def _broadcast_from_stage(tensor: torch.Tensor, stage: int) -> None:
     group = pipeline_group()
     if group.size() > 1:
         dist.broadcast(tensor, group=group, group_src=stage)

@@ -1,7 +1,7 @@
 """The weight map of each model type: a `Family` holds the rules of its layers.
 
-To add a family, add its entry to `_FAMILIES` (rules that need mappings of their own go into a
-module beside this one, as `gpt_oss.py` does) and its configuration to `architecture.py`.
+To add a family, add its entry to `_FAMILIES` (a mapping of its own goes into `mappings.py`) and its
+configuration to `architecture.py`.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING
 from transformers import PretrainedConfig
 
 from slime.backends.megatron_utils.architecture import architecture
-from slime.backends.megatron_utils.hf_weights import deepseek_v3, gpt_oss
-from slime.backends.megatron_utils.hf_weights.blocks import (
-    H,
-    M,
-    attention,
-    ends,
-    expert_bias,
-    experts,
-    layers_behind_the_last,
-    mlp,
-    plain,
-    shared_experts,
+from slime.backends.megatron_utils.hf_weights.mappings import (
+    GateUp,
+    InterleavedGateUp,
+    Mapping,
+    Plain,
+    Qkv,
+    Sharding,
+    StackedExperts,
+    Vocab,
 )
-from slime.backends.megatron_utils.hf_weights.mappings import GateUp
 from slime.backends.megatron_utils.hf_weights.rules import Rule, WeightMap
 from slime.backends.megatron_utils.model_config import padded_vocab_size
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
+
+# Prefixes of a layer and of an expert: Megatron's, Hugging Face's.
+M, H = "decoder.layers.{layer}.", "model.layers.{layer}."
+_EXPERT = "mlp.experts.local_experts.{expert}."
 
 
 def weight_map(config: PretrainedConfig, args: Args) -> WeightMap:
@@ -43,7 +43,7 @@ def padded_weight_map(config: PretrainedConfig, padded_vocab: int) -> WeightMap:
     """Return the rules of a model whose embedding is padded to `padded_vocab` rows."""
     architecture(config)  # UserError, with the supported model types, for any other
     family = _FAMILIES[config.model_type]
-    first, *last = ends(config, padded_vocab)
+    first, *last = _ends(config, padded_vocab)
     return WeightMap(
         model_type=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -61,47 +61,180 @@ class Family:
 
 
 def _llama(config: PretrainedConfig) -> list[Rule]:
-    return [*attention(config), *mlp()]
+    return [*_attention(config), *_mlp()]
 
 
 def _qwen2(config: PretrainedConfig) -> list[Rule]:
-    return [*attention(config, qkv_bias=True), *mlp()]
+    return [*_attention(config, qkv_bias=True), *_mlp()]
 
 
 def _qwen3(config: PretrainedConfig) -> list[Rule]:
-    return [*attention(config, qk_norm=True), *mlp()]
+    return [*_attention(config, qk_norm=True), *_mlp()]
 
 
 def _qwen3_moe(config: PretrainedConfig) -> list[Rule]:
     """Return the rules of Qwen3 with MoE in all layers or in some."""
-    return [*_qwen3(config), *experts()]
+    return [*_qwen3(config), *_experts()]
 
 
 def _mimo(config: PretrainedConfig) -> list[Rule]:
     """Return the rules of Qwen2; the multi-token-prediction layers of MiMo are not trained."""
-    return [*attention(config, qkv_bias=bool(config.attention_bias)), *mlp()]
+    return [*_attention(config, qkv_bias=bool(config.attention_bias)), *_mlp()]
 
 
 def _glm4(config: PretrainedConfig) -> list[Rule]:
     """Return the rules of GLM-4-0414: norms after attention and MLP too, gate and up fused."""
     return [
-        *attention(config, qkv_bias=bool(config.attention_bias)),
-        plain("post_self_attn_layernorm.weight", "post_self_attn_layernorm.weight"),
-        plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+        *_attention(config, qkv_bias=bool(config.attention_bias)),
+        _plain("post_self_attn_layernorm.weight", "post_self_attn_layernorm.weight"),
+        _plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
         Rule(f"{M}mlp.linear_fc1.weight", (f"{H}mlp.gate_up_proj.weight",), GateUp(fused=True)),
-        plain("mlp.linear_fc2.weight", "mlp.down_proj.weight", "row"),
-        plain("post_mlp_layernorm.weight", "post_mlp_layernorm.weight"),
+        _plain("mlp.linear_fc2.weight", "mlp.down_proj.weight", "row"),
+        _plain("post_mlp_layernorm.weight", "post_mlp_layernorm.weight"),
     ]
 
 
 def _glm4_moe(config: PretrainedConfig) -> list[Rule]:
     """Return the rules of GLM-4.5: dense layers first, then MoE with a shared expert."""
     return [
-        *attention(config, qkv_bias=bool(config.attention_bias), qk_norm=bool(config.use_qk_norm)),
-        *mlp(),
-        *expert_bias(),
-        *experts(),
-        *shared_experts(),
+        *_attention(config, qkv_bias=bool(config.attention_bias), qk_norm=bool(config.use_qk_norm)),
+        *_mlp(),
+        *_expert_bias(),
+        *_experts(),
+        *_shared_experts(),
+    ]
+
+
+def _deepseek_v3(config: PretrainedConfig) -> list[Rule]:
+    """Return the rules of MLA, dense layers first, then MoE with shared experts."""
+    return [
+        *_latent_attention(config),
+        *_mlp(),
+        *_expert_bias(),
+        *_experts(),
+        *_shared_experts(),
+    ]
+
+
+def _latent_attention(config: PretrainedConfig) -> list[Rule]:
+    megatron, hf = "self_attention.", "self_attn."
+    if config.q_lora_rank is None:
+        query = [_plain(f"{megatron}linear_q_proj.weight", f"{hf}q_proj.weight", "column")]
+    else:
+        query = [
+            _plain(f"{megatron}linear_q_down_proj.weight", f"{hf}q_a_proj.weight"),
+            _plain(f"{megatron}q_layernorm.weight", f"{hf}q_a_layernorm.weight"),
+            _plain(f"{megatron}linear_q_up_proj.weight", f"{hf}q_b_proj.weight", "column"),
+        ]
+    return [
+        _plain("input_layernorm.weight", "input_layernorm.weight"),
+        *query,
+        _plain(f"{megatron}linear_kv_down_proj.weight", f"{hf}kv_a_proj_with_mqa.weight"),
+        _plain(f"{megatron}kv_layernorm.weight", f"{hf}kv_a_layernorm.weight"),
+        _plain(f"{megatron}linear_kv_up_proj.weight", f"{hf}kv_b_proj.weight", "column"),
+        _plain(f"{megatron}linear_proj.weight", f"{hf}o_proj.weight", "row"),
+    ]
+
+
+def _gpt_oss(config: PretrainedConfig) -> list[Rule]:
+    """Return the rules of attention with sinks, biases everywhere, experts stacked by HF."""
+    return [
+        *_attention(config, qkv_bias=True),
+        _plain("self_attention.linear_proj.bias", "self_attn.o_proj.bias"),
+        _plain("self_attention.core_attention.softmax_offset", "self_attn.sinks", "column"),
+        _plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+        _plain("mlp.router.weight", "mlp.router.weight"),
+        _plain("mlp.router.bias", "mlp.router.bias"),
+        _stacked("linear_fc1.weight", "gate_up_proj", InterleavedGateUp()),
+        _stacked("linear_fc1.bias", "gate_up_proj_bias", InterleavedGateUp()),
+        _stacked("linear_fc2.weight", "down_proj", Plain("row")),
+        _stacked("linear_fc2.bias", "down_proj_bias", Plain()),
+    ]
+
+
+def _stacked(megatron: str, hf: str, mapping: Mapping) -> Rule:
+    return Rule(
+        f"{M}{_EXPERT}{megatron}", (f"{H}mlp.experts.{hf}",), StackedExperts(mapping), stacked=True
+    )
+
+
+# ---- rules that families share
+
+
+def _ends(config: PretrainedConfig, padded_vocab: int) -> list[Rule]:
+    """Return the rules of the embedding, the final norm and the output layer."""
+    vocab = Vocab(config.vocab_size, padded_vocab)
+    tied = bool(config.tie_word_embeddings)
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    return [
+        Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), vocab),
+        Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Plain()),
+        Rule("output_layer.weight", (head,), vocab, load_only=tied),
+    ]
+
+
+def _attention(
+    config: PretrainedConfig, *, qkv_bias: bool = False, qk_norm: bool = False
+) -> list[Rule]:
+    """Return the rules of attention and its input norm, with optional QKV biases and QK norms."""
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kinds = ["weight", "bias"] if qkv_bias else ["weight"]
+    rules = [_plain("input_layernorm.weight", "input_layernorm.weight")]
+    for kind in kinds:
+        names = tuple(f"{H}self_attn.{x}_proj.{kind}" for x in "qkv")
+        rules.append(Rule(f"{M}self_attention.linear_qkv.{kind}", names, Qkv(groups, head_dim)))
+    if qk_norm:
+        for x in "qk":
+            rules.append(
+                _plain(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight")
+            )
+    rules.append(_plain("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "row"))
+    return rules
+
+
+def _mlp() -> list[Rule]:
+    return [
+        _plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+        *_gated("mlp", "mlp"),
+    ]
+
+
+def _experts() -> list[Rule]:
+    """Return the rules of the router and of each expert; the norm before them is in `_mlp`."""
+    return [
+        _plain("mlp.router.weight", "mlp.gate.weight"),
+        *_gated("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}"),
+    ]
+
+
+def _shared_experts() -> list[Rule]:
+    return _gated("mlp.shared_experts", "mlp.shared_experts")
+
+
+def _expert_bias() -> list[Rule]:
+    """Return the rule of the bias that is added to router scores for the top-k."""
+    hf = (f"{H}mlp.gate.e_score_correction_bias",)
+    return [Rule(f"{M}mlp.router.expert_bias", hf, Plain(), fp32=True)]
+
+
+def _mtp_layers(config: PretrainedConfig) -> tuple[str, ...]:
+    """Return prefixes of multi-token-prediction layers, numbered after the last layer."""
+    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 1
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+
+
+def _plain(megatron: str, hf: str, sharding: Sharding = None) -> Rule:
+    """Return the rule of a tensor of a layer that is the same in Hugging Face and Megatron."""
+    return Rule(M + megatron, (H + hf,), Plain(sharding))
+
+
+def _gated(megatron: str, hf: str) -> list[Rule]:
+    names = (f"{H}{hf}.gate_proj.weight", f"{H}{hf}.up_proj.weight")
+    return [
+        Rule(f"{M}{megatron}.linear_fc1.weight", names, GateUp()),
+        _plain(f"{megatron}.linear_fc2.weight", f"{hf}.down_proj.weight", "row"),
     ]
 
 
@@ -111,8 +244,8 @@ _FAMILIES = {
     "qwen3": Family(_qwen3),
     "mimo": Family(_mimo, untrained=lambda config: ("model.mtp_layers.",)),
     "glm4": Family(_glm4),
-    "gpt_oss": Family(gpt_oss.layer_rules),
+    "gpt_oss": Family(_gpt_oss),
     "qwen3_moe": Family(_qwen3_moe),
-    "glm4_moe": Family(_glm4_moe, untrained=layers_behind_the_last),
-    "deepseek_v3": Family(deepseek_v3.layer_rules, untrained=layers_behind_the_last),
+    "glm4_moe": Family(_glm4_moe, untrained=_mtp_layers),
+    "deepseek_v3": Family(_deepseek_v3, untrained=_mtp_layers),
 }

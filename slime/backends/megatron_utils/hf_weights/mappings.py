@@ -16,13 +16,13 @@ import torch
 from slime.backends.megatron_utils.hf_weights.reader import TensorReader
 
 Shape = tuple[int, ...]
-Cut = Literal["column", "row"] | None
+Sharding = Literal["column", "row"] | None
 
 _DIM = {"column": 0, "row": 1, None: None}
 
 
 @dataclass(frozen=True)
-class Part:
+class Shard:
     """Index of one of `size` equal shards."""
 
     rank: int = 0
@@ -33,14 +33,14 @@ class Part:
         return slice(self.rank * each, (self.rank + 1) * each)
 
 
-WHOLE = Part()
+WHOLE = Shard()
 
 
 class Mapping(ABC):
     dim: int | None  # sharded dimension, None if every rank holds the full tensor
 
     @abstractmethod
-    def shape(self, shapes: list[Shape], part: Part) -> Shape:
+    def shape(self, shapes: list[Shape], shard: Shard) -> Shape:
         """Return the shape of a rank's shard, from the shapes of the Hugging Face tensors."""
 
     @abstractmethod
@@ -49,7 +49,7 @@ class Mapping(ABC):
         target: torch.Tensor,
         reader: TensorReader,
         names: list[str],
-        part: Part,
+        shard: Shard,
         expert: int = 0,
     ) -> None:
         """Read a rank's shard into `target`; from tensors with all experts, that of `expert`."""
@@ -72,25 +72,25 @@ class Mapping(ABC):
 class Plain(Mapping):
     """One tensor that is the same in Hugging Face and Megatron."""
 
-    def __init__(self, cut: Cut = None) -> None:
-        self.dim = _DIM[cut]
+    def __init__(self, sharding: Sharding = None) -> None:
+        self.dim = _DIM[sharding]
 
-    def shape(self, shapes: list[Shape], part: Part) -> Shape:
-        return tuple(n // part.size if dim == self.dim else n for dim, n in enumerate(shapes[0]))
+    def shape(self, shapes: list[Shape], shard: Shard) -> Shape:
+        return tuple(n // shard.size if dim == self.dim else n for dim, n in enumerate(shapes[0]))
 
     def fill(
         self,
         target: torch.Tensor,
         reader: TensorReader,
         names: list[str],
-        part: Part,
+        shard: Shard,
         expert: int = 0,
     ) -> None:
         (name,) = names
-        cuts = []
+        slices = []
         if self.dim is not None:
-            cuts = [*([slice(None)] * self.dim), part.of(reader.shape(name)[self.dim])]
-        target.copy_(reader.read(name, *cuts))
+            slices = [*([slice(None)] * self.dim), shard.of(reader.shape(name)[self.dim])]
+        target.copy_(reader.read(name, *slices))
 
     def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
         return [whole]
@@ -104,21 +104,21 @@ class Vocab(Mapping):
     def __init__(self, rows: int, padded: int) -> None:
         self._rows, self._padded = rows, padded
 
-    def shape(self, shapes: list[Shape], part: Part) -> Shape:
+    def shape(self, shapes: list[Shape], shard: Shard) -> Shape:
         rows, *rest = shapes[0]
         missing = self._padded - self._rows  # added, to detect a table of another size
-        return ((rows + missing) // part.size, *rest)
+        return ((rows + missing) // shard.size, *rest)
 
     def fill(
         self,
         target: torch.Tensor,
         reader: TensorReader,
         names: list[str],
-        part: Part,
+        shard: Shard,
         expert: int = 0,
     ) -> None:
-        mine = part.of(self._padded)
-        real = slice(min(mine.start, self._rows), min(mine.stop, self._rows))
+        rows = shard.of(self._padded)
+        real = slice(min(rows.start, self._rows), min(rows.stop, self._rows))
         count = real.stop - real.start
         target[:count].copy_(reader.read(names[0], real))
         target[count:].zero_()
@@ -135,27 +135,27 @@ class Qkv(Mapping):
     def __init__(self, groups: int, head_dim: int) -> None:
         self._groups, self._head_dim = groups, head_dim
 
-    def shape(self, shapes: list[Shape], part: Part) -> Shape:
-        return (sum(shape[0] for shape in shapes) // part.size, *shapes[0][1:])
+    def shape(self, shapes: list[Shape], shard: Shard) -> Shape:
+        return (sum(shape[0] for shape in shapes) // shard.size, *shapes[0][1:])
 
     def fill(
         self,
         target: torch.Tensor,
         reader: TensorReader,
         names: list[str],
-        part: Part,
+        shard: Shard,
         expert: int = 0,
     ) -> None:
-        if self._groups % part.size == 0:
-            pieces = self._pieces(target, self._groups // part.size)
+        if self._groups % shard.size == 0:
+            pieces = self._pieces(target, self._groups // shard.size)
             for piece, name in zip(pieces, names, strict=True):
-                rows = reader.read(name, part.of(reader.shape(name)[0]))
+                rows = reader.read(name, shard.of(reader.shape(name)[0]))
                 piece.copy_(rows.unflatten(0, piece.shape[:2]))
             return
-        # More ranks than groups: a rank holds a part of one group.
-        whole = target.new_empty(target.shape[0] * part.size, *target.shape[1:])
+        # More ranks than groups: a rank holds a shard of one group.
+        whole = target.new_empty(target.shape[0] * shard.size, *target.shape[1:])
         self.fill(whole, reader, names, WHOLE)
-        target.copy_(whole[part.of(whole.shape[0])])
+        target.copy_(whole[shard.of(whole.shape[0])])
 
     def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
         return [piece.flatten(0, 1) for piece in self._pieces(whole, self._groups)]
@@ -178,26 +178,97 @@ class GateUp(Mapping):
     def __init__(self, *, fused: bool = False) -> None:
         self._fused = fused
 
-    def shape(self, shapes: list[Shape], part: Part) -> Shape:
-        return (sum(shape[0] for shape in shapes) // part.size, *shapes[0][1:])
+    def shape(self, shapes: list[Shape], shard: Shard) -> Shape:
+        return (sum(shape[0] for shape in shapes) // shard.size, *shapes[0][1:])
 
     def fill(
         self,
         target: torch.Tensor,
         reader: TensorReader,
         names: list[str],
-        part: Part,
+        shard: Shard,
         expert: int = 0,
     ) -> None:
         half = reader.shape(names[0])[0] // (2 if self._fused else 1)
-        mine = part.of(half)
+        local = shard.of(half)
         for number, rows in enumerate(target.chunk(2)):
             name, start = (names[0], number * half) if self._fused else (names[number], 0)
-            rows.copy_(reader.read(name, slice(start + mine.start, start + mine.stop)))
+            rows.copy_(reader.read(name, slice(start + local.start, start + local.stop)))
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        halves = [part.chunk(2) for part in parts]
+        halves = [shard.chunk(2) for shard in parts]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
 
     def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
         return [whole] if self._fused else list(whole.chunk(2))
+
+
+class InterleavedGateUp(GateUp):
+    """Gate and up in one tensor whose rows alternate: gate 0, up 0, gate 1, up 1, ..."""
+
+    def fill(
+        self,
+        target: torch.Tensor,
+        reader: TensorReader,
+        names: list[str],
+        shard: Shard,
+        expert: int = 0,
+    ) -> None:
+        rows = reader.read(names[0], shard.of(reader.shape(names[0])[0]))  # whole pairs
+        for number, half in enumerate(target.chunk(2)):
+            half.copy_(rows[number::2])
+
+    def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.stack(whole.chunk(2), dim=1).flatten(0, 1)]
+
+
+class StackedExperts(Mapping):
+    """Apply a mapping to one expert of tensors [experts, in, out] or biases [experts, out]."""
+
+    def __init__(self, inner: Mapping) -> None:
+        self._inner, self.dim = inner, inner.dim
+
+    def shape(self, shapes: list[Shape], shard: Shard) -> Shape:
+        return self._inner.shape([_expert_shape(shape) for shape in shapes], shard)
+
+    def fill(
+        self,
+        target: torch.Tensor,
+        reader: TensorReader,
+        names: list[str],
+        shard: Shard,
+        expert: int = 0,
+    ) -> None:
+        self._inner.fill(target, ExpertReader(reader, expert), names, shard)
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return self._inner.join(parts)
+
+    def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        return [_transposed(tensor) for tensor in self._inner.to_hf(whole)]
+
+
+class ExpertReader:
+    """Read one expert's tensors as [out, in] and [out]."""
+
+    def __init__(self, reader: TensorReader, expert: int) -> None:
+        self._reader, self._expert = reader, expert
+
+    def names(self) -> list[str]:
+        return self._reader.names()
+
+    def shape(self, name: str) -> Shape:
+        return _expert_shape(self._reader.shape(name))
+
+    def read(self, name: str, *slices: slice) -> torch.Tensor:
+        missing = [slice(None)] * (len(self.shape(name)) - len(slices))
+        stored = [slice(self._expert, self._expert + 1), *reversed([*slices, *missing])]
+        return _transposed(self._reader.read(name, *stored)[0])
+
+
+def _expert_shape(shape: Shape) -> Shape:
+    return tuple(reversed(shape[1:]))
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.t() if tensor.ndim == 2 else tensor

@@ -1,20 +1,23 @@
-"""Read tensors of a Hugging Face folder lazily, slice by slice."""
+"""Read tensors of a Hugging Face folder lazily, slice by slice, dequantized if they are quantized."""
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 
-from slime.backends.megatron_utils.hf_weights.quantized import stored_formats
 from slime.core.errors import UserError
-from slime.weights.fp8 import Fp8Format, format_of
+from slime.weights.fp8 import Fp8Format, dequantize, format_of
 
 _OPEN_FILES = 4
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_BIAS = 127  # of the exponents that scale blocks of FP4 values
+_FOUR_BITS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 class TensorReader(Protocol):
@@ -26,8 +29,8 @@ class TensorReader(Protocol):
         """Return the shape; raise UserError if there is no such tensor."""
         ...
 
-    def read(self, name: str, *cuts: slice) -> torch.Tensor:
-        """Return the slice of a tensor given by `cuts`, one per leading dimension."""
+    def read(self, name: str, *slices: slice) -> torch.Tensor:
+        """Return the slice of a tensor given by `slices`, one per leading dimension."""
         ...
 
 
@@ -49,9 +52,13 @@ class HfReader:
         kind = self._formats.get(name)
         return self._files.shape(name) if kind is None else kind.shape(self._files, name)
 
-    def read(self, name: str, *cuts: slice) -> torch.Tensor:
+    def read(self, name: str, *slices: slice) -> torch.Tensor:
         kind = self._formats.get(name)
-        return self._files.read(name, *cuts) if kind is None else kind.read(self._files, name, cuts)
+        return (
+            self._files.read(name, *slices)
+            if kind is None
+            else kind.read(self._files, name, slices)
+        )
 
 
 class _SafetensorFiles:
@@ -68,9 +75,9 @@ class _SafetensorFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file(name).get_slice(name).get_shape())
 
-    def read(self, name: str, *cuts: slice) -> torch.Tensor:
+    def read(self, name: str, *slices: slice) -> torch.Tensor:
         file = self._file(name)
-        return file.get_slice(name)[cuts] if cuts else file.get_tensor(name)
+        return file.get_slice(name)[slices] if slices else file.get_tensor(name)
 
     def _file(self, name: str) -> Any:
         if name not in self._file_of:
@@ -82,27 +89,6 @@ class _SafetensorFiles:
         if len(self._handles) > _OPEN_FILES:
             self._handles.popitem(last=False)
         return self._handles[file]
-
-
-class DictReader:
-    """Read tensors that are in memory."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._get(name).shape)
-
-    def read(self, name: str, *cuts: slice) -> torch.Tensor:
-        return self._get(name)[cuts] if cuts else self._get(name)
-
-    def _get(self, name: str) -> torch.Tensor:
-        if name not in self._tensors:
-            raise UserError(f"there is no tensor {name}")
-        return self._tensors[name]
 
 
 def _fp8_format(folder: Path) -> Fp8Format | None:
@@ -125,3 +111,64 @@ def _file_of_each_tensor(folder: Path) -> dict[str, str]:
         )
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single.name)
+
+
+# ---- storage formats
+
+
+class StorageFormat(Protocol):
+    """A storage format; `parts` are the names in the files, which the reader hides."""
+
+    def parts(self, name: str) -> list[str]: ...
+
+    def shape(self, tensors: TensorReader, name: str) -> tuple[int, ...]: ...
+
+    def read(self, tensors: TensorReader, name: str, slices: tuple[slice, ...]) -> torch.Tensor: ...
+
+
+class Mxfp4:
+    """Read [experts, in, out] from FP4 pairs [experts, out, in / 32, 16] and an exponent per 32."""
+
+    def parts(self, name: str) -> list[str]:
+        return [name + _BLOCKS, name + _SCALES]
+
+    def shape(self, tensors: TensorReader, name: str) -> tuple[int, ...]:
+        experts, rows, groups, size = tensors.shape(name + _BLOCKS)
+        return (experts, groups * size * 2, rows)
+
+    def read(self, tensors: TensorReader, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        first, rest = slices[:1], slices[1:]
+        blocks = tensors.read(name + _BLOCKS, *first)
+        scales = tensors.read(name + _SCALES, *first)
+        values = torch.tensor([*_FOUR_BITS, *(-value for value in _FOUR_BITS)])
+        pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+        numbers = torch.ldexp(values[pairs.int()], (scales.int() - _BIAS)[..., None])
+        return numbers.flatten(-2).transpose(1, 2)[(slice(None), *rest)].to(torch.bfloat16)
+
+
+class Fp8:
+    def __init__(self, layout: Fp8Format) -> None:
+        self._layout = layout
+
+    def parts(self, name: str) -> list[str]:
+        return [name, name.removesuffix("weight") + self._layout.scale_suffix]
+
+    def shape(self, tensors: TensorReader, name: str) -> tuple[int, ...]:
+        return tensors.shape(name)
+
+    def read(self, tensors: TensorReader, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        weight, scale = (tensors.read(part) for part in self.parts(name))
+        return dequantize(weight, scale, self._layout)[slices].to(torch.bfloat16)
+
+
+def stored_formats(names: Iterable[str], fp8: Fp8Format | None) -> dict[str, StorageFormat]:
+    """Return the format of each quantized tensor, by its name after dequantization."""
+    names = set(names)
+    formats: dict[str, StorageFormat] = {
+        name.removesuffix(_BLOCKS): Mxfp4() for name in names if name.endswith(_BLOCKS)
+    }
+    if fp8 is not None:
+        quantized = Fp8(fp8)
+        weights = (name for name in names if name.endswith(".weight"))
+        formats |= {name: quantized for name in weights if set(quantized.parts(name)) <= names}
+    return formats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,14 +86,22 @@ class WeightMap:
                 return Match(rule=rule, **numbers)
         return None
 
+    def in_layer_order(self) -> Iterator[tuple[Rule, int]]:
+        """Yield rules with their layer: the embedding, all layers, then the final norm and head."""
+        first, *rest = self.rules
+        yield first, 0
+        for layer in range(self.num_layers):
+            yield from ((rule, layer) for rule in rest if rule.per_layer)
+        yield from ((rule, 0) for rule in rest if not rule.per_layer)
+
     def is_untrained(self, hf_name: str) -> bool:
         return hf_name.startswith(self.untrained) or hf_name.endswith("rotary_emb.inv_freq")
 
 
 def canonical(name: str) -> str:
     """Rename weights of TransformerEngine's layers to the names in megatron-core's own layers."""
-    for theirs, ours in _TRANSFORMER_ENGINE:
-        name = theirs.sub(ours, name)
+    for pattern, replacement in _TRANSFORMER_ENGINE:
+        name = pattern.sub(replacement, name)
     return name
 
 

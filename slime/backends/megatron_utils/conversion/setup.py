@@ -1,15 +1,23 @@
-"""The flags of a conversion (MODEL_ARGS, --hf-checkpoint, --save) and the sharding of the model.
+"""What a conversion sets up: flags, sharding of the model, process group, progress display.
 
-Without parallel sizes among the flags the ranks form one pipeline with stages of about equal size.
+Flags are MODEL_ARGS, --hf-checkpoint and --save. Without parallel sizes among them the ranks form
+one pipeline with stages of about equal size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from slime.backends.megatron_utils.hf_weights.reader import TensorReader
 from slime.backends.megatron_utils.hf_weights.rules import WeightMap
@@ -19,16 +27,14 @@ from slime.config.flags.draft import Draft, Origin
 from slime.config.flags.parser import read_command_line
 from slime.config.flags.registry import all_flags
 from slime.core.errors import ConfigError
+from slime.utils.device import collective_backend, device_type
 
-_OWN = ("hf_checkpoint", "save", "bf16", "fp32", "seed", "distributed_timeout_minutes")
-_SIZES = (
+_CONVERSION_FLAGS = ("hf_checkpoint", "save", "bf16", "fp32", "seed", "distributed_timeout_minutes")
+_LAYOUT_FLAGS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
-)
-_LAYOUT = (
-    *_SIZES,
     "pipeline_model_parallel_layout",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -40,7 +46,7 @@ def conversion_args(argv: list[str]) -> Args:
     given = read_command_line(argv)
     flags = all_flags()
     for name in given:
-        if name not in _OWN and flags[name].family != "megatron":
+        if name not in _CONVERSION_FLAGS and flags[name].family != "megatron":
             raise ConfigError(
                 f"{flags[name].option} means nothing in a conversion: give MODEL_ARGS, "
                 "--hf-checkpoint and --save"
@@ -56,7 +62,7 @@ def conversion_args(argv: list[str]) -> Args:
 
 def has_layout(args: Args) -> bool:
     """Return whether the user gave parallel sizes or a pipeline layout."""
-    return any(args.origin(name) != "default" for name in _LAYOUT)
+    return any(args.origin(name) != "default" for name in _LAYOUT_FLAGS)
 
 
 def with_layout(args: Args, dtype: str, layout: str | None, world_size: int) -> Args:
@@ -72,11 +78,11 @@ def with_layout(args: Args, dtype: str, layout: str | None, world_size: int) -> 
     values["expert_tensor_parallel_size"] = args.expert_tensor_parallel_size or tensor
     if layout and num_stages > 1:
         values["pipeline_model_parallel_layout"] = layout
-    each = tensor * values["pipeline_model_parallel_size"]
-    if world_size % each:
+    model_ranks = tensor * values["pipeline_model_parallel_size"]
+    if world_size % model_ranks:
         raise ConfigError(
             f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size "
-            f"{values['pipeline_model_parallel_size']} = {each} does not divide the {world_size} "
+            f"{values['pipeline_model_parallel_size']} = {model_ranks} does not divide the {world_size} "
             "processes: remove them, and the model is spread by itself"
         )
     return args.replace(**values)
@@ -88,7 +94,7 @@ class ModelSizes:
 
     before: int
     layers: tuple[int, ...]
-    behind: int
+    after: int
 
 
 def model_sizes(weights: WeightMap, reader: TensorReader) -> ModelSizes:
@@ -110,15 +116,15 @@ def stages(sizes: ModelSizes, world_size: int) -> list[int]:
 
     There are as many stages as ranks, or the most that divide them, with at least one layer each.
 
-    >>> stages(ModelSizes(before=10, layers=(10, 10, 10, 10), behind=10), 3)
+    >>> stages(ModelSizes(before=10, layers=(10, 10, 10, 10), after=10), 3)
     [1, 2, 1]
     """
     most = len(sizes.layers)
     count = max(n for n in range(1, world_size + 1) if world_size % n == 0 and n <= most)
     costs = list(sizes.layers)
     costs[0] += sizes.before
-    costs[-1] += sizes.behind
-    return _cut(costs, count)
+    costs[-1] += sizes.after
+    return _partition(costs, count)
 
 
 def layout_text(layers_of_stages: list[int]) -> str:
@@ -135,7 +141,7 @@ def _check_folders(given: dict[str, Any]) -> None:
         raise ConfigError(f"--hf-checkpoint: {config} does not exist")
 
 
-def _cut(costs: list[int], count: int) -> list[int]:
+def _partition(costs: list[int], count: int) -> list[int]:
     """Split `costs` into `count` runs whose largest sum is minimal, by dynamic programming."""
     total = len(costs)
     sums = [0]
@@ -164,3 +170,48 @@ def _layer_of(name: str) -> int | None:
 
 def _elements(wanted: Iterable[str], names: set[str], reader: TensorReader) -> int:
     return sum(prod(reader.shape(name)) for name in wanted if name in names)
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Join the ranks that torchrun started, or form a group of this process alone."""
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(collective_backend())
+    else:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - public, not in __all__
+        dist.init_process_group(collective_backend(), store=store, rank=0, world_size=1)
+    if device_type() == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class ByteCount:
+    """Count converted bytes up to `total` and show the progress."""
+
+    def __init__(self, title: str, total: int, bar: Progress | None, *, quiet: bool) -> None:
+        self._title, self._total, self._bar, self._quiet = title, max(total, 1), bar, quiet
+        self._task = bar.add_task(title, total=total) if bar else None
+        self._done = 0
+
+    def advance(self, nbytes: int) -> None:
+        before = self._done * 10 // self._total
+        self._done += nbytes
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task, nbytes)
+        elif not self._quiet and self._done * 10 // self._total > before:
+            share = self._done / self._total
+            print(f"{self._title}: {share:.0%} of {decimal(self._total)}", flush=True)
+
+
+@contextmanager
+def progress(title: str, total: int, *, shown: bool) -> Iterator[ByteCount]:
+    """Show a bar on a terminal, a line per 10 % elsewhere, nothing unless `shown`."""
+    if not shown or not sys.stdout.isatty():
+        yield ByteCount(title, total, None, quiet=not shown)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, TimeRemainingColumn()) as bar:
+        yield ByteCount(title, total, bar, quiet=False)

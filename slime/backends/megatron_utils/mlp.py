@@ -1,7 +1,7 @@
-"""MoE experts computed together by grouped matmuls, each with the parameters of its own MLP.
+"""Dense MLPs and MoE experts that save fewer activations for the backward pass.
 
-Names, checkpoints and sharding of experts are those of megatron-core's SequentialMLP, which
-computes them one after another.
+Experts are computed together by grouped matmuls. Their names, checkpoints and sharding are those of
+megatron-core's SequentialMLP, which computes them one after another.
 """
 
 from __future__ import annotations
@@ -11,11 +11,45 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 
+from slime.backends.kernels.fused_ops import swiglu
 from slime.backends.kernels.grouped_linear import Groups, expert_rows, grouped_linear, make_groups
+from slime.backends.megatron_utils.parallel import decoder_layers
 from slime.utils.compiled import compiled_on_gpu
+
+
+def use_gated_mlps(model: GPTModel) -> None:
+    """Turn dense MLPs into `GatedMLP` in place: in layer specs megatron accepts only MLP itself."""
+    config = model.config
+    plain = config.activation_func_clamp_value is None and not config.add_bias_linear
+    if config.gated_linear_unit and config.activation_func is F.silu and plain:
+        for layer in decoder_layers(model):
+            if type(layer.mlp) is MLP:
+                layer.mlp.__class__ = GatedMLP
+
+
+class GatedMLP(MLP):
+    """Recompute silu(gate) * up in the backward pass from its inputs, which are saved anyway."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if per_token_scale is not None or not torch.is_grad_enabled():
+            return super().forward(hidden_states, per_token_scale, **more)
+        both, _ = self.linear_fc1(hidden_states)
+        kept = CheckpointWithoutOutput()
+        product = kept.checkpoint(_swiglu, both)
+        output, bias = self.linear_fc2(product)
+        kept.discard_output_and_register_recompute(output)
+        return output, bias
+
+
+def _swiglu(both: torch.Tensor) -> torch.Tensor:
+    return swiglu(*both.chunk(2, dim=-1))
 
 
 class GroupedExperts(SequentialMLP):

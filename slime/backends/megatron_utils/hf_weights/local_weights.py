@@ -1,17 +1,18 @@
-"""The weights that this rank holds, by names with global layer and expert indices."""
+"""The weights that this rank holds, by global names, and how to load them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from slime.backends.megatron_utils.hf_weights.mappings import WHOLE, Part
+from slime.backends.megatron_utils.hf_weights.mappings import WHOLE, Shard
+from slime.backends.megatron_utils.hf_weights.reader import TensorReader
 from slime.backends.megatron_utils.hf_weights.rules import Match, WeightMap, canonical
-from slime.backends.megatron_utils.layers.value_head import ValueHead
+from slime.backends.megatron_utils.layers import ValueHead
 from slime.backends.megatron_utils.parallel import (
     decoder_layers,
     expert_group,
@@ -29,17 +30,17 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 class Layout:
     """Position of this rank in the tensor, expert-tensor and expert parallel groups."""
 
-    tensor: Part = WHOLE
-    expert_tensor: Part = WHOLE
-    expert: Part = WHOLE
+    tensor: Shard = WHOLE
+    expert_tensor: Shard = WHOLE
+    expert: Shard = WHOLE
 
-    def part(self, match: Match) -> Part:
+    def shard(self, match: Match) -> Shard:
         return self.expert_tensor if match.rule.per_expert else self.tensor
 
 
 def current_layout() -> Layout:
     groups = (tensor_group(), expert_tensor_group(), expert_group())
-    tensor, expert_tensor, expert = (Part(group.rank(), group.size()) for group in groups)
+    tensor, expert_tensor, expert = (Shard(group.rank(), group.size()) for group in groups)
     return Layout(tensor=tensor, expert_tensor=expert_tensor, expert=expert)
 
 
@@ -72,6 +73,48 @@ def local_weights(
                     f"{weights.model_type} model"
                 )
             yield LocalWeight(name=name, tensor=tensor.detach(), match=match)
+
+
+def load_hf(
+    chunks: Sequence[torch.nn.Module],
+    weights: WeightMap,
+    reader: TensorReader,
+    *,
+    on_tensor: Callable[[LocalWeight], None] | None = None,
+) -> None:
+    """Load every local weight of `chunks`, reading only the shards of this rank.
+
+    Before anything is changed, raise UserError for a tensor that is missing or has another shape.
+    """
+    layout = current_layout()
+    targets = list(local_weights(chunks, weights, layout))
+    for weight in targets:
+        check_shape(weight, reader, layout)
+    for weight in targets:
+        with torch.no_grad():
+            _fill(weight, reader, layout)
+        if on_tensor is not None:
+            on_tensor(weight)
+
+
+def check_shape(weight: LocalWeight, reader: TensorReader, layout: Layout) -> None:
+    match = weight.match
+    shapes = [reader.shape(name) for name in match.hf_names]
+    shape = match.rule.mapping.shape(shapes, layout.shard(match))
+    if shape != tuple(weight.tensor.shape):
+        found = ", ".join(
+            f"{name} {list(shape)}" for name, shape in zip(match.hf_names, shapes, strict=True)
+        )
+        raise UserError(
+            f"{found} does not fit the model that config.json describes: {weight.name} is "
+            f"{list(weight.tensor.shape)} on this rank and would be {list(shape)}"
+        )
+
+
+def _fill(weight: LocalWeight, reader: TensorReader, layout: Layout) -> None:
+    match = weight.match
+    mapping, shard = match.rule.mapping, layout.shard(match)
+    mapping.fill(weight.tensor, reader, match.hf_names, shard, match.expert)
 
 
 def _global_name(name: str, layers: list[int], first_expert: int) -> str:
