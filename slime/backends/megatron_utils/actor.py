@@ -56,6 +56,7 @@ from slime.backends.megatron_utils.model_config import (  # noqa: E402
 )
 from slime.backends.megatron_utils.optimizer import ScheduledOptimizer  # noqa: E402
 from slime.backends.megatron_utils.parallel import (  # noqa: E402
+    all_gather,
     context_group,
     data_group,
     init_parallel,
@@ -162,10 +163,10 @@ class MegatronTrainRayActor(TrainRayActor):
         return packed.to(current_device())
 
     def unpack(self, column: torch.Tensor, batch: TrainBatch) -> list[np.ndarray]:
-        if self.cp_group is None:
+        group = self.cp_group
+        if group is None:
             return unpack(column, batch)
-        slices = [torch.empty_like(column) for _ in range(self.parallel.cp_size)]
-        dist.all_gather(slices, column.detach().contiguous(), group=self.cp_group)
+        slices = all_gather(column.detach(), group)
         return unpack(join_slices(slices, batch), batch, cp_size=self.parallel.cp_size)
 
     @property

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, muon
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from slime.backends.megatron_utils.parallel import all_gather
 from slime.backends.optim import QUINTIC, blend_momentum, muon_scale, orthogonalize
 
 _MARKS = ("is_qkv", "expert_tp")  # set on parameters by megatron-core's `muon`
@@ -97,12 +98,7 @@ class TensorParallelMuon(torch.optim.Optimizer):
     ) -> torch.Tensor:
         if self._mode == "distributed":
             return self._orthogonal(matrix, (group, cut))
-        parts = [
-            torch.empty_like(matrix, memory_format=torch.contiguous_format)
-            for _ in range(group.size())
-        ]
-        dist.all_gather(parts, matrix.contiguous(), group=group)
-        whole = self._orthogonal(torch.cat(parts, dim=cut))
+        whole = self._orthogonal(torch.cat(all_gather(matrix, group), dim=cut))
         return whole.chunk(group.size(), dim=cut)[group.rank()]
 
     def _orthogonal(

@@ -90,6 +90,16 @@ def _group(group: object) -> dist.ProcessGroup:
     return group
 
 
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return the tensors of all ranks, which have the same shape, in rank order."""
+    if group.size() == 1:
+        return [tensor]
+    tensor = tensor.contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor, group=group)
+    return parts
+
+
 def unwrapped(chunk: torch.nn.Module) -> GPTModel:
     """Return the model inside its data-parallel wrapper."""
     while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):

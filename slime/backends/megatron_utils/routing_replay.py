@@ -13,11 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from slime.backends.megatron_utils.attention import PackedRows
-from slime.backends.megatron_utils.parallel import context_group, decoder_layers, tensor_group
+from slime.backends.megatron_utils.parallel import (
+    all_gather,
+    context_group,
+    decoder_layers,
+    tensor_group,
+)
 from slime.core.packing import zigzag_index
 from slime.core.types import TrainBatch
 
@@ -99,7 +103,7 @@ def recorded_rows(rows: PackedRows, batch: TrainBatch, num_layers: int) -> list[
 def _over_tensor_ranks(experts: torch.Tensor, length: int) -> torch.Tensor:
     if len(experts) == length:
         return experts
-    return torch.cat(_all_gather(experts, tensor_group()))
+    return torch.cat(all_gather(experts.int(), tensor_group()))  # gloo does not support int16
 
 
 def _over_context_ranks(local: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
@@ -108,14 +112,7 @@ def _over_context_ranks(local: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
         return local
     padded = np.diff(batch.cu_seqlens.cpu().numpy()) * group.size()
     index = [zigzag_index(padded, rank, group.size()) for rank in range(group.size())]
-    gathered = torch.cat(_all_gather(local, group))
+    gathered = torch.cat(all_gather(local.int(), group))
     whole = torch.empty_like(gathered)
     whole[torch.from_numpy(np.concatenate(index)).to(whole.device)] = gathered
     return whole
-
-
-def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    tensor = tensor.int().contiguous()  # gloo does not support int16
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(parts, tensor, group=group)
-    return parts

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from slime.backends.megatron_utils.hf_weights.local_weights import current_layout, local_weights
 from slime.backends.megatron_utils.hf_weights.rules import Rule, WeightMap
 from slime.backends.megatron_utils.parallel import (
+    all_gather,
     expert_group,
     expert_tensor_group,
     pipeline_group,
@@ -124,7 +125,7 @@ class _Gather:
         if location.stage == self._stage:
             whole = self._over_tensor_ranks(rule, self._local[name].to(current_device(), dtype))
             if rule.per_expert:
-                whole = torch.stack(_all_gather(whole, expert_group()))
+                whole = torch.stack(all_gather(whole, expert_group()))
         else:
             whole = torch.empty(
                 self._shape(rule, location.shape), dtype=dtype, device=current_device()
@@ -135,7 +136,7 @@ class _Gather:
     def _over_tensor_ranks(self, rule: Rule, local: torch.Tensor) -> torch.Tensor:
         if rule.mapping.dim is None:
             return local
-        return rule.mapping.join(_all_gather(local, _tensor_group(rule)))
+        return rule.mapping.join(all_gather(local, _tensor_group(rule)))
 
     def _shape(self, rule: Rule, local: tuple[int, ...]) -> tuple[int, ...]:
         whole = rule.mapping.whole_shape(local, _tensor_group(rule).size())
@@ -154,15 +155,6 @@ class _Gather:
 
 def _tensor_group(rule: Rule) -> dist.ProcessGroup:
     return expert_tensor_group() if rule.per_expert else tensor_group()
-
-
-def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    if group.size() == 1:
-        return [tensor]
-    tensor = tensor.contiguous()
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(parts, tensor, group=group)
-    return parts
 
 
 def _all_gather_over_stages(value: object) -> list:
