@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayError
 from slime.config.arguments import Args
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo
-from slime.ray.engine_handle import EngineHandle
+from slime.ray.engine_actor import EngineHandle
 from slime.ray.watch import LostError, Member, first_line
 from slime.serving.external import ExternalGroup
 from slime.serving.health import failed_engines, flush_until_idle, health_route

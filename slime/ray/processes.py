@@ -21,16 +21,13 @@ from slime.config.arguments import Args
 from slime.config.env import read_env, set_env
 from slime.diagnosis.exit_status import StopSignal
 from slime.ray import local_ray
-from slime.ray.actors import rollout_manager
 from slime.ray.checkpointing import Checkpointer
 from slime.ray.cluster import actor_env, beside_driver, collect_logs
 from slime.ray.engine_group import EngineGroup, make_engine_group
-from slime.ray.engines import Engines
 from slime.ray.placement_group import Layout, Placement, plan_layout
-from slime.ray.ranks import Ranks
-from slime.ray.remote import Remote
-from slime.ray.rollout_group import RolloutGroup
-from slime.ray.train_group import TrainGroup
+from slime.ray.remote import Remote, rollout_manager
+from slime.ray.rollout_group import Engines, RolloutGroup
+from slime.ray.train_group import Ranks, TrainGroup
 from slime.ray.watch import Member, Watch
 from slime.ray.weight_updater import WeightUpdater
 from slime.rollout.base_types import RolloutFunction

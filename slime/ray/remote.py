@@ -3,10 +3,11 @@
     manager = Remote(options, rollout_manager, args, token)            # Remote[RolloutManager]
     reference = manager.call(lambda manager: manager.generate(7))      # ObjectRef[RolloutResult]
 
-The class is imported in the actor's process only (actors.py), yet a type checker follows the call to
-`RolloutManager.generate` and checks its arguments: the lambda is called here with a recorder in place of
-the object, and the one method call that it records is sent to the actor. A reference among the arguments
-arrives as its value, see `value_of`.
+The class is imported in the actor's process only: importing torch and transformers in the driver as well
+would cost it, and a small machine that starts all processes at once, several seconds. Yet a type checker
+follows the call to `RolloutManager.generate` and checks its arguments: the lambda is called here with a
+recorder in place of the object, and the one method call that it records is sent to the actor. A reference
+among the arguments arrives as its value, see `value_of`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 import ray
 from ray.exceptions import RayError
@@ -25,6 +26,11 @@ from slime.diagnosis.process_status import in_phase, serve_status
 from slime.diagnosis.run_monitor import HeadWatch
 from slime.ray.local_ray import adopt, dead_process, take_variables
 from slime.utils.gc_tuning import collector_off
+
+if TYPE_CHECKING:
+    from slime.backends.base import TrainRayActor
+    from slime.ray.engine_actor import EngineActor
+    from slime.ray.rollout import RolloutManager
 
 logger = logging.getLogger(__name__)
 
@@ -147,3 +153,35 @@ class _Host:
             # The driver hears of the first rank that fails; each one's own log says why it did.
             logger.exception("%s failed", method)
             raise
+
+
+# ---- the classes that run as actors; each function is called in the actor's process only
+
+
+def rollout_manager() -> type[RolloutManager]:
+    from slime.ray.rollout import RolloutManager
+
+    return RolloutManager
+
+
+def engine_actor() -> type[EngineActor]:
+    from slime.ray.engine_actor import EngineActor
+
+    return EngineActor
+
+
+def trainer(backend: str) -> Callable[[], type[TrainRayActor]]:
+    """Return the function that imports the trainer of `--train-backend`."""
+    return {"fsdp": fsdp_trainer, "megatron": megatron_trainer}[backend]
+
+
+def fsdp_trainer() -> type[TrainRayActor]:
+    from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
+
+    return FSDPTrainRayActor
+
+
+def megatron_trainer() -> type[TrainRayActor]:
+    from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+
+    return MegatronTrainRayActor

@@ -10,7 +10,7 @@ Both push through `_retry`, the only place where an update is tried again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ray.exceptions import RayTaskError
 
@@ -18,10 +18,12 @@ from slime.config.arguments import Args
 from slime.core.errors import UserError, WeightMismatchError, WeightSyncError
 from slime.core.types import EngineInfo, SyncReport
 from slime.ray.engine_group import EngineCallError
-from slime.ray.engines import Engines
-from slime.ray.ranks import Ranks
 from slime.runlog.recorder import Recorder
 from slime.utils.sync_http import HttpError
+
+if TYPE_CHECKING:
+    from slime.ray.rollout_group import Engines
+    from slime.ray.train_group import Ranks
 
 _TRIES = 5  # of one update, each with the engines that are left or were restarted
 

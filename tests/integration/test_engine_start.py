@@ -93,6 +93,21 @@ def test_a_server_that_is_not_up_is_asked_for_its_last_words(start, tmp_path):
     assert group.last_log_lines().startswith("engine 0 is not up; its log ends with\n")
 
 
+def test_a_frozen_actor_does_not_delay_the_start_forever(start):
+    group = start(["silent"], wait=False, rollout_health_check_timeout=1)
+    deadline = time.monotonic() + 180
+    while "start 0: silent" not in group.last_log_lines():
+        assert time.monotonic() < deadline, group.last_log_lines()
+        time.sleep(0.2)
+    place = group.members()[0].remote.place()
+    os.kill(place.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(UserError, match=f"engine 0 hangs: its actor .pid {place.pid} on"):
+            group.wait()
+    finally:
+        os.kill(place.pid, signal.SIGCONT)
+
+
 def test_the_key_of_the_control_routes_is_on_no_command_line(start, tmp_path):
     start(["serve"])
     [argv] = starts(tmp_path)
