@@ -103,6 +103,16 @@ class DataReader(FileSystemReader):
                 )
 
 
+def refuse_foreign_optimizer(folder: Path) -> None:
+    """Raise ConfigError if another tool saved optimizer state, whose step counts are pickled objects."""
+    names = read_metadata(folder).state_dict_metadata
+    if any("optimizer" in name.split(".")[:2] for name in names):
+        raise ConfigError(
+            f"--load {folder} was written by another tool, with optimizer state that slime cannot continue: "
+            f"start from its weights with --ref-load {folder.parent} in place of --load"
+        )
+
+
 def load_object(stream: Any, file: str | os.PathLike, **options: Any) -> Any:
     """Load tensors and plain containers with `torch.load`; raise ConfigError on any other class."""
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from slime.backends.checkpoint_reader import refuse_foreign_optimizer
 from slime.config.arguments import Args
 from slime.core.errors import ConfigError, UserError
 from slime.ray.rollout_group import RolloutGroup
@@ -21,6 +22,7 @@ from slime.runlog.checkpoint_folder import (
     check_quickly,
     find_checkpoint,
     how_to_continue,
+    is_foreign,
     read_meta,
 )
 from slime.runlog.export_folder import ExportInfo, export_info, mark_outdated, recover_export
@@ -37,6 +39,8 @@ class Checkpointer:
         meta = read_meta(self.loaded) if self.loaded else None
         if self.loaded and meta:
             check_quickly(self.loaded, meta)
+            if is_foreign(self.loaded) and not meta.release:
+                refuse_foreign_optimizer(self.loaded)
         self.warnings: list[str] = []
         if args.load and not self.loaded:  # normal in run scripts, whose --load is their --save
             self.warnings.append(

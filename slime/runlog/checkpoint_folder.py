@@ -4,6 +4,8 @@
 <save>/iter_0000039.tmp/                   being written; ignored, and removed by the next save
 <save>/iter_0000009.deleting/              being removed; likewise
 <save>/latest_checkpointed_iteration.txt   "19"
+
+Megatron's own tools write the same layout without our `meta.json`, and converted weights as `release`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ from slime.runlog.checkpoint_files import (
 TRACKER = "latest_checkpointed_iteration.txt"
 CRITIC = "critic"  # the critic's folder inside a checkpoint
 _META = "meta.json"
+_RELEASE = "release"  # weights that Megatron's tools converted
+_NAMES = ("iter", _RELEASE)
+_OWN_FILES = ("trainer.json", "fsdp")  # of slime's trainers
 _NAME = re.compile(r"^iter_(\d{7,})$")
 _OWN_SUM = "checksum"  # of meta.json itself
 _QUICK_BYTES = 4 << 30  # read of a checkpoint before a run starts: takes seconds
@@ -125,6 +130,9 @@ def find_checkpoint(load: str | None, step: int | None = None) -> Path | None:
         return None
     folder = CheckpointFolder(load)
     complete = folder.rollout_ids()
+    foreign = _of_another_tool(folder, complete, step)
+    if foreign is not None:
+        return foreign
     if step is None:
         # After a crash between rename and tracker, the newest complete folder counts.
         return folder.path(complete[-1]) if complete else None
@@ -136,8 +144,43 @@ def find_checkpoint(load: str | None, step: int | None = None) -> Path | None:
     return folder.path(step)
 
 
+def _of_another_tool(
+    folder: CheckpointFolder, complete: list[int], step: int | None
+) -> Path | None:
+    """Return the checkpoint without `meta.json` that the tracker, or `step`, names.
+
+    slime renames complete folders to their final names, so such a folder is another tool's, or damaged.
+    """
+    tracker = folder.root / TRACKER
+    named = tracker.read_text().strip() if step is None and tracker.exists() else str(step)
+    path = folder.path(int(named)) if named.isdecimal() else folder.root / _RELEASE
+    if is_foreign(path) and (named.isdecimal() or named == _RELEASE):
+        if any((path / name).exists() for name in _OWN_FILES):
+            raise damaged(path, f"{_META} is missing")
+        return path
+    found = (f for f in folder.root.glob("*") if f.name.split("_")[0] in _NAMES and not f.suffix)
+    others = [f.name for f in found if is_foreign(f)]
+    if step is None and not complete and (tracker.exists() or others):
+        raise ConfigError(
+            f"{folder.root} holds {', '.join(others) or 'no checkpoint'}, but {TRACKER} must hold the "
+            f"number of a checkpoint there, or {_RELEASE}: correct it"
+        )
+    return None
+
+
+def is_foreign(path: Path) -> bool:
+    """Return whether a checkpoint was written by another tool than slime."""
+    return path.is_dir() and any(path.iterdir()) and not (path / _META).exists()
+
+
 def read_meta(path: Path) -> CheckpointMeta:
     """Return the checkpoint's metadata; raise ConfigError if a part of it is missing or damaged."""
+    if is_foreign(path):
+        release = path.name == _RELEASE
+        number = int(match[1]) if (match := _NAME.match(path.name)) else 0
+        return CheckpointMeta(
+            rollout_id=number, weight_version=0, train_backend="megatron", release=release
+        )
     try:
         fields = json.loads((path / _META).read_text())
         expected = fields.pop(_OWN_SUM, None)

@@ -157,3 +157,51 @@ def _save(folder: Path, limit: int) -> None:
     except UserError:
         os._exit(3)
     os._exit(0)
+
+
+def foreign(tmp_path: Path, name: str, tracker: str | None) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "common.pt").touch()
+    if tracker is not None:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracker)
+
+
+@pytest.mark.parametrize(
+    ("name", "tracker", "sentence"),
+    [
+        ("iter_0000020", "20", r".metadata cannot be read: No such file"),
+        (
+            "iter_0000020",
+            None,
+            "holds iter_0000020, but latest_checkpointed_iteration.txt must hold",
+        ),
+        ("release", None, "holds release, but latest_checkpointed_iteration.txt must hold"),
+        (
+            "iter_0000020",
+            "30",
+            "holds iter_0000020, but latest_checkpointed_iteration.txt must hold",
+        ),
+        ("iter_0000020", "../x", "must hold the number of a checkpoint there, or release"),
+    ],
+)
+def test_another_tools_checkpoint_is_never_passed_over(name, tracker, sentence, tmp_path):
+    """A run that started from scratch here would overwrite the tracker."""
+    foreign(tmp_path, name, tracker)
+    with pytest.raises(ConfigError, match=sentence):
+        checkpointer(tmp_path, train_backend="megatron")
+
+
+def test_a_checkpoint_of_ours_without_its_metadata_is_damaged(tmp_path):
+    foreign(tmp_path, "iter_0000003", "3")
+    (tmp_path / "iter_0000003" / "trainer.json").touch()
+    with pytest.raises(ConfigError, match=r"iter_0000003 is damaged: meta.json is missing"):
+        checkpointer(tmp_path, train_backend="megatron")
+
+
+def test_the_runs_own_newer_checkpoint_wins(tmp_path):
+    foreign(tmp_path, "release", "release")
+    assert find_checkpoint(str(tmp_path)) == tmp_path / "release"
+    folder = CheckpointFolder(tmp_path)
+    folder.begin(0)
+    folder.commit(CheckpointMeta(rollout_id=0, weight_version=1, train_backend="megatron"))
+    assert find_checkpoint(str(tmp_path)) == tmp_path / "iter_0000000"

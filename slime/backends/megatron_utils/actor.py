@@ -298,7 +298,11 @@ class MegatronTrainRayActor(TrainRayActor):
         if self._ref_moves and is_checkpoint(f"{path}/{_REF}"):
             self._checkpointer.load_model(f"{path}/{_REF}", self.chunks)
             self.update_ref()
-        return self._checkpointer.load(path, self.chunks, self.optimizer).rollout_id
+        facts = self._checkpointer.load(path, self.chunks, self.optimizer)
+        if facts.num_steps is None:  # another tool's: as many as its rollouts take here
+            steps = (facts.rollout_id + 1) * self.args.num_steps_per_rollout
+            self.optimizer.set_num_steps(steps)
+        return facts.rollout_id
 
     @property
     def _ref_moves(self) -> bool:

@@ -28,6 +28,7 @@ from slime.backends.megatron_utils.checkpoint_state import (
     drop_extra_state,
     fp8_state,
     fp8_state_to_load,
+    has_stacked_layers,
     is_delayed,
     load_fp8_state,
     load_optimizer_state,
@@ -42,7 +43,7 @@ from slime.backends.megatron_utils.parallel import unwrapped
 from slime.backends.megatron_utils.patches import patch_checkpoints
 from slime.core.errors import ConfigError, UserError
 from slime.runlog.checkpoint_files import record_checksums
-from slime.runlog.checkpoint_folder import damaged
+from slime.runlog.checkpoint_folder import damaged, read_meta
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.optimizer import ScheduledOptimizer
@@ -66,7 +67,7 @@ class CheckpointFacts:
     """Facts of a checkpoint that are read before its tensors."""
 
     rollout_id: int
-    num_steps: int
+    num_steps: int | None  # None: of another tool's run, whose steps are not known
     has_optimizer: bool
     model_type: str
     layout: list[int]  # tensor, pipeline, context, expert, data parallel sizes
@@ -143,7 +144,8 @@ class Checkpointer:
         facts = self._load(path, chunks, optimizer)
         if not facts.has_optimizer:
             optimizer.inner.reload_model_params()
-        optimizer.set_num_steps(facts.num_steps)
+        if facts.num_steps is not None:
+            optimizer.set_num_steps(facts.num_steps)
         optimizer.has_moments = facts.has_optimizer
         if facts.layout == _layout():
             _restore_rng(Path(path) / f"rng_{dist.get_rank()}.pt")
@@ -166,7 +168,7 @@ class Checkpointer:
         for key, chunk in _by_key(chunks).items():
             _fill_in(chunk, loaded[key], headless=headless)
         if with_optimizer is not None:
-            load_optimizer_state(with_optimizer.inner, loaded["optimizer"], facts.num_steps)
+            load_optimizer_state(with_optimizer.inner, loaded["optimizer"], facts.num_steps or 0)
         load_fp8_state(list(_by_key(chunks).values()), loaded.get(_FP8, {}))
         return facts
 
@@ -187,9 +189,13 @@ def read_facts(path: str | Path) -> CheckpointFacts:
     file = Path(path) / _FACTS
     if not is_checkpoint(path):
         raise UserError(
-            f"{path} is not a checkpoint of the Megatron trainer: it has no {_FACTS} with metadata.json"
+            f"{path} is not a checkpoint of the Megatron trainer: it has no metadata.json"
         )
     refuse_other_format(path)
+    if not file.exists():  # of another tool, whose optimizer state is not read
+        last = read_meta(file.parent).rollout_id
+        nothing: dict[str, Any] = {"num_steps": None, "has_optimizer": False, "layout": []}
+        return CheckpointFacts(rollout_id=last, model_type="unknown", **nothing)
     try:
         return CheckpointFacts(**json.loads(file.read_text()))
     except (ValueError, TypeError) as error:
@@ -209,7 +215,7 @@ def refuse_other_format(path: str | Path) -> None:
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    return (Path(path) / _FACTS).exists() and (Path(path) / "metadata.json").exists()
+    return (Path(path) / "metadata.json").exists()
 
 
 def read_tensors(
@@ -235,8 +241,9 @@ def _state(
 ) -> dict[str, Any]:
     """Return the state to save or, with `stored`, to load from a checkpoint with these tensors."""
     state: dict[str, Any] = {}
+    metadata = _METADATA | {"non_homogeneous_layers": not has_stacked_layers(stored or ())}
     for key, chunk in _by_key(chunks).items():
-        state[key] = chunk.sharded_state_dict(metadata=dict(_METADATA))
+        state[key] = chunk.sharded_state_dict(metadata=dict(metadata))
         drop_extra_state(state[key])
         if stored is not None:
             use_stored_keys(state[key], stored)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -73,6 +73,12 @@ def use_stored_keys(state: dict[str, Any], stored: Container[str]) -> None:
             tensor.key = next(
                 (key for key in _other_names(tensor.key) if key in stored), tensor.key
             )
+
+
+def has_stacked_layers(stored: Iterable[str]) -> bool:
+    """Return whether a tensor holds all layers, as Megatron's tools write models with equal layers."""
+    names = (key.split(".") for key in stored if key.startswith("decoder.layers."))
+    return any(not name[2].isdecimal() for name in names)
 
 
 def without_extra_state(names: list[str]) -> list[str]:

@@ -72,6 +72,8 @@ def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: BytesIO) -
 def _load_common(self: object, checkpoint_dir: str | Path) -> Any:
     from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
+    if not (Path(checkpoint_dir) / "trainer.json").exists():
+        return {}  # of another tool: pickled objects, and no weights
     file = Path(checkpoint_dir) / COMMON_STATE_FNAME
     return load_object(file, file, map_location="cpu")
 
