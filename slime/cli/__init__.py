@@ -59,7 +59,7 @@ def _quickstart(argv: list[str]) -> int:
 
 
 def _engine(argv: list[str]) -> int:
-    from slime.engine.server.main import main as serve
+    from slime.engine.server.__main__ import main as serve
 
     return serve(argv) or 0
 

@@ -18,10 +18,10 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from slime.engine.arguments import EngineArgs
-from slime.engine.cache.memory import MemoryReleaser, choose_sizes
-from slime.engine.cache.page_pool import PagePool
+from slime.engine.kv_cache import MemoryReleaser, choose_sizes
 from slime.engine.models.loading import eos_token_ids
 from slime.engine.models.model_runner import ModelRunner
+from slime.engine.radix_cache import PagePool
 from slime.engine.scheduler.request import FinishReason, Request
 from slime.engine.scheduler.sampling_params import RequestError
 from slime.engine.scheduler.scheduler import Scheduler

@@ -17,7 +17,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from slime.engine.kernels import cuda_kernels, cuda_matmuls  # noqa: E402
+from slime.engine.kernels import cuda_kernels, triton_matmuls  # noqa: E402
 from slime.engine.kernels.cuda_kernels import CudaKernels  # noqa: E402
 from slime.engine.kernels.interface import (  # noqa: E402
     Heads,
@@ -235,7 +235,7 @@ def test_matmuls_in_every_tile_size(splits: int, gated: bool):
         expected = torch.nn.functional.silu(gate) * up
     for rows, columns in ((16, 16), (32, 64), (64, 32)):
         tiles = TileSizes(BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=64, num_warps=4, num_stages=2)
-        found = cuda_matmuls.matmul(x, weight, tiles, splits=splits, gated=gated and splits == 1)
+        found = triton_matmuls.matmul(x, weight, tiles, splits=splits, gated=gated and splits == 1)
         assert_close(found.float().sum(0), expected, dtype)
 
 
@@ -306,18 +306,18 @@ def test_greedy_draws_and_independence_of_company():
 
 def test_matmuls_where_there_is_little_shared_memory(monkeypatch):
     x, weight = torch.zeros(2, 8, 1024, device=DEVICE, dtype=torch.float16)
-    monkeypatch.setattr(cuda_matmuls, "shared_memory", lambda: 99 << 10)
-    tiles = cuda_matmuls.choose_tiles(x, weight, gated=True)
+    monkeypatch.setattr(triton_matmuls, "shared_memory", lambda: 99 << 10)
+    tiles = triton_matmuls.choose_tiles(x, weight, gated=True)
     assert tiles is not None and tiles.num_stages == 3
-    monkeypatch.setattr(cuda_matmuls, "shared_memory", lambda: 48 << 10)
-    assert cuda_matmuls.choose_tiles(x, weight, gated=True) is None
+    monkeypatch.setattr(triton_matmuls, "shared_memory", lambda: 48 << 10)
+    assert triton_matmuls.choose_tiles(x, weight, gated=True) is None
 
 
 def test_matmuls_that_are_left_to_the_library():
     def blocks_for(rows: int, columns: int, depth: int, dtype: torch.dtype, **how: int):
         shapes = ((rows, depth), (columns, depth))
         x, weight = (torch.empty(shape, device=DEVICE, dtype=dtype) for shape in shapes)
-        return cuda_matmuls.choose_tiles(x, weight, **how)
+        return triton_matmuls.choose_tiles(x, weight, **how)
 
     half = torch.float16
     assert blocks_for(64, 4096, 1024, half) is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.engine.server.main import main
+from slime.engine.server.__main__ import main
 from tests.tiny import make_tiny_checkpoint
 
 

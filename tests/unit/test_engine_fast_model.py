@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime.engine.cache.kv_cache import KVCache
 from slime.engine.kernels.cpu_kernels import SOURCE, CpuKernels
 from slime.engine.kernels.interface import Tokens
+from slime.engine.kv_cache import KVCache
 from slime.engine.models.fast_model import FastModel
 from slime.utils.compiled import load_library
 from tests.tiny import make_tiny_checkpoint

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from slime.engine.cache.page_pool import PagePool
-from slime.engine.cache.radix_cache import RadixCache
+from slime.engine.radix_cache import PagePool, RadixCache
 
 PAGE = 4
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from slime.engine.cache.page_pool import PagePool
+from slime.engine.radix_cache import PagePool
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import SamplingParams
 from slime.engine.scheduler.scheduler import Scheduler

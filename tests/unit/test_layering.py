@@ -146,7 +146,7 @@ def test_rule_holds(rule):
     ("rule", "path", "line"),
     [
         (wrong_directions, "slime/utils/x.py", "from slime.rollout.data_source import A"),
-        (wrong_directions, "slime/rollout/x.py", "import slime.engine.server.main"),
+        (wrong_directions, "slime/rollout/x.py", "import slime.engine.server.__main__"),
         (
             wrong_directions,
             "slime/algorithms/x.py",

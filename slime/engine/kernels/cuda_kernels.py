@@ -11,12 +11,11 @@ import torch.nn.functional as F
 import triton
 
 from slime.engine.kernels import (
-    cuda_matmuls,
     triton_attention,
     triton_elementwise,
+    triton_matmuls,
     triton_sampling,
 )
-from slime.engine.kernels.cuda_experts import CudaExperts, dot_precision
 from slime.engine.kernels.interface import (
     Heads,
     MoeKernels,
@@ -26,6 +25,7 @@ from slime.engine.kernels.interface import (
     SamplingState,
     Tokens,
 )
+from slime.engine.kernels.triton_experts import CudaExperts, dot_precision
 from slime.engine.kernels.triton_launch import pdl_options, shared_memory
 
 _LOG2E = math.log2(math.e)
@@ -63,17 +63,17 @@ class CudaKernels:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        return cuda_matmuls.linear(x, weight, bias)
+        return triton_matmuls.linear(x, weight, bias)
 
     def linear_split_k(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        return cuda_matmuls.linear_split_k(x, weight, bias)
+        return triton_matmuls.linear_split_k(x, weight, bias)
 
     def gated_linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        out = cuda_matmuls.gated_linear(x, weight) if bias is None else None
+        out = triton_matmuls.gated_linear(x, weight) if bias is None else None
         return self.silu_mul(F.linear(x, weight, bias)) if out is None else out
 
     def rope_store(

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from slime.engine.cache.kv_cache import KVCache, LayerShape
-from slime.engine.models.step_batch import StepBatch
+from slime.engine.kv_cache import KVCache, LayerShape
+from slime.engine.scheduler.step import StepBatch
 
 IMPLEMENTATION = "slime_paged"
 _MOST_QUERIES = 512  # of one group: bounds its mask, and skips positions that are masked anyway

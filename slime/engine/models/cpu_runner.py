@@ -5,20 +5,27 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slime.engine.cache.kv_cache import KVCache
 from slime.engine.kernels.cpu_kernels import CpuKernels
 from slime.engine.kernels.interface import Tokens
+from slime.engine.kv_cache import KVCache
 from slime.engine.models.fast_model import FastModel
-from slime.engine.models.sample_tokens import (
+from slime.engine.scheduler.sampling import (
     forbidden_ends,
     make_sampling_state,
     sample_special,
+    score,
     set_sampling_state,
 )
-from slime.engine.models.step_batch import StepBatch, make_batch, split_fixed
-from slime.engine.scheduler.sampling import score
 from slime.engine.scheduler.scheduler import Scheduler
-from slime.engine.scheduler.step import FinishedStep, Step, StepOutput, join_outputs
+from slime.engine.scheduler.step import (
+    FinishedStep,
+    Step,
+    StepBatch,
+    StepOutput,
+    join_outputs,
+    make_batch,
+    split_fixed,
+)
 
 
 class CpuRunner:

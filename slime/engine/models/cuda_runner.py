@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from slime.engine.cache.kv_cache import KVCache
 from slime.engine.kernels.cuda_kernels import TILE
 from slime.engine.kernels.interface import Tokens
+from slime.engine.kv_cache import KVCache
 from slime.engine.models.decode_graphs import (
     NUM_INPUTS,
     DecodeGraphs,
@@ -25,24 +25,25 @@ from slime.engine.models.decode_graphs import (
     graph_batch_sizes,
 )
 from slime.engine.models.fast_model import FastModel
-from slime.engine.models.sample_tokens import (
+from slime.engine.scheduler.request import Request
+from slime.engine.scheduler.sampling import (
     make_sampling_state,
     sample_all,
     sample_special,
+    score,
     set_sampling_state,
 )
-from slime.engine.models.step_batch import (
+from slime.engine.scheduler.scheduler import Scheduler
+from slime.engine.scheduler.step import (
     FIXED_ROWS,
     LAST_SAMPLED,
+    Step,
     StepBatch,
+    StepOutput,
     make_batch,
     make_span_batch,
     split_fixed,
 )
-from slime.engine.scheduler.request import Request
-from slime.engine.scheduler.sampling import score
-from slime.engine.scheduler.scheduler import Scheduler
-from slime.engine.scheduler.step import Step, StepOutput
 
 
 class CudaRunner:

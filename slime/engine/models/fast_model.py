@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from slime.engine.cache.kv_cache import KVCache, LayerShape
 from slime.engine.kernels.interface import (
     Heads,
     Kernels,
@@ -27,6 +26,7 @@ from slime.engine.kernels.interface import (
     Rotary,
     Tokens,
 )
+from slime.engine.kv_cache import KVCache, LayerShape
 
 _ROPE_CHUNK = 4096
 _KNOWN_MOE = "Qwen3MoeSparseMoeBlock"  # whose router is softmax, then top-k

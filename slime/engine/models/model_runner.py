@@ -18,15 +18,14 @@ from transformers import PreTrainedModel
 
 from slime.core.errors import UserError
 from slime.engine.arguments import EngineArgs
-from slime.engine.cache.kv_cache import KVCache, LayerShape
 from slime.engine.kernels.cpu_kernels import SOURCE, CpuKernels
 from slime.engine.kernels.interface import Kernels
+from slime.engine.kv_cache import KVCache, LayerShape
 from slime.engine.models.attention import record_layers
 from slime.engine.models.cpu_runner import CpuRunner
 from slime.engine.models.fast_model import FastModel
 from slime.engine.models.loading import context_len, load_model
-from slime.engine.models.plain_runner import PlainRunner
-from slime.engine.models.routed_experts import RoutedExperts
+from slime.engine.models.plain_runner import PlainRunner, RoutedExperts
 from slime.engine.models.self_check import check_served
 from slime.engine.scheduler.scheduler import Scheduler
 from slime.engine.scheduler.speculation import PendingDraftStep

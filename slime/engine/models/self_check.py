@@ -14,10 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from slime.core.errors import UserError
-from slime.engine.cache.kv_cache import KVCache, LayerShape
-from slime.engine.cache.page_pool import PagePool
+from slime.engine.kv_cache import KVCache, LayerShape
 from slime.engine.models.attention import IMPLEMENTATION
 from slime.engine.models.plain_runner import PlainRunner
+from slime.engine.radix_cache import PagePool
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import SamplingParams
 from slime.engine.scheduler.scheduler import Scheduler

@@ -19,8 +19,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from slime.engine.cache.page_pool import PagePool
-from slime.engine.cache.radix_cache import RadixCache
+from slime.engine.radix_cache import PagePool, RadixCache
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.speculation import Drafter
 from slime.engine.scheduler.step import Step, TokenSpan

@@ -1,13 +1,22 @@
-"""What one step computes, and what comes out of it: at once, or when the device has finished."""
+"""One step: what it computes, its tokens as flat arrays, and what comes out of it.
+
+Deterministic mode: every forward has exactly ``FIXED_ROWS`` tokens, each of which attends on its own, so
+that all operations have the same shape in every forward and a token's result does not depend, bit for
+bit, on the tokens beside it. `split_fixed` makes those forwards for all runners.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from slime.engine.scheduler.request import Request
+
+FIXED_ROWS = 32  # tokens of every forward in deterministic mode
+LAST_SAMPLED = -1  # as an id: the token last sampled in this row, which the host may not know yet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,3 +105,118 @@ def join_outputs(parts: list[StepOutput]) -> StepOutput:
         log_probs=[value for part in parts for value in part.log_probs],
         scored=[entry for part in parts for entry in part.scored],
     )
+
+
+@dataclass(kw_only=True, eq=False)
+class StepBatch:
+    """T tokens of one forward, sequence after sequence.
+
+    Tokens 0..2 of a request in row 7 of the page table that end its prompt, no prompt log-probs wanted::
+
+        ids = [5, 9, 5]   positions = [0, 1, 2]   rows = [7, 7, 7]   counts = [3]
+        sampled_at = [2]   scored_at = []
+    """
+
+    ids: np.ndarray  # [T] int32
+    positions: np.ndarray  # [T] int32
+    rows: np.ndarray  # [T] int32, of the page table
+    counts: list[int]  # tokens of each sequence; their sum is T
+    sampled: list[Request]  # for whom a token is sampled
+    sampled_at: np.ndarray  # int64, which of the T logits each is sampled from
+    scored: list[Request]  # whose prompt tokens get a log-prob
+    scored_at: (
+        np.ndarray
+    )  # int64, tokens whose logits give the log-prob of the prompt token after them
+
+
+def make_batch(step: Step) -> StepBatch:
+    """Return the whole step as one batch: decoding requests first, then drafts and prefill chunks."""
+    count, spans = len(step.decoding), step.drafts + step.prefill
+    decoding = StepBatch(
+        ids=np.full(count, LAST_SAMPLED, np.int32),
+        positions=step.positions.astype(np.int32),
+        rows=step.rows.astype(np.int32),
+        counts=[1] * count,
+        sampled=step.decoding,
+        sampled_at=np.arange(count),
+        scored=[],
+        scored_at=np.zeros(0, np.int64),
+    )
+    if not spans:
+        return decoding
+    batch = make_span_batch(spans)
+    return StepBatch(
+        ids=np.concatenate([decoding.ids, batch.ids]),
+        positions=np.concatenate([decoding.positions, batch.positions]),
+        rows=np.concatenate([decoding.rows, batch.rows]),
+        counts=decoding.counts + batch.counts,
+        sampled=step.decoding + batch.sampled,
+        sampled_at=np.concatenate([decoding.sampled_at, batch.sampled_at + count]),
+        scored=batch.scored,
+        scored_at=batch.scored_at + count,
+    )
+
+
+def make_span_batch(spans: list[TokenSpan]) -> StepBatch:
+    ids: list[int] = []
+    positions: list[np.ndarray] = []
+    sampled: list[Request] = []
+    sampled_at: list[int] = []
+    scored: list[Request] = []
+    scored_at: list[int] = []
+    for span in spans:
+        request, first, end = span.request, len(ids), span.start + span.count
+        ids += span.tokens
+        positions.append(np.arange(span.start, end, dtype=np.int32))
+        sampled += [request] * span.num_samples
+        sampled_at += range(len(ids) - span.num_samples, len(ids))
+        wanted = _scored_positions(request, span.start, end)
+        scored += [request] * len(wanted)
+        scored_at += [first + position - span.start for position in wanted]
+    counts = [span.count for span in spans]
+    return StepBatch(
+        ids=np.array(ids, np.int32),
+        positions=np.concatenate(positions),
+        rows=np.repeat(np.array([span.request.row for span in spans], np.int32), counts),
+        counts=counts,
+        sampled=sampled,
+        sampled_at=np.array(sampled_at, np.int64),
+        scored=scored,
+        scored_at=np.array(scored_at, np.int64),
+    )
+
+
+def split_fixed(batch: StepBatch, padding_row: int) -> Iterator[StepBatch]:
+    """Yield the batch in forwards of exactly FIXED_ROWS tokens, each token a sequence of its own.
+
+    The last one is filled up with token 0 at position 0 of the padding row.
+    """
+    for first in range(0, len(batch.ids), FIXED_ROWS):
+        part = slice(first, first + FIXED_ROWS)
+        ids, positions, rows = np.zeros((3, FIXED_ROWS), np.int32)
+        rows[:] = padding_row
+        for target, source in (
+            (ids, batch.ids),
+            (positions, batch.positions),
+            (rows, batch.rows),
+        ):
+            target[: len(source[part])] = source[part]
+        sampled = np.flatnonzero(batch.sampled_at // FIXED_ROWS == first // FIXED_ROWS)
+        scored = np.flatnonzero(batch.scored_at // FIXED_ROWS == first // FIXED_ROWS)
+        yield StepBatch(
+            ids=ids,
+            positions=positions,
+            rows=rows,
+            counts=[1] * FIXED_ROWS,
+            sampled=[batch.sampled[i] for i in sampled],
+            sampled_at=batch.sampled_at[sampled] - first,
+            scored=[batch.scored[i] for i in scored],
+            scored_at=batch.scored_at[scored] - first,
+        )
+
+
+def _scored_positions(request: Request, start: int, end: int) -> range:
+    """Return the positions in start..end whose logits give the log-prob of a prompt token."""
+    if request.logprob_start_len < 0 or request.num_output:
+        return range(0)
+    return range(max(start, request.logprob_start_len), min(end, request.prompt_len - 1))

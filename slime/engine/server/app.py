@@ -20,10 +20,9 @@ from slime.engine.engine import Engine
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import RequestError
 from slime.engine.server.control import CONTROL_ROUTES
-from slime.engine.server.hub import ReplyHub
 from slime.engine.server.openai_routes import OpenAIRoutes
 from slime.engine.server.protocol import Generation, Limits, encode_text, make_reply, parse_generate
-from slime.engine.server.workers import Workers
+from slime.engine.server.threads import ReplyHub, Workers
 from slime.utils.http_guard import (
     MIB,
     BodyReader,

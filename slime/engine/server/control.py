@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from slime.engine.cache.memory import TAGS
 from slime.engine.engine import Engine
+from slime.engine.kv_cache import TAGS
 from slime.engine.scheduler.sampling_params import RequestError
-from slime.engine.server.workers import DaemonCall
+from slime.engine.server.threads import DaemonCall
 from slime.engine.weights import TensorMeta, metadata_in_order, parse_metadata
 from slime.weights.checksum import format_checksum
 

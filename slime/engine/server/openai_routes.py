@@ -26,9 +26,8 @@ from slime.data.openai_requests import (
 from slime.engine.engine import Engine
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import MOST_REQUESTS, RequestError
-from slime.engine.server.hub import ReplyHub
 from slime.engine.server.protocol import Generation, Limits, parse_generate
-from slime.engine.server.workers import Workers
+from slime.engine.server.threads import ReplyHub, Workers
 from slime.utils.http_guard import BodyReader, Refused
 
 if TYPE_CHECKING:

@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from slime.engine.cache.kv_cache import KVCache, LayerShape
+from slime.engine.kv_cache import KVCache, LayerShape
 from slime.engine.models.attention import plan_attention
-from slime.engine.models.step_batch import (
+from slime.engine.scheduler.request import Request
+from slime.engine.scheduler.sampling_params import SamplingParams
+from slime.engine.scheduler.step import (
     FIXED_ROWS,
     LAST_SAMPLED,
+    Step,
     StepBatch,
+    TokenSpan,
     make_batch,
     split_fixed,
 )
-from slime.engine.scheduler.request import Request
-from slime.engine.scheduler.sampling_params import SamplingParams
-from slime.engine.scheduler.step import Step, TokenSpan
 
 PADDING_ROW = 9
 
