@@ -121,7 +121,7 @@ class House:
         """Share of the lines of slime/, tools/, benchmarks/ and the loops that pyright checks."""
         settings = (self.root / "pyproject.toml").read_text().split("[tool.pyright]")[1]
         include = ast.literal_eval(_setting(settings, "include"))
-        ignore = ast.literal_eval(_setting(settings, "ignore"))
+        ignore = ast.literal_eval(_setting(settings, "ignore")) if "\nignore =" in settings else []
         checked = total = 0
         paths = [*self.root.glob("*.py")]
         for folder in ("slime", "tools", "benchmarks"):

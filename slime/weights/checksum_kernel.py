@@ -5,6 +5,9 @@ tensor's with atomics. Positions within a block are small, so that elements of t
 64-bit arithmetic until the end.
 """
 
+# Triton's launch arguments are typed `constexpr`; numbers are what one passes.
+# pyright: reportArgumentType=false, reportAssignmentType=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

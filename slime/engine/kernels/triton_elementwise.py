@@ -1,6 +1,9 @@
 """RMSNorm, RoPE with KV cache write, and activation in Triton, one token per program."""
 
 # pyright: reportMissingImports=false
+# Triton's `static_range` has no `__iter__` for type checkers.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton

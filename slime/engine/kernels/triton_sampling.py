@@ -6,6 +6,9 @@ the others.
 """
 
 # pyright: reportMissingImports=false
+# Triton's `static_range` has no `__iter__` for type checkers.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
