@@ -81,11 +81,11 @@ class Backend(ABC):
         """Run one optimizer step; its loss is the sum of `loss` over micro-batches and ranks."""
 
     @abstractmethod
-    def save(self, rollout_id: int, path: str, force_sync: bool = False) -> None:
+    def save_to(self, path: str, rollout_id: int, force_sync: bool = False) -> None:
         """Write this rank's part of a checkpoint into the existing folder `path`."""
 
     @abstractmethod
-    def wait_save(self) -> None:
+    def wait_write(self) -> None:
         """Wait for a background save to finish and re-raise its exception, if any."""
 
     @abstractmethod

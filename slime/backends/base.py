@@ -1,6 +1,6 @@
 """The training step, shared by all backends.
 
-    train(rollout_id, batch_ref)
+    train(rollout_id, rollout_data)
 
       fetch ──▶ ref_log_probs? ──▶ old_log_probs? ──▶ advantages ──▶ hooks
                                                                        │
@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from slime.algorithms.advantages import compute_advantages
 from slime.backends.backend import Backend, StepResult
@@ -55,11 +56,12 @@ from slime.core.types import (
 )
 from slime.data.stored_samples import save_train_data
 from slime.data.tokenizer import refuse_other_vocabulary
+from slime.runlog.checkpoint_folder import CheckpointFolder, CheckpointMeta
 from slime.runlog.logging import open_process_log
 from slime.runlog.perf_metrics import Timer
 from slime.utils.device import device_type
 from slime.weights.process_group import Rendezvous
-from slime.weights.sync import WeightSync, make_weight_sync
+from slime.weights.sync import WeightSync, make_weight_sync, named_engines
 from slime.weights.verify import score_probe
 
 if TYPE_CHECKING:
@@ -101,6 +103,9 @@ class TrainRayActor(Backend):
         self._rendezvous = Rendezvous(rank, world_size, master)
         self._weight_sync: WeightSync | None = None
         self._targets: CriticColumns | None = None
+        self._engines: list[EngineInfo] = []  # of the last weight update
+        self._version = 0  # of the weights they hold
+        self._uncommitted: tuple[int, CheckpointFolder] | None = None  # being written by `save`
 
     # ---- start
 
@@ -148,13 +153,14 @@ class TrainRayActor(Backend):
     # ---- the training step
 
     def train(
-        self, rollout_id: int, batch_ref: Any, columns: CriticColumns | None = None
+        self, rollout_id: int, rollout_data: Any, columns: CriticColumns | None = None
     ) -> TrainReport:
         """Train on this rank's rows; `columns` are values for an actor, targets for a critic."""
         with self.profiler.region(f"{self._phase}_overall", rollout_id):
-            return self._train(rollout_id, self.fetch(batch_ref), columns)
+            return self._train(rollout_id, self.fetch(rollout_data), columns)
 
-    async_train = train
+    def async_train(self, rollout_id: int, rollout_data_ref: Any) -> TrainReport:
+        return self.train(rollout_id, rollout_data_ref)
 
     def _train(
         self, rollout_id: int, batch: RolloutBatch, columns: CriticColumns | None
@@ -321,16 +327,55 @@ class TrainRayActor(Backend):
 
     # ---- weights
 
-    def update_weights(self, engines: list[EngineInfo], version: int) -> SyncReport:
-        """Send the weights to the engines; --check-weight-update-equal adds a probe for SGLang."""
+    def update_weights(
+        self, engines: list[EngineInfo] | None = None, version: int | None = None
+    ) -> SyncReport:
+        """Send the weights to the engines; --check-weight-update-equal adds a probe for SGLang.
+
+        By default those of the last call or of --rollout-external-engine-addrs get the next version.
+        """
+        if engines is None:
+            engines = self._engines or named_engines(self.args)
+        self._engines = engines
+        self._version = self._version + 1 if version is None else version
         if self._weight_sync is None:
             self._weight_sync = make_weight_sync(self.args)
-        report = self._weight_sync.update(self.hf_buckets(), engines, version)
+        report = self._weight_sync.update(self.hf_buckets(), engines, self._version)
         if self.args.check_weight_update_equal and any(e.kind == "sglang" for e in engines):
             score = partial(self.log_probs, model="actor")
             probe = score_probe(self.args, score, pp_size=self.parallel.pp_size)
             report = replace(report, probe=probe)
         return report
 
-    def save_model(self, rollout_id: int, path: str, force_sync: bool = False) -> None:
-        self.save(rollout_id, path, force_sync)
+    def save(self, rollout_id: int, force_sync: bool = False) -> None:
+        """Write a checkpoint below --save and make it the latest one; a run saves its data too.
+
+        With --async-save and without `force_sync`, `wait_save` or the next save makes it so.
+        """
+        if self.args.save is None:
+            raise UserError("--save is missing: it names the folder of the checkpoints")
+        self.wait_save()
+        folder = CheckpointFolder(self.args.save)
+        if self.rank == 0:
+            folder.begin(rollout_id)
+        dist.barrier()
+        self.save_to(str(folder.temporary(rollout_id)), rollout_id, force_sync)
+        self._uncommitted = rollout_id, folder
+        if force_sync or not self.args.async_save:
+            self.wait_save()
+
+    save_model = save
+
+    def wait_save(self) -> None:
+        """Wait for a background save; a checkpoint that `save` began is then complete."""
+        self.wait_write()
+        if self._uncommitted is not None:
+            (saved, folder), self._uncommitted = self._uncommitted, None
+            backend = self.args.train_backend
+            meta = CheckpointMeta(
+                rollout_id=saved, weight_version=self._version, train_backend=backend
+            )
+            dist.barrier()
+            if self.rank == 0:
+                folder.commit(meta, keep=self.args.save_total_limit)
+            dist.barrier()

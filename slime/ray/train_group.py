@@ -109,13 +109,13 @@ class TrainGroup:
         self._actor.wake_up()
 
     def save(self, rollout_id: int, path: str, critic_path: str | None = None) -> None:
-        self._actor.all(lambda rank: rank.save(rollout_id, path))
+        self._actor.all(lambda rank: rank.save_to(path, rollout_id))
         if self._critic and critic_path is not None:
             asleep = self._critic.asleep
             if asleep:
                 self._actor.sleep()
                 self._critic.wake_up()
-            self._critic.all(lambda rank: rank.save(rollout_id, critic_path))
+            self._critic.all(lambda rank: rank.save_to(critic_path, rollout_id))
             if asleep:
                 self._critic.sleep()
                 self.wake_up()

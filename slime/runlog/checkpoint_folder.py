@@ -67,13 +67,13 @@ class CheckpointFolder:
         for pattern in ("iter_*.tmp", "iter_*.deleting"):
             for leftover in self.root.glob(pattern):
                 shutil.rmtree(leftover)
-        aside = self._temporary(rollout_id)
+        aside = self.temporary(rollout_id)
         aside.mkdir(parents=True)
         return aside
 
     def commit(self, meta: CheckpointMeta, keep: int | None = None) -> Path:
         """Make a completely written checkpoint the latest one, then remove all but the newest `keep`."""
-        aside, final = self._temporary(meta.rollout_id), self.path(meta.rollout_id)
+        aside, final = self.temporary(meta.rollout_id), self.path(meta.rollout_id)
         checksums = take_checksums(aside)
         fields = asdict(replace(meta, sizes=file_sizes(aside), checksums=checksums))
         (aside / _META).write_text(json.dumps(fields | {_OWN_SUM: _sum(fields)}) + "\n")
@@ -95,7 +95,7 @@ class CheckpointFolder:
                 shutil.rmtree(removed)
 
     def discard(self, rollout_id: int) -> None:
-        shutil.rmtree(self._temporary(rollout_id), ignore_errors=True)
+        shutil.rmtree(self.temporary(rollout_id), ignore_errors=True)
 
     def rollout_ids(self) -> list[int]:
         """Return the complete checkpoints, oldest first."""
@@ -113,7 +113,8 @@ class CheckpointFolder:
         path.rename(aside)
         return aside
 
-    def _temporary(self, rollout_id: int) -> Path:
+    def temporary(self, rollout_id: int) -> Path:
+        """Return the folder that a checkpoint is written into before `commit`."""
         return self.root / f"iter_{rollout_id:07d}.tmp"
 
     def _point_to(self, rollout_id: int) -> None:

@@ -15,6 +15,7 @@ from slime.core.errors import UserError
 from slime.core.types import EngineInfo
 from slime.data.tokenizer import load_tokenizer
 from slime.serving.health import answers, health_route
+from slime.utils.addresses import engine_url
 from slime.utils.concurrency import call_all
 from slime.utils.engine_keys import remember_key
 from slime.utils.sync_http import HttpError, get_json, post_json
@@ -31,15 +32,10 @@ _UNKNOWN_SERVER = _OPTION + " {url}: this is a server, but not SGLang's or slime
 
 def find_external(args: Args) -> list[EngineInfo]:
     """Return the engines of --rollout-external-engine-addrs; raise UserError for one that does not fit."""
-    urls = [normalise(address) for address in args.rollout_external_engine_addrs or ()]
+    urls = [engine_url(address) for address in args.rollout_external_engine_addrs or ()]
     found = [_find(args, url) for url in urls]
     _check_all_differ(urls)
     return found
-
-
-def normalise(address: str) -> str:
-    """Spell 10.0.0.1:30000 and http://10.0.0.1:30000/ the same way."""
-    return (address if "://" in address else f"http://{address}").rstrip("/")
 
 
 def _find(args: Args, url: str) -> EngineInfo:
@@ -147,7 +143,7 @@ class ExternalGroup:
         """Do nothing: they run already."""
 
     def wait(self, notify: Callable[[str], None] = lambda text: None) -> None:
-        remember_key(map(normalise, self.args.rollout_external_engine_addrs or ()), self.token)
+        remember_key(map(engine_url, self.args.rollout_external_engine_addrs or ()), self.token)
         self.all = find_external(self.args)
         for info in self.all:
             notify(f"{info.kind} engine at {info.url} (version {info.version})")

@@ -23,6 +23,11 @@ _PORT_IN_USE = re.compile(
 )
 
 
+def engine_url(address: str) -> str:
+    """Spell 10.0.0.1:30000 and http://10.0.0.1:30000/ the same way."""
+    return (address if "://" in address else f"http://{address}").rstrip("/")
+
+
 def own_host() -> str:
     """Return SLIME_HOST_IP if it is an address of this node, else the one Ray knows the node by.
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from slime.config.env import read_env
-from slime.core.errors import WeightMismatchError
+from slime.core.errors import UserError, WeightMismatchError
 from slime.core.types import EngineInfo, SyncReport
-from slime.utils.addresses import own_host
+from slime.utils.addresses import engine_url, own_host
 from slime.utils.concurrency import call_all
 from slime.utils.device import collective_backend, current_device, device_id
 from slime.weights.buckets import Bucket, CastBucket, HFTensors
@@ -64,6 +64,22 @@ def serving_dtype(args: Args) -> torch.dtype:
     """Return the dtype in which the engines hold the weights, and so that in which they are sent."""
     name = args.sglang_dtype if args.sglang_dtype not in (None, "auto") else args.precision
     return _DTYPES[name]
+
+
+def named_engines(args: Args) -> list[EngineInfo]:
+    """Return the engines of --rollout-external-engine-addrs, for updates outside a run.
+
+    With the tensor transport they use the trainer's devices, in the order of their addresses.
+    """
+    urls = [engine_url(address) for address in args.rollout_external_engine_addrs or ()]
+    if not urls:
+        raise UserError("no engines to update: name them with --rollout-external-engine-addrs")
+    devices = _gather(device_id())
+    free = iter(devices)  # on CPUs there may be more engines than ranks, on the same device
+    ranks = range(args.rollout_num_gpus_per_engine)
+    places = [tuple(next(free, devices[-1]) for _ in ranks) for _ in urls]
+    kind = args.rollout_engine
+    return [EngineInfo(url=u, device_ids=p, kind=kind) for u, p in zip(urls, places, strict=True)]
 
 
 class WeightSync:

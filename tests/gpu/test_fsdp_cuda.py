@@ -76,7 +76,7 @@ def test_bf16_training_sleeps_wakes_saves_and_resumes(tmp_path: Path, family: st
             reports[1]["train/grad_norm"], rel=1e-3
         )
     (tmp_path / "c").mkdir()
-    actor.save(1, str(tmp_path / "c"))
+    actor.save_to(str(tmp_path / "c"), 1)
     saved = whole_weights(actor)
     resumed = start_actor(args, 0, 1, checkpoint=str(tmp_path / "c"))
     for name, weight in whole_weights(resumed).items():

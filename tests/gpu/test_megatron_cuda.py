@@ -110,7 +110,7 @@ def test_an_optimizer_in_host_memory_goes_on_after_a_checkpoint(case: Case, tmp_
     unbroken = start_actor(args, 0, 1)
     unbroken.train(0, my_rows(unbroken, 0))
     (tmp_path / "saved").mkdir()
-    unbroken.save(0, str(tmp_path / "saved"), force_sync=True)
+    unbroken.save_to(str(tmp_path / "saved"), 0, force_sync=True)
     unbroken.train(1, my_rows(unbroken, 1))
     resumed = start_actor(args, 0, 1)
     assert resumed.load(str(tmp_path / "saved")) == 0

@@ -61,7 +61,7 @@ def _answers(rank: int, backend: str, model: str, folder: str) -> dict[str, Any]
         if rank == 0:
             checkpoints.begin(rollout_id)
         dist.barrier()
-        actor.save(rollout_id, str(aside), force_sync=rollout_id == 0)
+        actor.save_to(str(aside), rollout_id, force_sync=rollout_id == 0)
         actor.wait_save()
         dist.barrier()
         if rank == 0:

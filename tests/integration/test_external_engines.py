@@ -12,7 +12,8 @@ import pytest
 import slime
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo
-from slime.serving.external import find_external, normalise, version_warning
+from slime.serving.external import find_external, version_warning
+from slime.utils.addresses import engine_url
 from slime.utils.engine_keys import remember_key
 from tests.engines import engine_server
 from tests.external import check_refusals, external
@@ -34,7 +35,7 @@ def test_an_engine_is_found_by_its_address(model, server):
     [info] = find_external(external(model, server.url.removeprefix("http://") + "/"))
     assert info.url == server.url and info.kind == "slime" and len(info.device_ids) == 1
     assert info.version == slime.__version__
-    assert normalise("http://a:1/") == normalise("a:1") == "http://a:1"
+    assert engine_url("http://a:1/") == engine_url("a:1") == "http://a:1"
 
 
 def test_engines_of_two_versions_are_named():

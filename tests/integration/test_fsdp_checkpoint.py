@@ -101,8 +101,8 @@ def _unbroken_and_resumed(rank: int, case: Case, folder: str) -> dict[str, Any]:
     saved_weights = whole_weights(actor)
     for kind in ("sync", "async", "no_optim"):
         Path(folder, kind).mkdir(exist_ok=True)
-    actor.save(1, f"{folder}/sync", force_sync=True)
-    actor.save(1, f"{folder}/async")  # still being written while the weights change
+    actor.save_to(f"{folder}/sync", 1, force_sync=True)
+    actor.save_to(f"{folder}/async", 1)  # still being written while the weights change
     metrics = _train(actor, range(2, 4), 2, rank)
     actor.wait_save()
     result = {
@@ -125,7 +125,7 @@ def _unbroken_and_resumed(rank: int, case: Case, folder: str) -> dict[str, Any]:
     without = start_actor(
         case.args(num_rollout=4, no_save_optim=True), rank, 2, checkpoint=f"{folder}/sync"
     )
-    without.save_model(1, f"{folder}/no_optim")
+    without.save_to(f"{folder}/no_optim", 1)
     return {**result, **_moving_reference(rank, case, f"{folder}/moving")}
 
 
@@ -135,7 +135,7 @@ def _moving_reference(rank: int, case: Case, folder: str) -> dict[str, Any]:
     Path(folder).mkdir(exist_ok=True)
     actor = start_actor(args, rank, 2)
     _train(actor, range(2), 2, rank)
-    actor.save(1, folder)
+    actor.save_to(folder, 1)
     standing = start_actor(case.args(num_rollout=4, **kl_flags), rank, 2)
     return {
         "moving": _train(actor, range(2, 4), 2, rank),

@@ -169,7 +169,7 @@ def _resumed(rank: int, path: str) -> dict[Any, Any]:
         _train(actor, range(2), rank)
         folder = Path(path).parent / f"saved-{kind}"
         folder.mkdir(exist_ok=True)
-        actor.save(1, str(folder), force_sync=True)
+        actor.save_to(str(folder), 1, force_sync=True)
         metrics = _train(actor, range(2, 4), rank)
         results["unbroken", kind] = {"metrics": metrics, "weights": whole_weights(actor)}
         resumed = start_actor(args, rank, 2, checkpoint=str(folder))

@@ -68,7 +68,7 @@ def _refusals(rank: int, backend: str, model: str, folder: str) -> dict[str, str
     (root / "saved").mkdir()
     trained = start()
     trained.train(0, split_batch(trained.args, fsdp.make_rows(), dp_size=1, cp_size=1)[0])
-    trained.save(1, str(root / "saved"), force_sync=True)
+    trained.save_to(str(root / "saved"), 1, force_sync=True)
     index = Path("fsdp") if backend == "fsdp" else Path()
     answers = {"honest": _answer(start, "load", root / "saved")}
     for attack, change in attacks(backend, index).items():

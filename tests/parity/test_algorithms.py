@@ -156,7 +156,7 @@ def _train_all(
     actor = _start(args, rank)
     _train(actor, 0, rollouts[0])
     Path(folder).mkdir(exist_ok=True)
-    actor.save(0, folder)
+    actor.save_to(folder, 0)
     results["unbroken"] = _learning(_train(actor, 1, rollouts[1]))
     resumed = _start(args, rank, checkpoint=folder)
     results["resumed"] = _learning(_train(resumed, 1, rollouts[1]))

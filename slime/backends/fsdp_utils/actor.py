@@ -154,7 +154,7 @@ class FSDPTrainRayActor(TrainRayActor):
 
     # ---- checkpoints and weights
 
-    def save(self, rollout_id: int, path: str, force_sync: bool = False) -> None:
+    def save_to(self, path: str, rollout_id: int, force_sync: bool = False) -> None:
         self._checkpointer.save(
             path,
             rollout_id,
@@ -165,7 +165,7 @@ class FSDPTrainRayActor(TrainRayActor):
             in_background=self.args.async_save and not force_sync,
         )
 
-    def wait_save(self) -> None:
+    def wait_write(self) -> None:
         self._checkpointer.wait()
 
     def load(self, path: str) -> int:

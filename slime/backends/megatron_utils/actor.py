@@ -276,7 +276,7 @@ class MegatronTrainRayActor(TrainRayActor):
 
     # ---- checkpoints and weights
 
-    def save(self, rollout_id: int, path: str, force_sync: bool = False) -> None:
+    def save_to(self, path: str, rollout_id: int, force_sync: bool = False) -> None:
         if self._ref_moves:
             Path(path, _REF).mkdir(exist_ok=True)
             dist.barrier()
@@ -291,7 +291,7 @@ class MegatronTrainRayActor(TrainRayActor):
             in_background=self.args.async_save and not force_sync,
         )
 
-    def wait_save(self) -> None:
+    def wait_write(self) -> None:
         self._checkpointer.wait()
 
     def load(self, path: str) -> int:

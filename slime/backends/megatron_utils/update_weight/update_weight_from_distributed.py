@@ -1,12 +1,4 @@
-"""Send the weights of a Megatron model in any layout to engines, from scripts that run the update.
-
-    updater = UpdateWeightFromDistributed(args, model, lambda: model.state_dict(), "qwen3")
-    updater.connect_rollout_engines(engines)
-    updater.update_weights()
-
-Every rank creates an updater and calls it. Tensors are gathered bucket by bucket over TP, EP and PP
-under Hugging Face names; versions and checksums are compared after every update.
-"""
+"""What both kinds of weight updates share, and the one to engines on other devices."""
 
 from __future__ import annotations
 
@@ -20,9 +12,8 @@ from slime.backends.megatron_utils.hf_weights.export import hf_buckets
 from slime.backends.megatron_utils.hf_weights.families import weight_map
 from slime.backends.megatron_utils.model_config import read_config
 from slime.backends.megatron_utils.parallel import unwrapped
-from slime.core.errors import UserError
 from slime.core.types import EngineInfo, SyncReport
-from slime.weights.sync import make_weight_sync, serving_dtype
+from slime.weights.sync import make_weight_sync, named_engines, serving_dtype
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -31,7 +22,7 @@ Weights = Mapping[str, torch.Tensor]
 WeightsGetter = Callable[[], Weights | Sequence[Weights]]
 
 
-class _UpdateWeight:
+class UpdateWeight:
     transport: Literal["distributed", "tensor"]
 
     def __init__(
@@ -54,12 +45,12 @@ class _UpdateWeight:
         self._engines: list[EngineInfo] = []
 
     def connect_rollout_engines(self, engines: list[EngineInfo]) -> None:
+        """Choose other engines than those of --rollout-external-engine-addrs."""
         self._engines = engines
 
     def update_weights(self) -> SyncReport:
         """Send the weights as the next version; raise WeightMismatchError if an engine's differ."""
-        if not self._engines:
-            raise UserError("no engines to update: call connect_rollout_engines first")
+        self._engines = self._engines or named_engines(self.args)
         self.weight_version += 1
         return self._sync.update(self.buckets(), self._engines, self.weight_version)
 
@@ -81,16 +72,10 @@ class _UpdateWeight:
         return [_WithState(c, s) for c, s in zip(self._chunks, states, strict=True)]
 
 
-class UpdateWeightFromDistributed(_UpdateWeight):
+class UpdateWeightFromDistributed(UpdateWeight):
     """Broadcast over NCCL or gloo to engines on other devices."""
 
     transport = "distributed"
-
-
-class UpdateWeightFromTensor(_UpdateWeight):
-    """Share tensors by CUDA IPC or shared memory with engines on the same devices."""
-
-    transport = "tensor"
 
 
 class _WithState:
