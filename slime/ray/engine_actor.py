@@ -1,4 +1,8 @@
-"""One inference engine: an actor per node that runs the server process, and the driver's handle on all of them."""
+"""One inference engine: an actor per node that runs the server process, and the driver's handle on all of them.
+
+The embedded engine's server binds port 0 and writes the port it got to a file. SGLang is given ports that
+the actor of the engine's first node found free (`slime.utils.addresses`).
+"""
 
 from __future__ import annotations
 

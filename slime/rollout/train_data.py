@@ -193,6 +193,7 @@ def _trajectory_id(sample: Sample) -> int:
 
 
 def _loss_mask(sample: Sample) -> list[int]:
+    """Return 1 for every token to train on. Truncated responses are trained on; a hook drops them by `remove_sample`."""
     if sample.remove_sample:
         return [0] * sample.response_length
     return sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length

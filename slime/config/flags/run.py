@@ -103,6 +103,8 @@ class Cluster:
         1, "GPUs of one engine, its tensor parallel size; the same as --sglang-tp-size", min=1
     )
     num_gpus_per_node: int = flag(8, "GPUs of a node; default on one machine: all its GPUs", min=1)
+    # What is refused with it: checks/layout_checks.py (transport), checks/engine_checks.py (external
+    # engines), checks/combinations.py (offload), train_async.py, rollout/hooks.py (never-ending rollouts).
     colocate: bool = flag(
         False,
         "run training and inference on the same GPUs; each releases its memory while the other "
