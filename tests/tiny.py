@@ -7,6 +7,7 @@ make_tiny_checkpoint(tmp_path / "m", "qwen3_moe", num_experts=8)
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -116,3 +117,16 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def _set_keys(path: Path, **keys: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **keys}, indent=2) + "\n")
+
+
+def module_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (module name, tensor) of all that a checkpoint holds.
+
+    These are parameters and persistent buffers (such as a router's correction bias); tied weights come
+    once, under the first name.
+    """
+    seen: set[int] = set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor.detach()

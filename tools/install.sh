@@ -61,5 +61,5 @@ pip_install --require-hashes --no-deps --requirement "$wanted"
 pip_install --constraint "$root/constraints.txt" --no-build-isolation \
     --editable "$root${extras:+[$extras]}"
 # With all cores, unlike pip; a file that does not compile, such as a template, is left to its user.
-packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-"$python" -m compileall -qq -j 0 "$packages" || true
+packages=$("$python" -c 'import sysconfig; print(*{sysconfig.get_path(kind) for kind in ("purelib", "platlib")}, sep="\n")')
+echo "$packages" | xargs -d '\n' "$python" -m compileall -qq -j 0 || true

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.config.flags.engine_options import embedded_support
 from slime.config.flags.registry import all_flags, own_flags

@@ -25,7 +25,7 @@ settings() {  # defaults of a script: nodes, GPUs of each
         [[ ${!name} =~ ^[1-9][0-9]*$ ]] || refuse "$name must be a whole number above 0, not '${!name}'"
     done
     refuse_secrets
-    [[ -n ${HOSTFILE:-} || ! -r $BASE_DIR/mpi_hostfile ]] || HOSTFILE=$BASE_DIR/mpi_hostfile
+    [[ -n ${HOSTFILE:-} || ! -e $BASE_DIR/mpi_hostfile ]] || HOSTFILE=$BASE_DIR/mpi_hostfile
     HOSTFILE=${HOSTFILE:-}
     # Without a GPU each "GPU" of the flags is a CPU process, and Ray is told of none.
     RAY_GPUS=${RAY_GPUS:-$(if has_gpus; then echo "$GPUS_PER_NODE"; else echo 0; fi)}

@@ -28,7 +28,7 @@ rank i of the actor, so both use the same parallel layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -105,7 +105,7 @@ class TrainRayActor(Backend):
         self._targets: CriticColumns | None = None
         self._engines: list[EngineInfo] = []  # of the last weight update
         self._version = 0  # of the weights they hold
-        self._uncommitted: tuple[int, CheckpointFolder] | None = None  # being written by `save`
+        self._uncommitted: tuple[CheckpointMeta, CheckpointFolder] | None = None  # of `save`
 
     # ---- start
 
@@ -352,15 +352,22 @@ class TrainRayActor(Backend):
 
         With --async-save and without `force_sync`, `wait_save` or the next save makes it so.
         """
-        if self.args.save is None:
-            raise UserError("--save is missing: it names the folder of the checkpoints")
+        if not isinstance(force_sync, bool):  # a path, which `save_to` takes
+            raise TypeError(f"force_sync is True or False, not {force_sync!r}")
+        flag = "save" if self.role == "actor" else "critic_save"
+        root = getattr(self.args, flag)
+        if root is None:
+            raise UserError(f"--{flag.replace('_', '-')} is missing: the folder of the checkpoints")
         self.wait_save()
-        folder = CheckpointFolder(self.args.save)
-        if self.rank == 0:
-            folder.begin(rollout_id)
-        dist.barrier()
+        folder = CheckpointFolder(root)
+        self._on_rank_zero(lambda: folder.begin(rollout_id, clean=False))
         self.save_to(str(folder.temporary(rollout_id)), rollout_id, force_sync)
-        self._uncommitted = rollout_id, folder
+        meta = CheckpointMeta(
+            rollout_id=rollout_id,
+            weight_version=self._version,
+            train_backend=self.args.train_backend,
+        )
+        self._uncommitted = meta, folder
         if force_sync or not self.args.async_save:
             self.wait_save()
 
@@ -370,12 +377,18 @@ class TrainRayActor(Backend):
         """Wait for a background save; a checkpoint that `save` began is then complete."""
         self.wait_write()
         if self._uncommitted is not None:
-            (saved, folder), self._uncommitted = self._uncommitted, None
-            backend = self.args.train_backend
-            meta = CheckpointMeta(
-                rollout_id=saved, weight_version=self._version, train_backend=backend
-            )
+            (meta, folder), self._uncommitted = self._uncommitted, None
             dist.barrier()
-            if self.rank == 0:
-                folder.commit(meta, keep=self.args.save_total_limit)
-            dist.barrier()
+            self._on_rank_zero(lambda: folder.commit(meta, keep=self.args.save_total_limit))
+
+    def _on_rank_zero(self, action: Callable[[], object]) -> None:
+        """Run it on rank 0 while the others wait; raise its failure on all of them."""
+        failure: list[OSError | None] = [None]
+        if self.rank == 0:
+            try:
+                action()
+            except OSError as error:
+                failure = [error]
+        dist.broadcast_object_list(failure)
+        if failure[0] is not None:
+            raise UserError(f"could not save: {failure[0]}")

@@ -105,6 +105,8 @@ class DataReader(FileSystemReader):
 
 def refuse_foreign_optimizer(folder: Path) -> None:
     """Raise ConfigError if another tool saved optimizer state, whose step counts are pickled objects."""
+    if not (folder / ".metadata").exists():
+        raise ConfigError(f"--load {folder} is not a torch_dist checkpoint; slime reads torch_dist")
     names = read_metadata(folder).state_dict_metadata
     if any("optimizer" in name.split(".")[:2] for name in names):
         raise ConfigError(

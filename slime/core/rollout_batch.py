@@ -79,6 +79,10 @@ class RolloutBatch:
         """Return `trajectory_ids` under the name by which hooks know it."""
         return self.trajectory_ids
 
+    @rollout_ids.setter
+    def rollout_ids(self, value: np.ndarray) -> None:
+        self.trajectory_ids = value
+
     @property
     def executions(self) -> np.ndarray | None:
         """Return `num_trajectories` under the name by which hooks know it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from slime.backends.checkpoint_reader import refuse_foreign_optimizer
 from slime.config.arguments import Args
 from slime.core.errors import ConfigError, UserError
 from slime.ray.rollout_group import RolloutGroup
@@ -39,8 +38,6 @@ class Checkpointer:
         meta = read_meta(self.loaded) if self.loaded else None
         if self.loaded and meta:
             check_quickly(self.loaded, meta)
-            if is_foreign(self.loaded) and not meta.release:
-                refuse_foreign_optimizer(self.loaded)
         self.warnings: list[str] = []
         if args.load and not self.loaded:  # normal in run scripts, whose --load is their --save
             self.warnings.append(
@@ -51,6 +48,10 @@ class Checkpointer:
                 f"--load {self.loaded} was written by the {meta.train_backend} backend; "
                 f"use --train-backend {meta.train_backend}"
             )
+        if self.loaded and meta and is_foreign(self.loaded) and not meta.release:
+            from slime.backends.checkpoint_reader import refuse_foreign_optimizer  # imports torch
+
+            refuse_foreign_optimizer(self.loaded)
         if meta and meta.release:  # nothing to resume: the trainer loads the weights itself
             self.loaded = meta = None
         self.weight_version = meta.weight_version if meta else 0

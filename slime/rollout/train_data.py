@@ -202,13 +202,11 @@ def _loss_mask(sample: Sample) -> list[int]:
 def _column(rows: list[Sample], name: str) -> list[list[float]] | None:
     """Return one list per row, or None if the samples have none; masked rows may lack theirs."""
     columns: list[list[float] | None] = [getattr(row, name) for row in rows]
-    trained = [row for row, sample in enumerate(rows) if any(_loss_mask(sample))] or range(
-        len(rows)
-    )
-    present = [columns[row] is not None for row in trained]
-    if any(present) and not all(present):
+    trained = [columns[row] for row, sample in enumerate(rows) if any(_loss_mask(sample))]
+    present = [column is not None for column in trained or columns]
+    if trained and any(present) and not all(present):
         raise UserError(f"{sum(present)} of {len(present)} samples have {name}; all or none must")
-    if not all(present):
+    if not any(present):
         return None
     return [
         [0.0] * sample.response_length if column is None else column

@@ -33,7 +33,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 CRITIC = "critic"  # the critic's folder inside a checkpoint
 _META = "meta.json"
 _RELEASE = "release"  # weights that Megatron's tools converted
-_NAMES = ("iter", _RELEASE)
 _OWN_FILES = ("trainer.json", "fsdp")  # of slime's trainers
 _NAME = re.compile(r"^iter_(\d{7,})$")
 _OWN_SUM = "checksum"  # of meta.json itself
@@ -62,12 +61,15 @@ class CheckpointFolder:
     def path(self, rollout_id: int) -> Path:
         return self.root / f"iter_{rollout_id:07d}"
 
-    def begin(self, rollout_id: int) -> Path:
-        """Return an empty folder to write the checkpoint into; `commit` makes it valid."""
-        for pattern in ("iter_*.tmp", "iter_*.deleting"):
+    def begin(self, rollout_id: int, clean: bool = True) -> Path:
+        """Return an empty folder to write the checkpoint into; `commit` makes it valid.
+
+        Unfinished ones are removed, with `clean` those of other rollouts too: nobody else may be saving.
+        """
+        aside = self.temporary(rollout_id)
+        for pattern in ("iter_*.tmp", "iter_*.deleting") if clean else (aside.name,):
             for leftover in self.root.glob(pattern):
                 shutil.rmtree(leftover)
-        aside = self.temporary(rollout_id)
         aside.mkdir(parents=True)
         return aside
 
@@ -153,13 +155,18 @@ def _of_another_tool(
     slime renames complete folders to their final names, so such a folder is another tool's, or damaged.
     """
     tracker = folder.root / TRACKER
-    named = tracker.read_text().strip() if step is None and tracker.exists() else str(step)
+    named = str(step)
+    if step is None and tracker.exists():
+        named = tracker.read_text(errors="replace").strip()
     path = folder.path(int(named)) if named.isdecimal() else folder.root / _RELEASE
+    older = named == _RELEASE or (named.isdecimal() and int(named) < max(complete, default=0))
+    if step is None and complete and older:
+        return None
     if is_foreign(path) and (named.isdecimal() or named == _RELEASE):
         if any((path / name).exists() for name in _OWN_FILES):
             raise damaged(path, f"{_META} is missing")
         return path
-    found = (f for f in folder.root.glob("*") if f.name.split("_")[0] in _NAMES and not f.suffix)
+    found = (f for f in folder.root.glob("*") if _NAME.match(f.name) or f.name == _RELEASE)
     others = [f.name for f in found if is_foreign(f)]
     if step is None and not complete and (tracker.exists() or others):
         raise ConfigError(

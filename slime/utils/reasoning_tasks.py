@@ -23,8 +23,9 @@ MOST_ROWS = 1 << 30
 HASH_SEED = {"PYTHONHASHSEED": "0"}
 # Prints rows as JSON lines; its arguments are TASK SEED SIZE START STOP.
 _MAKER = """
-import json, sys
+import sys
 del sys.path[0]  # the working directory
+import json
 import reasoning_gym
 task, *numbers = sys.argv[1:]
 seed, size, start, stop = map(int, numbers)

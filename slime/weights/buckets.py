@@ -161,19 +161,6 @@ _RENAMES: dict[str, tuple[tuple[str, str], ...]] = {  # parts of names: (module,
 }
 
 
-def module_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (module name, tensor) of all that a checkpoint holds.
-
-    These are parameters and persistent buffers (such as a router's correction bias); tied weights come
-    once, under the first name.
-    """
-    seen: set[int] = set()
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor.detach()
-
-
 def hf_views(
     named: Iterable[tuple[str, torch.Tensor]], *, model_type: str
 ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import SamplingParams
 from slime.utils.sync_http import HttpError, post_json
-from slime.weights.buckets import hf_views, module_weights
+from slime.weights.buckets import hf_views
 from slime.weights.checksum import format_checksum, tensor_checksum
 from slime.weights.ipc import SharedBuffer
 from slime.weights.process_group import destroy_side_group, init_side_group, serve_store
@@ -28,7 +28,7 @@ from tests.engines import (
     engine_server,
     local_engine,
 )
-from tests.tiny import make_tiny_checkpoint
+from tests.tiny import make_tiny_checkpoint, module_weights
 from tests.waiting import wait_for
 
 PROMPT = [5, 6, 7, 8]

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slime.weights.buckets import CastBucket, hf_views, module_weights, weight_dtype
+from slime.weights.buckets import CastBucket, hf_views, weight_dtype
+from tests.tiny import module_weights
 
 SHAPES = [(7,), (), (64, 2), (0, 4), (3, 5, 2), (32,), (1,)]
 TYPES = [torch.bfloat16, torch.float32, torch.float16]

@@ -59,6 +59,24 @@ def test_a_crash_between_rename_and_tracker_still_finds_the_newest(tmp_path):
     assert find_checkpoint(str(tmp_path)) == folder.path(9)
 
 
+@pytest.mark.parametrize("tracker", [b"release", b"3", b"\xff\x00", b"77", b""])
+def test_the_newest_complete_one_counts_whatever_the_tracker_says(tmp_path, tracker):
+    folder = CheckpointFolder(tmp_path)
+    write(folder, 9)
+    for name in ("release", "iter_0000003"):  # of another tool
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "common.pt").touch()
+    (tmp_path / TRACKER).write_bytes(tracker)
+    assert find_checkpoint(str(tmp_path)) == folder.path(9)
+
+
+def test_folders_that_only_look_like_checkpoints_do_not_count(tmp_path):
+    for name in ("release_notes", "iter_old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text").touch()
+    assert find_checkpoint(str(tmp_path)) is None
+
+
 def test_a_folder_without_meta_does_not_count(tmp_path):
     folder = CheckpointFolder(tmp_path)
     folder.path(3).mkdir(parents=True)

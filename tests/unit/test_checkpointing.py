@@ -169,7 +169,7 @@ def foreign(tmp_path: Path, name: str, tracker: str | None) -> None:
 @pytest.mark.parametrize(
     ("name", "tracker", "sentence"),
     [
-        ("iter_0000020", "20", r".metadata cannot be read: No such file"),
+        ("iter_0000020", "20", "is not a torch_dist checkpoint; slime reads torch_dist"),
         (
             "iter_0000020",
             None,

@@ -1,10 +1,12 @@
 """Imports go one way, third parties have owners, arguments and environment are read in one place.
 
-Read from the syntax trees, so nothing heavy is imported. The rules are functions from a file's
+Read from the syntax trees, so nothing heavy is imported; the last test starts a process instead. The rules are functions from a file's
 path and tree to complaints, and each is also shown a line it must complain about.
 """
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -193,3 +195,9 @@ def test_rule_complains(rule, path, line):
 )
 def test_rule_lets_pass(rule, path, line):
     assert not list(rule(path, ast.parse(line)))
+
+
+def test_the_driver_does_not_import_torch():
+    """It would delay every start by seconds."""
+    program = "import sys, slime.ray.run; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -24,6 +24,13 @@ def test_rows_are_those_of_the_package():
     ]
 
 
+def test_modules_of_the_working_directory_are_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.chdir(tmp_path)
+    data = load_prompts("reasoning-gym:leg_counting@[8:9]", DataFormat(), make_byte_tokenizer())
+    assert data.make_sample(0).prompt
+
+
 @pytest.mark.parametrize("task", ["leg_counting", "chain_sum", "word_sorting", "syllogism"])
 def test_the_task_scores_its_rows(tmp_path, task):
     args = rollout_args(tmp_path, prompt_data=[f"reasoning-gym:{task}@[0:4]"], rm_type=None)

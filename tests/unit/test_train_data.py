@@ -75,6 +75,13 @@ def test_only_a_failed_sample_may_lack_the_teachers_log_probs():
         samples_to_batch(make_args(), [taught, sample(1, 0, 0.0)])
 
 
+def test_a_batch_in_which_no_row_is_trained_on_may_lack_some():
+    removed = sample(0, 0, 1.0, teacher_log_probs=[-0.1, -0.2, -0.3], remove_sample=True)
+    batch = samples_to_batch(make_args(), [removed, sample(1, 0, 0.0, remove_sample=True)])
+    assert batch.teacher_log_probs is not None
+    assert batch.teacher_log_probs[1].tolist() == [0.0, 0.0, 0.0]
+
+
 def test_experts_of_tokens_that_the_engine_did_not_say_are_free():
     """It says those of every token it has read: all but the last one, which it only wrote."""
     known = np.arange(2 * 4 * 2, dtype=np.int16).reshape(4, 2, 2)

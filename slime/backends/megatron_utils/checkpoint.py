@@ -215,7 +215,8 @@ def refuse_other_format(path: str | Path) -> None:
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    return (Path(path) / "metadata.json").exists()
+    """Return whether it is a checkpoint of megatron-core's, and no other folder with a metadata.json."""
+    return all((Path(path) / name).exists() for name in ("metadata.json", "common.pt"))
 
 
 def read_tensors(
