@@ -57,7 +57,7 @@ def _answers(rank: int, backend: str, model: str, folder: str) -> dict[str, Any]
     actor.train(0, rows[rank % dp])
     recorded = []
     for rollout_id in (0, 1):
-        aside = checkpoints._temporary(rollout_id)
+        aside = checkpoints.temporary(rollout_id)
         if rank == 0:
             checkpoints.begin(rollout_id)
         dist.barrier()

@@ -114,7 +114,7 @@ def _unbroken_and_resumed(rank: int, case: Case, folder: str) -> dict[str, Any]:
     pair = start_pair(args, rank, 2)
     train_pair(pair, range(2))
     for model, path in zip(pair, paths, strict=True):
-        model.save(1, path)
+        model.save_to(path, 1)
     saved = [whole_weights(model) for model in pair]
     result: dict[str, Any] = {"saved_actor": saved[0], "saved_critic": saved[1]}
     for name in ("unbroken", "resumed"):
