@@ -75,7 +75,8 @@ class EngineActor:
     def start(self) -> EngineInfo:
         """Start the embedded engine."""
         port_file = self._file.with_suffix(".port")
-        port_file.unlink(missing_ok=True)
+        for earlier in port_file.parent.glob(f"{port_file.name}*"):  # half-written ones too
+            earlier.unlink()
         command = engine_command(
             self.args, index=self.index, host=self.node.host, port_file=port_file
         )

@@ -63,9 +63,12 @@ def test_killed_run_continues_bitwise(tiny_model, tiny_data, tmp_path, unbroken,
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     gate.open()
+    half = tmp_path / "run" / "logs" / "engine_0.port.1.tmp"  # as a full disk leaves it
+    half.touch()
     status, output = runs.run(words)
     assert status == 0, output
     assert runs.learning(tmp_path / "run") == unbroken
+    assert not half.exists()
 
 
 def test_sigterm_saves_and_the_rest_is_continued_bitwise(tiny_model, tiny_data, tmp_path, unbroken):
