@@ -157,7 +157,8 @@ def _of_another_tool(
     tracker = folder.root / TRACKER
     named = str(step)
     if step is None and tracker.exists():
-        named = tracker.read_text(errors="replace").strip()
+        with tracker.open(errors="replace") as file:
+            named = file.read(32).strip()  # int() raises on thousands of digits
     path = folder.path(int(named)) if named.isdecimal() else folder.root / _RELEASE
     older = named == _RELEASE or (named.isdecimal() and int(named) < max(complete, default=0))
     if step is None and complete and older:

@@ -59,7 +59,7 @@ def test_a_crash_between_rename_and_tracker_still_finds_the_newest(tmp_path):
     assert find_checkpoint(str(tmp_path)) == folder.path(9)
 
 
-@pytest.mark.parametrize("tracker", [b"release", b"3", b"\xff\x00", b"77", b""])
+@pytest.mark.parametrize("tracker", [b"release", b"3", b"\xff\x00", b"77", b"", b"9" * 9999])
 def test_the_newest_complete_one_counts_whatever_the_tracker_says(tmp_path, tracker):
     folder = CheckpointFolder(tmp_path)
     write(folder, 9)
