@@ -108,43 +108,26 @@ class Answer:
 
 
 def chat_reply(name: str, model: str, answers: list[Answer], num_prompt: int) -> dict[str, Any]:
-    choices = [
-        {
-            "index": number,
-            "message": answer.message(),
-            "logprobs": _chat_log_probs(answer),
-            "finish_reason": answer.finish_reason,
-            "matched_stop": answer.matched,
-        }
-        for number, answer in enumerate(answers)
-    ]
-    return {
-        **_head(name, model, "chat.completion"),
-        "choices": choices,
-        "usage": usage(num_prompt, answers),
-        "metadata": _weights(answers),
-    }
+    contents = [{"message": a.message(), "logprobs": _chat_log_probs(a)} for a in answers]
+    return _reply(_head(name, model, "chat.completion"), contents, answers, num_prompt)
 
 
 def completion_reply(
     name: str, model: str, answers: list[Answer], num_prompt: int
 ) -> dict[str, Any]:
+    contents = [{"text": a.text, "logprobs": _completion_log_probs(a)} for a in answers]
+    return _reply(_head(name, model, "text_completion"), contents, answers, num_prompt)
+
+
+def _reply(
+    head: dict[str, Any], contents: list[dict[str, Any]], answers: list[Answer], num_prompt: int
+) -> dict[str, Any]:
     choices = [
-        {
-            "index": number,
-            "text": answer.text,
-            "logprobs": _completion_log_probs(answer),
-            "finish_reason": answer.finish_reason,
-            "matched_stop": answer.matched,
-        }
-        for number, answer in enumerate(answers)
+        {"index": i, **content, "finish_reason": a.finish_reason, "matched_stop": a.matched}
+        for i, (content, a) in enumerate(zip(contents, answers, strict=True))
     ]
-    return {
-        **_head(name, model, "text_completion"),
-        "choices": choices,
-        "usage": usage(num_prompt, answers),
-        "metadata": _weights(answers),
-    }
+    weights = _weights(answers)
+    return {**head, "choices": choices, "usage": usage(num_prompt, answers), "metadata": weights}
 
 
 def chat_chunk(
