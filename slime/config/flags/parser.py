@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from slime.config.flags.former_names import FORMER_NAMES
 from slime.config.flags.registry import all_flags, options
 from slime.config.flags.spec import Flag, nearest, option_of
 from slime.core.errors import ConfigError
@@ -117,8 +118,15 @@ def _help(flag: Flag) -> str:
 
 
 def _unknown_option(option: str) -> str:
+    return f"there is no flag {option}{_instead(option)}"
+
+
+def _instead(option: str) -> str:
+    """Return what to type instead of an unknown option, as the end of a sentence, or nothing."""
+    if option in FORMER_NAMES:
+        return f": {FORMER_NAMES[option]}"
     near = nearest(option, options())
-    return f"there is no flag {option}" + (f"; did you mean {near}?" if near else "")
+    return f"; did you mean {near}?" if near else ""
 
 
 def _find_key(key: str, path: str) -> tuple[Flag, bool]:
@@ -127,9 +135,7 @@ def _find_key(key: str, path: str) -> tuple[Flag, bool]:
     option = option_of(name)
     flag = all_flags().get(name) or options().get(option)
     if flag is None:
-        near = nearest(option, options())
-        hint = f"; did you mean {near.removeprefix('--')}?" if near else ""
-        raise ConfigError(f"{path}: there is no flag {key}{hint}")
+        raise ConfigError(f"{path}: there is no flag {key}{_instead(option)}")
     if flag.name in _NOT_IN_A_FILE:
         raise ConfigError(f"{path}: {key} belongs on the command line")
     return flag, name != flag.name and option in flag.off_options

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type
 
 Kind = Literal["str", "int", "float", "bool", "json", "size"]
 Backend = Literal["megatron", "fsdp"]
+_SAME_WORD = 0.75  # similarity from which two words count as one with a typo: "szie" and "size"
 
 
 class Values(Protocol):
@@ -239,8 +240,32 @@ def _listed(words: tuple[str, ...]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the only known name that starts with `name`, else the most similar one, or None."""
+    """Return the known name that `name` was probably meant to be, or None.
+
+    That is the only one that continues it (`--sglang-tp` -> `--sglang-tp-size`), or the one that has the same
+    words up to typos, order and separators (`--rollout-bach-size`). A name that shares only some words
+    with `name` is another setting, and suggesting it would mislead.
+    """
     known = list(known)
     begun = [other for other in known if other.startswith(name)]
-    matches = begun if len(begun) == 1 else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    if len(begun) == 1:
+        return begun[0]
+    scores = {other: _similarity(name, other) for other in known}
+    best = max(known, key=scores.__getitem__, default=None)
+    return best if best is not None and scores[best] > 0 else None
+
+
+def _similarity(name: str, other: str) -> float:
+    """Return how similar two names are, between 0 and 1; 0 where a word has no counterpart."""
+    words, others = (sorted(filter(None, re.split("[-_]", text))) for text in (name, other))
+    if "".join(re.split("[-_]", name)) == "".join(re.split("[-_]", other)):
+        return 1.0
+    if len(words) != len(others):
+        return 0.0
+    ratios = []
+    for word in words:
+        scored = [(difflib.SequenceMatcher(None, word, o).ratio(), o) for o in others]
+        ratio, match = max(scored)
+        others.remove(match)
+        ratios.append(ratio if ratio >= _SAME_WORD else 0.0)
+    return min(ratios, default=0.0) and sum(ratios) / len(ratios)
