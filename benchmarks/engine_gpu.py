@@ -1,12 +1,15 @@
-"""Embedded engine (and SGLang where it is given) on one GPU: output tokens per second over HTTP.
+"""Embedded engine (and SGLang, vLLM where they are given) on one GPU: output tokens per second.
 
-    python benchmarks/engine_gpu.py [--shape 0.6b] [--rounds 3] [--prefix] [--sglang-path SITE_PACKAGES]
+    python benchmarks/engine_gpu.py [--shape 0.6b] [--rounds 3] [--prefix]
+        [--sglang-path SITE_PACKAGES] [--vllm-path SITE_PACKAGES[:SITE_PACKAGES]]
+
+Ours and SGLang are asked over HTTP; SGLang runs with fa3, its default on Hopper. vLLM runs in its own process
+without a server (its LLM class) and with prefix caching off: prompts are unrelated.
 
 256 requests at once, prompts and outputs uniform in 100..1024, ignore_eos, temperature 0.6, seeded, with
 log-probs; random weights of a Qwen3 shape in bf16. "first token" is a pass of the same prompts with one
 new token each: median and last over the 256. "limit" is what the GPU could do if every step read the
-KV cache and the weights once at 4.3 TB/s and prompts ran at 790 TFLOP/s. Without SGLang in the run the
-ratio is to the figure recorded for SGLang 0.5.16 with flashinfer and log-probs on an H200.
+KV cache and the weights once at 4.3 TB/s and prompts ran at 790 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -35,7 +38,6 @@ from slime.utils.sync_http import HttpError, post_json  # noqa: E402
 TOKEN = "benchmark"
 JSON = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
 NUM_REQUESTS = 256
-RECORDED_SGLANG = 19246  # tok/s, 0.6b shape
 MEMORY_RATE, MATMUL_RATE = 4.3e12, 790e12
 COMMON = {
     "vocab_size": 151936,
@@ -93,9 +95,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="timed passes after one warm-up")
     parser.add_argument("--prefix", action="store_true", help="also 32 prompts x 8 samples")
     parser.add_argument("--sglang-path", help="folder of packages that holds sglang")
-    parser.add_argument("--sglang-attention", default="flashinfer")
+    parser.add_argument("--sglang-attention", default="fa3")
+    parser.add_argument("--vllm-path", help="folders of packages that hold vllm and what it needs")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--start-limit", type=float, default=400.0, help="seconds an engine has")
     args = parser.parse_args()
+    if args.worker:
+        return vllm_worker(args.worker, args.rounds)
     config = {**COMMON, **SHAPES[args.shape]}
     config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
     with tempfile.TemporaryDirectory() as folder:
@@ -132,12 +138,67 @@ def run(args: argparse.Namespace, config: dict, checkpoint: Path) -> None:
             rates[name] = measure(server, rows, tokens, limit, args.rounds)
             if args.prefix:
                 measure_prefix(server)
-    peer = rates.get("sglang", RECORDED_SGLANG)
-    if "sglang" in rates:
-        print(f"RATIO engine_gpu_vs_sglang {rates['engine'] / peer:.2f}")
-    elif args.shape == "0.6b" and not args.layers:
-        print(f"(no SGLang in this run; recorded on another day: {RECORDED_SGLANG} tok/s)")
-        print(f"RATIO engine_gpu_vs_recorded_sglang {rates['engine'] / peer:.2f}")
+    if args.vllm_path:
+        rates["vllm"] = measure_vllm(args, checkpoint, limit)
+    for peer in rates.keys() - {"engine"}:
+        print(f"RATIO engine_gpu_vs_{peer} {rates['engine'] / rates[peer]:.2f}")
+
+
+def measure_vllm(args: argparse.Namespace, checkpoint: Path, limit: float) -> float:
+    command = [sys.executable, __file__, "--worker", str(checkpoint), "--rounds", str(args.rounds)]
+    path = f"{args.vllm_path}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        raise SystemExit(f"vLLM failed:\n{done.stdout[-6000:]}")
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"vllm"')]
+    rates = [row["rate"] for row in said if "rate" in row]
+    print("\n".join(f"  vllm: {rate:.0f} tok/s" for rate in rates))
+    rate = statistics.median(rates)
+    print(f"vllm {said[0]['vllm']}: median {rate:.0f} tok/s, {rate / limit:.0%} of the limit")
+    return rate
+
+
+def vllm_worker(checkpoint: str, rounds: int) -> None:
+    """Print the rate of every pass after a warm-up; runs where vLLM can be imported."""
+    import vllm  # type: ignore[import-not-found]
+
+    engine = vllm.LLM(
+        model=checkpoint,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_model_len=4096,
+        max_num_seqs=NUM_REQUESTS,
+    )
+    rows = make_load()
+    prompts = [{"prompt_token_ids": row["prompt_ids"]} for row in rows]
+    params = [
+        vllm.SamplingParams(
+            temperature=0.6,
+            ignore_eos=True,
+            max_tokens=row["max_new_tokens"],
+            logprobs=0,
+            detokenize=False,
+        )
+        for row in rows
+    ]
+    print(json.dumps({"vllm": vllm.__version__}), flush=True)
+    for number in range(rounds + 1):
+        start = time.perf_counter()
+        replies = engine.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        outputs = [reply.outputs[0] for reply in replies]
+        assert all(len(output.logprobs) == len(output.token_ids) for output in outputs)
+        tokens = sum(len(output.token_ids) for output in outputs)
+        assert tokens == sum(int(str(row["max_new_tokens"])) for row in rows)
+        if number:
+            print(json.dumps({"vllm": vllm.__version__, "rate": tokens / seconds}), flush=True)
 
 
 def measure(server: Server, rows: list[Row], tokens: int, limit: float, rounds: int) -> float:

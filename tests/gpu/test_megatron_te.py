@@ -54,14 +54,14 @@ def process_group(tmp_path: Path):
 
 
 def reference(
-    checkpoint: Path, dtype: torch.dtype = torch.float32
+    checkpoint: Path, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return logits, and gradients of the negative log-probs of the next tokens by checkpoint name."""
     config = tiny_config(checkpoint.name)
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint, config=config, dtype=dtype, attn_implementation="eager"
     ).cuda()
-    rows = [torch.from_numpy(row)[None].cuda() for row in tokens()]
+    rows = [torch.from_numpy(row)[None].cuda() for row in tokens(seed)]
     logits = [model(row).logits[0] for row in rows]
     pairs = zip(logits, rows, strict=True)
     sum(F.cross_entropy(x[:-1].float(), row[0, 1:], reduction="sum") for x, row in pairs).backward()
@@ -109,12 +109,17 @@ def test_fp32_equals_hugging_face(tmp_path: Path, family: str, impl: str):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_bf16_is_as_near_to_fp32_as_hugging_face(tmp_path: Path, family: str, impl: str):
-    model = trainer(tmp_path, family, bf16=True, transformer_impl=impl)
-    exact = reference(tmp_path / family)
-    found = gaps(model.logits(tokens()), model.gradients(tokens()), exact)
-    allowed = gaps(*reference(tmp_path / family, torch.bfloat16), exact)
-    times = 4 if family in MOE else 2  # a token near the border may go to another expert
-    assert found[0] < times * allowed[0] and found[1] < times * allowed[1], (found, allowed)
+    """A token near the border goes to another expert in some draws of tokens; an error is in all."""
+    seen = []
+    for seed in range(5 if family in MOE else 1):
+        model = trainer(tmp_path, family, bf16=True, transformer_impl=impl)
+        exact = reference(tmp_path / family, seed=seed)
+        found = gaps(model.logits(tokens(seed)), model.gradients(tokens(seed)), exact)
+        allowed = gaps(*reference(tmp_path / family, torch.bfloat16, seed), exact)
+        if found[0] < 2 * allowed[0] and found[1] < 2 * allowed[1]:
+            return
+        seen.append((found, allowed))
+    pytest.fail(f"gaps of logits and gradients, and Hugging Face's: {seen}")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

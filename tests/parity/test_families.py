@@ -72,8 +72,8 @@ def layouts_of(family: str) -> dict[str, dict[str, Any]]:
     return {name: DENSE_LAYOUTS[name] for name in ("one process", "TP2 SP PP2")}
 
 
-def tokens() -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
+def tokens(seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
     return [rng.integers(0, VOCAB_SIZE, length) for length in LENS]
 
 
