@@ -254,7 +254,7 @@ class TrainRayActor(Backend):
         if self.hooks.advantages is not None:
             self.hooks.advantages(args, batch)
             batch.check()
-        elif args.loss_type != "sft_loss":
+        elif args.loss_type != "sft_loss" and not args.disable_compute_advantages_and_returns:
             compute_advantages(
                 batch,
                 estimator=args.advantage_estimator,

@@ -1,6 +1,7 @@
 """Parse datasets: PATH@[0:100]:weight=2 on the command line, and the file of --eval-config.
 
-The file of --eval-config has settings for all datasets and for each of them:
+The file of --eval-config has settings for all datasets and for each of them. Both keys may be below
+`eval:`, and n_samples_per_eval_prompt is another name of n_samples_per_prompt:
 
     defaults:
       n_samples_per_prompt: 4
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from slime.config.flags.parser import convert, load_mapping
@@ -103,7 +105,9 @@ class EvalDataset:
 
 
 def pair_datasets(values: list[str], defaults: dict[str, Any]) -> list[EvalDataset]:
-    """Return the datasets of --eval-prompt-data NAME PATH NAME PATH ..."""
+    """Return the datasets of --eval-prompt-data NAME PATH NAME PATH ..., or of one PATH."""
+    if len(values) == 1 and (name := Path(DataSpec.parse(values[0]).path).stem):
+        values = [name, *values]
     if len(values) % 2:
         raise ConfigError(
             f"--eval-prompt-data takes NAME PATH pairs, not {len(values)} values: "
@@ -118,6 +122,8 @@ def pair_datasets(values: list[str], defaults: dict[str, Any]) -> list[EvalDatas
 def read_eval_config(path: str, defaults: dict[str, Any]) -> list[EvalDataset]:
     """Return the datasets of an --eval-config file; errors name the file and the key."""
     content = load_mapping(path, "--eval-config")
+    if list(content) == ["eval"] and isinstance(content["eval"], dict):
+        content = content["eval"]
     for key in content:
         if key not in ("defaults", "datasets"):
             raise ConfigError(f"{path}: there is no key {key!r}: use 'defaults' and 'datasets'")
@@ -140,14 +146,18 @@ def _dataset(row: Any, where: str, defaults: dict[str, Any]) -> EvalDataset:
 def _settings(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ConfigError(f"{where} must hold 'key: value' lines")
-    known = {key: _known(key, where) for key in row}
-    return {
-        known[key].name: convert(known[key], raw, f"{where}: {key}") for key, raw in row.items()
-    }
+    settings: dict[str, Any] = {}
+    for key, raw in row.items():
+        known = _known(key, where)
+        if known.name in settings:
+            raise ConfigError(f"{where}: {known.name} is given twice, once as {key}: remove one")
+        settings[known.name] = convert(known, raw, f"{where}: {key}")
+    return settings
 
 
 def _known(key: Any, where: str) -> Flag:
     name = str(key).replace("-", "_")
+    name = _OTHER_NAMES.get(name, name)
     if name not in _FIELDS:
         near = nearest(name, _FIELDS)
         hint = f"; did you mean {near}?" if near else f": use one of {', '.join(_FIELDS)}"
@@ -155,4 +165,5 @@ def _known(key: Any, where: str) -> Flag:
     return _FIELDS[name]
 
 
+_OTHER_NAMES = {"n_samples_per_eval_prompt": "n_samples_per_prompt"}
 _FIELDS = {flag.name: flag for flag in flags_of(EvalDataset)}

@@ -28,6 +28,8 @@ def derive(draft: Draft) -> None:
     draft.derive_if_unset("eps_clip_high", draft["eps_clip"])
     draft.derive_if_unset("over_sampling_batch_size", draft["rollout_batch_size"])
     draft.derive_if_unset("log_probs_max_tokens_per_gpu", draft["max_tokens_per_gpu"])
+    if draft["log_probs_chunk_size"] == -1:
+        draft.derive("log_probs_chunk_size", _ALL_TOKENS)
     if draft["use_opd"]:
         draft.derive_if_unset("custom_rm_path", OPD_REWARD)
     draft.derive("deterministic", bool(draft["sglang_enable_deterministic_inference"]))
@@ -35,6 +37,9 @@ def derive(draft: Draft) -> None:
         draft.derive_if_unset("sglang_speculative_num_draft_tokens", 4)
     if draft["train_backend"] == "megatron":
         _derive_megatron(draft)
+
+
+_ALL_TOKENS = 2**31 - 1  # more than a micro-batch has
 
 
 def _derive_megatron(draft: Draft) -> None:
@@ -64,6 +69,8 @@ _PARALLEL_SIZES = (
 
 
 def _derive_mode(draft: Draft) -> None:
+    if draft["rollout_external_engine_addrs"] and not draft.given("rollout_external"):
+        draft.derive("rollout_external", True)
     if draft["rollout_engine"] == "auto":
         sglang = draft["rollout_external"] or (draft.gpus and find_sglang() is not None)
         draft.derive("rollout_engine", "sglang" if sglang else "slime")
@@ -173,6 +180,11 @@ def _derive_batches(draft: Draft) -> None:
         draft.derive("num_steps_per_rollout", max(samples // draft["global_batch_size"], 1))
     if draft["num_rollout"] is None:
         draft.derive("num_rollout", _rollouts_of_epochs(draft))
+    elif draft["num_epoch"] is not None:
+        draft.warn(
+            f"--num-epoch {draft['num_epoch']} has no effect with --num-rollout {draft['num_rollout']}, "
+            "which sets the length of the run"
+        )
     steps = draft["num_rollout"] * draft["num_steps_per_rollout"]
     draft.derive_if_unset("lr_decay_iters", max(steps, 1))
 
@@ -283,7 +295,7 @@ def _portable(name: str, value: Any, run_dir: str) -> Any:
         inside = path.is_relative_to(run_dir)
         return str(Path(RUN_DIR) / path.relative_to(run_dir) if inside else path)
     if name in _DATA and isinstance(value, list):  # --eval-prompt-data NAME PATH NAME PATH
-        first = 0 if name == "prompt_data" else 1
+        first = 0 if name == "prompt_data" or len(value) == 1 else 1
         return [
             _absolute(item, _data_file(item)) if i % (first + 1) == first else item
             for i, item in enumerate(value)

@@ -47,11 +47,6 @@ PARALLEL = [
         right="--num-layers-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2",
     ),
     Wrong(
-        what="sequence parallelism without tensor parallelism",
-        flags="--sequence-parallel",
-        right="--sequence-parallel --tensor-model-parallel-size 2",
-    ),
-    Wrong(
         what="experts under tensor parallelism without sequence parallelism",
         flags=f"{GLM} --tensor-model-parallel-size 8",
         right=f"{GLM} --tensor-model-parallel-size 8 --sequence-parallel",

@@ -56,7 +56,8 @@ eval-top-k eval-max-response-len eval-input-key eval-label-key advantage-estimat
 eps-clip=0.2 eps-clip-high eps-clip-c value-clip=0.2 kl-coef=0.0 use-kl-loss kl-loss-coef=0.0
 kl-loss-type=k1 use-unbiased-kl entropy-coef=0.0 gamma=1.0 lambd=1.0 normalize-advantages
 disable-grpo-std-normalization disable-rewards-normalization calculate-per-token-loss
-loss-type=policy_loss custom-loss-function-path custom-advantage-function-path use-tis tis-clip=2.0
+loss-type=policy_loss custom-loss-function-path custom-advantage-function-path
+disable-compute-advantages-and-returns use-tis tis-clip=2.0
 tis-clip-low=0.0 custom-tis-function-path tis-level=token tis-mode=truncate overlong-buffer-len
 overlong-penalty-factor=1.0 custom-pg-loss-reducer-function-path use-rollout-logprobs
 get-mismatch-metrics num-critic-only-steps=0 critic-load critic-save critic-lr ref-update-interval

@@ -294,8 +294,8 @@ def test_external_engines_are_sglang_and_fed_by_disk_unless_told_otherwise():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (external(rollout_external_engine_addrs=None), ["belong together"]),
-        (external(rollout_external=None), ["belong together"]),
+        (external(rollout_external_engine_addrs=None), ["--rollout-external-engine-addrs HOST"]),
+        (external(rollout_external=False), ["--no-rollout-external", "remove one"]),
         (external(rollout_external_engine_addrs=["http://a:b"]), ["http://a:b", "HOST:PORT"]),
         (external(rollout_external_engine_addrs=["ftp://a:1"]), ["ftp://a:1", "HOST:PORT"]),
         (external(rollout_external_engine_addrs=["a b:1"]), ["a b:1", "HOST:PORT"]),

@@ -64,10 +64,17 @@ def check_backend(draft: Draft) -> None:
 
 
 def check_algorithm(draft: Draft) -> None:
-    if draft["kl_coef"] and draft["kl_loss_coef"]:
+    if draft["kl_coef"] and draft["kl_loss_coef"] and draft["use_kl_loss"]:
         raise ConfigError(
             "--kl-coef (KL in the rewards) and --kl-loss-coef (KL in the loss) are mutually exclusive: set "
             "one of them to 0"
+        )
+    needed = draft["loss_type"] == "policy_loss" or draft["advantage_estimator"] == "ppo"
+    own = draft["loss_type"] == "sft_loss" or draft["custom_advantage_function_path"]
+    if draft["disable_compute_advantages_and_returns"] and needed and not own:
+        raise ConfigError(
+            "--disable-compute-advantages-and-returns: the policy loss and PPO's critic need them: remove it, "
+            "or use --loss-type sft_loss or --custom-advantage-function-path"
         )
     if draft["tis_clip"] < draft["tis_clip_low"]:
         raise ConfigError(

@@ -73,10 +73,13 @@ def check_sglang(draft: Draft) -> None:
 def check_external(draft: Draft) -> None:
     """Check the flags of --rollout-external."""
     addresses = draft["rollout_external_engine_addrs"]
-    if bool(addresses) != bool(draft["rollout_external"]):
+    if draft["rollout_external"] and not addresses:
         raise ConfigError(
-            "--rollout-external and --rollout-external-engine-addrs ADDRESS ... belong together: give "
-            "both or none"
+            "--rollout-external needs the engines: give --rollout-external-engine-addrs HOST:PORT ..."
+        )
+    if addresses and not draft["rollout_external"]:
+        raise ConfigError(
+            "--no-rollout-external and --rollout-external-engine-addrs are mutually exclusive: remove one"
         )
     if not addresses:
         return

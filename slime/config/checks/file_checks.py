@@ -59,7 +59,7 @@ def _check_prompts(draft: Draft) -> None:
     built_in = draft["data_source_path"] == flags["data_source_path"].default and draft[
         "rollout_function_path"
     ] in (flags["rollout_function_path"].default, SFT_ROLLOUT)
-    if not specs and built_in and not draft["debug_train_only"]:
+    if not specs and built_in and not draft["load_debug_rollout_data"]:
         raise ConfigError("--prompt-data is missing: give a jsonl or parquet file with prompts")
     for spec in specs:
         need_data(spec, draft, "--prompt-data")

@@ -91,6 +91,10 @@ REFUSED: tuple[Reason, ...] = (
         ),
     ),
     Reason(
+        why="no model that is trained has learned positions",
+        flags=("add_position_embedding",),
+    ),
+    Reason(
         why="the precision is chosen with --bf16 or --fp32",
         flags=("fp16", "params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"),
     ),
@@ -275,6 +279,10 @@ HARMLESS: tuple[Reason, ...] = (
         why="micro-batches are as long as their samples, which --rollout-max-context-len and "
         "--max-tokens-per-gpu bound",
         flags=("seq_length", "max_position_embeddings"),
+    ),
+    Reason(
+        why="the layers are built from config.json; the spec of another family of models is refused",
+        flags=("spec",),
     ),
     Reason(
         why="--num-query-groups, which is compared with config.json, implies it",

@@ -81,6 +81,7 @@ def check_model(draft: Draft) -> None:
         check_model_type(config["model_type"])
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         check_rope(config["model_type"], rope.get("rope_type") or rope.get("type") or "default")
+    check_spec(draft, config)
     check_against_config(draft, config)
     check_expert_flags(draft, config)
     check_parallel(draft, config)
@@ -92,6 +93,24 @@ def check_model(draft: Draft) -> None:
     check_packages(draft)
     check_kernels(draft)
     check_replay(draft, config)
+
+
+def check_spec(draft: Draft, config: dict[str, Any]) -> None:
+    """Check that --spec MODULE FUNCTION names the family of the model, whose layers config.json describes.
+
+    The family is the last name of the module: slime_plugins.models.glm4 get_glm_spec is for glm4.
+    """
+    given, model_type = draft["spec"], config.get("model_type")
+    if not given or not model_type:
+        return
+    if len(given) > 2:
+        raise ConfigError(f"--spec takes a module and a function, not {len(given)} values")
+    family = given[0].split(".")[-1]
+    if not model_type.startswith(family):
+        raise ConfigError(
+            f"--spec {' '.join(given)}: the layers are built from config.json of --hf-checkpoint, whose "
+            f"model_type is {model_type}: remove it, or build the model in --custom-model-provider-path"
+        )
 
 
 def check_against_config(draft: Draft, config: dict[str, Any]) -> None:
@@ -151,9 +170,9 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
     _check_key_heads(draft, config)
     _check_layers(draft, config)
     if draft["sequence_parallel"] and tp == 1:
-        raise ConfigError(
-            "--sequence-parallel splits sequences over tensor ranks and --tensor-model-parallel-size is 1: "
-            "remove one or raise the other"
+        draft.warn(
+            "--sequence-parallel has no effect with --tensor-model-parallel-size 1: it splits sequences over "
+            "tensor ranks"
         )
     experts = draft["num_experts"] or _found(config, "num_experts")
     if tp > 1 and experts is not None and not draft["sequence_parallel"]:

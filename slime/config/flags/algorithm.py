@@ -61,7 +61,7 @@ class Algorithm:
         0.0,
         "coefficient of the KL of --use-kl-loss; with 0 it is only logged",
         min=0,
-        requires=is_set("use_kl_loss", note="add it, or set the coefficient to 0"),
+        needs="use_kl_loss",
     )
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
         "k1", "estimator of the KL; low_var_kl is k3", needs=_KL
@@ -120,6 +120,11 @@ class Algorithm:
         None,
         "fn(args, rollout_data) that sets rollout_data.advantages and rollout_data.returns",
         unless=_SFT,
+    )
+    disable_compute_advantages_and_returns: bool = flag(
+        False,
+        "do not compute advantages and returns; a custom loss or --custom-advantage-function-path has its "
+        "own, and SFT needs none",
     )
     rollout_data_postprocess_path: str | None = flag(
         None,

@@ -191,6 +191,7 @@ def _convert_one(flag: Flag, raw: Any, where: str) -> Any:
         raise ConfigError(
             f"{where}: {_shown(flag, raw)} is not {_WANTED[flag.kind]}{hint}"
         ) from None
+    value = flag.same_values.get(value, value) if flag.same_values else value
     if flag.choices and value not in flag.choices:
         near = nearest(str(value), [str(choice) for choice in flag.choices])
         listed = ", ".join(str(choice) for choice in flag.choices)

@@ -118,15 +118,17 @@ def megatron_flags(fields: list[Flag]) -> list[Flag]:
     """Return the fields of megatron-core's configs as they are spelled, and flags without a field."""
     group = fields[0].group
     return [_respell(flag) for flag in fields] + [
-        Flag(
-            name=name,
-            kind=kind,
-            options=(option_of(name),),
-            off_options=(option_of(f"no_{name}"),) if kind == "bool" else (),
-            help=help,
-            group=group,
-            family="megatron",
-            **more,
+        _respell(
+            Flag(
+                name=name,
+                kind=kind,
+                options=(option_of(name),),
+                off_options=(option_of(f"no_{name}"),) if kind == "bool" else (),
+                help=help,
+                group=group,
+                family="megatron",
+                **more,
+            )
         )
         for name, kind, help, more in _WITHOUT_FIELD
     ]
@@ -145,7 +147,12 @@ def _respell(flag: Flag) -> Flag:
 # field -> options that set it, options that turn it off; messages use the first
 _SPELLINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "num_moe_experts": (("--num-experts",), ()),
-    "grad_reduce_in_fp32": (("--accumulate-allreduce-grads-in-fp32",), ()),
+    "grad_reduce_in_fp32": (
+        ("--accumulate-allreduce-grads-in-fp32",),
+        ("--grad-reduce-in-bf16",),
+    ),
+    "check_for_nan_in_grad": ((), ("--no-check-for-nan-in-loss-and-grad",)),
+    "add_position_embedding": ((), ("--no-position-embedding",)),
     "apply_rope_fusion": ((), ("--no-rope-fusion",)),
     "muon_split_qkv": ((), ("--muon-no-split-qkv",)),
     "num_layers_in_first_pipeline_stage": (("--decoder-first-pipeline-num-layers",), ()),
@@ -208,6 +215,19 @@ _WITHOUT_FIELD: list[tuple[str, Kind, str, dict[str, Any]]] = [
             "default": "learned_absolute",
             "choices": ("learned_absolute", "rope", "mrope", "yarn", "relative", "none"),
         },
+    ),
+    (
+        "add_position_embedding",
+        "bool",
+        "Add learned absolute positions to the embeddings.",
+        {"default": False},
+    ),
+    (
+        "spec",
+        "str",
+        "Module and function of a layer spec, such as slime_plugins.models.glm4 get_glm_spec. The layers "
+        "are built from config.json: accepted for a model of the same family.",
+        {"many": True},
     ),
     ("use_rope_scaling", "bool", "Scale rotary frequencies as Llama 3.1 does.", {}),
     ("rope_scaling_factor", "float", "Factor of --use-rope-scaling.", {"default": 8.0}),

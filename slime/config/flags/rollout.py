@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slime.config.flags.spec import differs, equals, flag, is_set
+from slime.config.flags.spec import Condition, differs, equals, flag, is_set
 from slime.config.reward_types import REWARD_TYPES
 
 PLAIN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
@@ -17,6 +17,11 @@ OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
 PLAIN_SOURCE = "slime.rollout.data_source.RolloutDataSource"
 _OWN_ROLLOUT = differs("rollout_function_path", PLAIN_ROLLOUT)
 _SFT = equals("rollout_function_path", SFT_ROLLOUT)
+WITHOUT_ENGINE = Condition(
+    names=("rollout_function_path",),
+    holds=lambda values: values["rollout_function_path"] not in (PLAIN_ROLLOUT, ASYNC_ROLLOUT),
+    text="a --rollout-function-path that needs no engine",
+)
 
 
 @dataclass(kw_only=True)
@@ -97,9 +102,11 @@ class Rollout:
         None, "fn(args, all_groups, data_source), which also sees rejected groups", unless=_SFT
     )
     sglang_server_concurrency: int = flag(512, "maximum concurrent requests per engine", min=1)
-    rollout_external: bool = flag(False, "use engines that are already running")
+    rollout_external: bool = flag(
+        False, "use engines that are already running; --rollout-external-engine-addrs implies it"
+    )
     rollout_external_engine_addrs: list[str] | None = flag(
-        None, "addresses of the engines of --rollout-external, as HOST:PORT"
+        None, "addresses of engines that are already running, as HOST:PORT"
     )
     max_weight_staleness: int | None = flag(
         None,

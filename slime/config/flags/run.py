@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from slime.config.flags.rollout import WITHOUT_ENGINE
 from slime.config.flags.spec import equals, flag, is_set
 from slime.core.errors import ConfigError
 
@@ -72,8 +73,10 @@ class Mode:
     debug_rollout_only: bool = flag(False, "generate and score, without a trainer")
     debug_train_only: bool = flag(
         False,
-        "train on rollouts of --load-debug-rollout-data, without an engine",
-        requires=is_set("load_debug_rollout_data", note="give the rollouts to train on"),
+        "train without an engine, on rollouts of --load-debug-rollout-data or of a rollout function that "
+        "needs none, such as the one for SFT",
+        requires=is_set("load_debug_rollout_data", note="give the rollouts to train on")
+        | WITHOUT_ENGINE,
     )
     load_debug_rollout_data: str | None = flag(
         None,
@@ -138,7 +141,9 @@ class Weights:
         None,
         "tensor (shared memory or CUDA IPC), distributed (NCCL or gloo broadcast) or disk; "
         "default: "
-        "tensor with --colocate, disk with --rollout-external, else distributed",
+        "tensor with --colocate, disk with --rollout-external, else distributed; nccl is another name "
+        "of distributed",
+        same_values={"nccl": "distributed"},
     )
     update_weight_disk_dir: str = flag(
         None,

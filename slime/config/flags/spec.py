@@ -12,8 +12,8 @@ import dataclasses
 import difflib
 import re
 import types
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
 Kind = Literal["str", "int", "float", "bool", "json", "size"]
@@ -90,6 +90,7 @@ class Flag:
     group: str = ""
     family: Literal["slime", "megatron", "sglang", "router"] = "slime"
     choices: tuple[str | int | float, ...] = ()
+    same_values: Mapping[str, str] = field(default_factory=dict)  # other names of choices
     many: bool = False  # takes one or more values
     secret: bool = False
     backend: Backend | None = None  # only this trainer honours it
@@ -153,6 +154,7 @@ def flag(
     *,
     secret: bool = False,
     backend: Backend | None = None,
+    same_values: Mapping[str, str] | None = None,
     min: float | None = None,
     above: float | None = None,
     max: float | None = None,
@@ -174,6 +176,7 @@ def flag(
         "help": help,
         "secret": secret,
         "backend": backend,
+        "same_values": same_values or {},
         "min": min,
         "above": above,
         "max": max,

@@ -37,7 +37,12 @@ class Model:
         "fn(pre_process, post_process, vp_stage=None) that builds the model",
         backend="megatron",
     )
-    log_probs_chunk_size: int = flag(1024, "tokens whose logits are computed at a time", min=1)
+    log_probs_chunk_size: int = flag(
+        1024,
+        "tokens whose logits are computed at a time; -1: all of a micro-batch",
+        min=1,
+        special=-1,
+    )
     recompute_loss_function: bool = flag(
         False, "recompute the loss in the backward pass instead of keeping its activations"
     )
@@ -88,10 +93,10 @@ class Model:
 class Batches:
     """Length of the training and batches."""
 
-    num_rollout: int = flag(
-        None, "number of rollouts; or give --num-epoch", min=1, excludes="num_epoch"
+    num_rollout: int = flag(None, "number of rollouts; or give --num-epoch", min=1)
+    num_epoch: int | None = flag(
+        None, "passes over the data; --num-rollout, where both are given, counts", min=1
     )
-    num_epoch: int | None = flag(None, "passes over the data; or give --num-rollout", min=1)
     start_rollout_id: int | None = flag(
         None,
         "number of the first rollout; default: the one after the loaded checkpoint's, else 0",
