@@ -23,6 +23,7 @@ from typing import Any
 
 from slime.config.flags.parser import convert, load_mapping
 from slime.config.flags.spec import Flag, flags_of, nearest
+from slime.config.reward_types import Grading
 from slime.core.errors import ConfigError
 
 _SPEC = re.compile(
@@ -95,6 +96,7 @@ class EvalDataset:
     label_key: str | None
     # None: the value of the run's flag with that name
     rm_type: str | None = None
+    rm_grading: Grading | None = None
     custom_rm_path: str | None = None
     reward_key: str | None = None
     custom_generate_function_path: str | None = None

@@ -6,13 +6,14 @@ Graders are named by import path, so that the command line can be checked withou
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from slime.config.flags.spec import nearest
 from slime.core.errors import ConfigError
 
 BOXED = "boxed_"
+Grading = Literal["lenient", "strict", "strict_box"]
 _HUB = "slime.rollout.rm_hub"
 
 
@@ -25,20 +26,43 @@ class RewardType:
     sandboxed: bool = False  # runs in the sandbox, or does not start
     reads_box: bool = False  # looks for \boxed{} itself, so boxed_ makes no sense
     keys: tuple[str, ...] = ()  # of the dictionary it returns
+    strict: dict[str, str] = field(default_factory=dict)  # graders of other values of --rm-grading
+
+    def grader_of(self, grading: Grading) -> str:
+        """Return the import path of the grader; `strict_box` differs from `strict` for dapo alone."""
+        if grading == "lenient":
+            return self.grader
+        return self.strict.get(grading) or self.strict.get("strict") or self.grader
 
 
 REWARD_TYPES = {
     "math": RewardType(
-        grader=f"{_HUB}.math_reward.math", needs_label=True, sandboxed=True, reads_box=True
+        grader=f"{_HUB}.math_reward.math",
+        strict={"strict": f"{_HUB}.strict_math.math"},
+        needs_label=True,
+        sandboxed=True,
+        reads_box=True,
     ),
     "deepscaler": RewardType(
-        grader=f"{_HUB}.math_reward.deepscaler", needs_label=True, sandboxed=True, reads_box=True
+        grader=f"{_HUB}.math_reward.deepscaler",
+        strict={"strict": f"{_HUB}.strict_math.deepscaler"},
+        needs_label=True,
+        sandboxed=True,
+        reads_box=True,
     ),
     "dapo": RewardType(
-        grader=f"{_HUB}.math_reward.dapo", needs_label=True, keys=("score", "acc", "pred")
+        grader=f"{_HUB}.math_reward.dapo",
+        strict={
+            "strict": f"{_HUB}.strict_math.dapo",
+            "strict_box": f"{_HUB}.strict_math.dapo_box",
+        },
+        needs_label=True,
+        keys=("score", "acc", "pred"),
     ),
     "f1": RewardType(grader=f"{_HUB}.simple_rewards.f1", needs_label=True),
-    "gpqa": RewardType(grader=f"{_HUB}.gpqa.reward"),
+    "gpqa": RewardType(
+        grader=f"{_HUB}.gpqa.reward", strict={"strict": f"{_HUB}.gpqa.strict_reward"}
+    ),
     "ifbench": RewardType(grader=f"{_HUB}.simple_rewards.ifbench", sandboxed=True),
     "code": RewardType(grader=f"{_HUB}.code.reward", sandboxed=True),
     "reasoning_gym": RewardType(grader=f"{_HUB}.simple_rewards.reasoning_gym", sandboxed=True),
@@ -59,6 +83,19 @@ def reward_type(name: str, where: str = "--rm-type") -> RewardType:
     if base != name and REWARD_TYPES[base].reads_box:
         raise ConfigError(f"{where} {name}: {base} reads the box itself; write {where} {base}")
     return REWARD_TYPES[base]
+
+
+def check_grading(grading: Grading, names: Iterable[str], where: str) -> None:
+    """Raise ConfigError if none of these types has graders for this value of --rm-grading."""
+    if grading == "lenient":
+        return
+    kinds = [REWARD_TYPES[name.removeprefix(BOXED)] for name in names]
+    if not any(grading in kind.strict for kind in kinds):
+        having = [name for name, kind in REWARD_TYPES.items() if grading in kind.strict]
+        raise ConfigError(
+            f"{where} {grading} is for the reward types {', '.join(having)}, and none of them is used: "
+            "remove it, or set --rm-type"
+        )
 
 
 def needs_label(name: str | None) -> bool:

@@ -82,6 +82,7 @@ def dataset_args(args: Args, dataset: EvalDataset) -> Args:
 
 _FLAG_OF_SETTING = {
     "rm_type": "rm_type",
+    "rm_grading": "rm_grading",
     "custom_rm_path": "custom_rm_path",
     "reward_key": "eval_reward_key",
     "custom_generate_function_path": "custom_generate_function_path",

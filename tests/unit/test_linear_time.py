@@ -16,7 +16,7 @@ import pytest
 from examples.search_agent import search_agent
 from examples.tool_agent import tool_agent
 from slime.data.openai_replies import parse_tool_calls
-from slime.rollout.rm_hub import code, gpqa, math_reward
+from slime.rollout.rm_hub import code, gpqa, math_reward, strict_math
 from slime.rollout.rm_hub.inside.instructions import INSTRUCTIONS
 from slime.rollout.rm_hub.math_reward import exact_number, grade_dapo, last_boxed
 from slime.rollout.rm_hub.simple_rewards import find_answer, grade_f1
@@ -74,6 +74,13 @@ FUNCTIONS = {
     "label_text": math_reward.label_text,
     "normal_form": math_reward.normal_form,
     "number": exact_number,
+    "mixed_numbers": math_reward.mixed_numbers,
+    "strict boxed": strict_math.boxed,
+    "strict math_form": strict_math.math_form,
+    "strict sympy_form": strict_math.sympy_form,
+    "strict grade_dapo": lambda text: strict_math.grade_dapo(text, "17"),
+    "strict dapo label": lambda text: strict_math.grade_dapo("Answer: 17", text),
+    "strict gpqa": lambda text: gpqa.find_letter_strictly(text, "ABCD", {"A": "x", "B": "y"}),
     "find_program": code.find_program,
     "find_answer": find_answer,
     "grade_dapo": lambda text: grade_dapo(text, "17"),

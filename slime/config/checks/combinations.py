@@ -8,7 +8,7 @@ from slime.config.derive import context_limit
 from slime.config.flags.draft import Draft, check_requirements, warn_without_effect
 from slime.config.flags.registry import all_flags, own_flags
 from slime.config.flags.spec import option_of
-from slime.config.reward_types import reward_type
+from slime.config.reward_types import check_grading, reward_type
 from slime.core.errors import ConfigError
 
 # flag of the other trainer -> what to use instead of it
@@ -186,6 +186,20 @@ def check_reward(draft: Draft) -> None:
         reward_type(name, "--allow-row-rm-types")
     if rm_type == "remote_rm" and not draft["rm_url"]:
         raise ConfigError("--rm-type remote_rm needs --rm-url with the address to post to")
+    _check_grading(draft)
+
+
+def _check_grading(draft: Draft) -> None:
+    """Refuse a grading for which none of the reward types it applies to has a grader."""
+    of_run = [name for name in (draft["rm_type"], *draft["allow_row_rm_types"]) if name]
+    own = {one.name: one.rm_type for one in draft["eval_datasets"] if one.rm_type}
+    for name, rm_type in own.items():
+        reward_type(rm_type, f"rm_type of {name}")
+    check_grading(draft["rm_grading"], [*of_run, *own.values()], "--rm-grading")
+    for one in draft["eval_datasets"]:
+        if one.rm_grading is not None:
+            names = [one.rm_type] if one.rm_type else of_run
+            check_grading(one.rm_grading, names, f"rm_grading of {one.name}:")
 
 
 def check_batches(draft: Draft) -> None:

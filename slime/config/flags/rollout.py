@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.flags.spec import Condition, differs, equals, flag, is_set
-from slime.config.reward_types import REWARD_TYPES
+from slime.config.reward_types import REWARD_TYPES, Grading
 
 PLAIN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout"
@@ -213,6 +213,11 @@ class Reward:
         [],
         "reward types, in addition to --rm-type, that a data row may choose in "
         "metadata['rm_type']; any other raises an error",
+    )
+    rm_grading: Grading = flag(
+        "lenient",
+        "grading of --rm-type math, deepscaler, dapo and gpqa: `strict` as published, to compare "
+        "reward curves with other frameworks; `strict_box` also has dapo read the last \\boxed{}",
     )
     reward_key: str | None = flag(
         None, "key of the reward, where the reward function returns a dictionary"

@@ -34,9 +34,8 @@ async def async_rm(args: RewardArgs, sample: Sample) -> Reward:
         fn = load_function(path, flag=flag, protocol=RewardFunction)
         return check_reward(await _call(fn, args, sample, f"{flag} {path}"), f"{flag} {path}")
     name = _chosen_type(args, sample)
-    grade = load_function(
-        reward_type(name).grader, flag="--rm-type", protocol=RewardFunction, must_be_async=True
-    )
+    path = reward_type(name).grader_of(args.rm_grading if isinstance(args, Args) else "lenient")
+    grade = load_function(path, flag="--rm-type", protocol=RewardFunction, must_be_async=True)
     if name.startswith(BOXED):
         sample = replace(sample, response=last_boxed(sample.response) or "")
     return check_reward(await grade(args, sample), f"--rm-type {name}")

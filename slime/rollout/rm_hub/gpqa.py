@@ -1,9 +1,14 @@
-"""`--rm-type gpqa`: multiple choice; 1 if the choice that the response names as its answer is correct."""
+"""`--rm-type gpqa`: multiple choice; 1 if the choice that the response names as its answer is correct.
+
+`--rm-grading strict` finds less: a letter right behind "answer is", a choice by its text, and otherwise the
+last letter of the text that is one of a choice, so that "no idea" is an A.
+"""
 
 from __future__ import annotations
 
 import re
 import string
+from functools import partial
 from typing import Any
 
 from slime.core.types import Sample
@@ -24,12 +29,17 @@ async def reward(args: RewardArgs, sample: Sample) -> float:
     return await in_thread(grade, sample.response, sample.label, sample.metadata)
 
 
-def grade(response: str, label: object, metadata: dict[str, Any]) -> float:
+async def strict_reward(args: RewardArgs, sample: Sample) -> float:
+    grade_strictly = partial(grade, strict=True)
+    return await in_thread(grade_strictly, sample.response, sample.label, sample.metadata)
+
+
+def grade(response: str, label: object, metadata: dict[str, Any], *, strict: bool = False) -> float:
     valid = _valid_letters(metadata)
     choices = _choices(metadata, valid)
     right = _right_letter(label, metadata, valid, choices)
-    found = find_letter(response, valid, choices)
-    return float(right is not None and found == right)
+    find = find_letter_strictly if strict else find_letter
+    return float(right is not None and find(response, valid, choices) == right)
 
 
 def find_letter(response: str, valid: str, choices: dict[str, str] | None = None) -> str | None:
@@ -48,6 +58,22 @@ def find_letter(response: str, valid: str, choices: dict[str, str] | None = None
         or _only_choice(_after_answer(text), choices or {})
         or _last(patterns["alone"], text)
         or _only_choice(text, choices or {})
+    )
+
+
+def find_letter_strictly(
+    response: str, valid: str, choices: dict[str, str] | None = None
+) -> str | None:
+    """Return the letter right behind a phrase such as "answer is", of the only choice that occurs, or the last one."""
+    text = response.rsplit("</think>", 1)[-1][-_TAIL_CHARS:]
+    letter = rf"([{valid}])\b"
+    named = rf"(?i)\b(?:answer|option|choice)(?: {{0,4}}(?:is|:)){{0,2}} {{0,4}}{letter}"
+    called = rf"(?i)\b{letter} {{0,4}}is {{0,4}}(?:the {{0,4}})?correct"
+    return (
+        _last(re.compile(named), text)
+        or _last(re.compile(called), text)
+        or _only_choice(text, choices or {})
+        or next((one for one in reversed(text.upper()) if one in valid), None)
     )
 
 

@@ -32,6 +32,9 @@ _DROPPED = re.compile(
     r"\\(?:left|right|displaystyle|,|!|;|:| |quad|%|\$)"
     r"|\\(?:text|mathrm|mathbf|textbf|mbox)(?=\{)|[$%~]|(?<!\d)\s+|\s+(?!\d)"
 )
+_MIXED = re.compile(
+    r"(?<![\d.,/^_])(\d{1,9})(?:\s|\\[ ,;:]|~){1,8}([1-9]\d{0,8})/([1-9]\d{0,8})(?![\d.^])"
+)
 _UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}$")
 
 _DAPO_TAIL_CHARS = 300  # in which the "Answer:" line of dapo is searched
@@ -129,6 +132,7 @@ async def math_equal(answer: str, label: str, *, isolate: bool = True) -> bool:
     """Return whether two answers are equal as mathematics; text that cannot be parsed is not equal."""
     if len(answer) > _MAX_ANSWER_CHARS or len(label) > _MAX_ANSWER_CHARS:
         return False
+    answer, label = mixed_numbers(answer), mixed_numbers(label)
     left, right = normal_form(answer), normal_form(label)
     if not left or not right:
         return False
@@ -162,6 +166,18 @@ def exact_number(text: str) -> Decimal | None:
         return None
     exponent = found[2] or found[3] or found[4] or "0"
     return Decimal(f"{found[1]}E{int(exponent)}")
+
+
+def mixed_numbers(text: str) -> str:
+    r"""Write `1 1/2` as `1\frac{1}{2}`, the only form in which math-verify reads one and a half."""
+    return _MIXED.sub(
+        lambda found: (
+            rf"{found[1]}\frac{{{found[2]}}}{{{found[3]}}}"
+            if int(found[2]) < int(found[3])
+            else found[0]
+        ),
+        text,
+    )
 
 
 def normal_form(text: str) -> str:
