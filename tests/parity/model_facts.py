@@ -103,6 +103,15 @@ MODELS = {
     "qwen2.5-0.5B": lambda: Qwen2Config(
         **_fields(24, 896, 4864, 14, 2, 64, 151936, 1e6, 1e-6, True)
     ),
+    "qwen2.5-1.5B": lambda: Qwen2Config(
+        **_fields(28, 1536, 8960, 12, 2, 128, 151936, 1e6, 1e-6, True)
+    ),
+    "qwen2.5-3B": lambda: Qwen2Config(
+        **_fields(36, 2048, 11008, 16, 2, 128, 151936, 1e6, 1e-6, True)
+    ),
+    "qwen2.5-32B": lambda: Qwen2Config(
+        **_fields(64, 5120, 27648, 40, 8, 128, 152064, 1e6, 1e-5, False)
+    ),
     "qwen2.5-7B": lambda: Qwen2Config(
         **_fields(28, 3584, 18944, 28, 4, 128, 152064, 1e6, 1e-6, False)
     ),
@@ -112,6 +121,18 @@ MODELS = {
     "qwen3-4B": lambda: Qwen3Config(**_fields(36, 2560, 9728, 32, 8, 128, 151936, 1e6, 1e-6, True)),
     "qwen3-8B": lambda: Qwen3Config(
         **_fields(36, 4096, 12288, 32, 8, 128, 151936, 1e6, 1e-6, False)
+    ),
+    "qwen3-1.7B": lambda: Qwen3Config(
+        **_fields(28, 2048, 6144, 16, 8, 128, 151936, 1e6, 1e-6, True)
+    ),
+    "qwen3-14B": lambda: Qwen3Config(
+        **_fields(40, 5120, 17408, 40, 8, 128, 151936, 1e6, 1e-6, False)
+    ),
+    "qwen3-32B": lambda: Qwen3Config(
+        **_fields(64, 5120, 25600, 64, 8, 128, 151936, 1e6, 1e-6, False)
+    ),
+    "qwen3-4B-Instruct-2507": lambda: Qwen3Config(
+        **_fields(36, 2560, 9728, 32, 8, 128, 151936, 5e6, 1e-6, True)
     ),
     "llama2-7B": lambda: LlamaConfig(
         **_fields(32, 4096, 11008, 32, 32, 128, 32000, 1e4, 1e-5, False)
@@ -160,6 +181,40 @@ MODELS = {
     "deepseek-v3": lambda: DeepseekV3Config(
         max_position_embeddings=163840, rope_parameters=_DEEPSEEK_YARN
     ),
+    "deepseek-v3-5layer": lambda: DeepseekV3Config(
+        max_position_embeddings=163840, rope_parameters=_DEEPSEEK_YARN, num_hidden_layers=5
+    ),
+    "deepseek-v3-20layer": lambda: DeepseekV3Config(
+        max_position_embeddings=163840, rope_parameters=_DEEPSEEK_YARN, num_hidden_layers=20
+    ),
+    "moonlight": lambda: DeepseekV3Config(
+        **{
+            **_fields(27, 2048, 11264, 16, 16, 64, 163840, 5e4, 1e-5, False),
+            "max_position_embeddings": 8192,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.446,
+            "norm_topk_prob": True,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+    ),
     "gpt-oss-20B": lambda: _gpt_oss(24, 32),
     "gpt-oss-120B": lambda: _gpt_oss(36, 128),
 }
+# Names under which existing run scripts source the same model.
+SAME_MODEL = {
+    "llama3.1-8B-Instruct": "llama3.1-8B",
+    "llama3.2-3B-Instruct": "llama3.2-3B",
+    "llama3.2-3B-Instruct-amd": "llama3.2-3B",
+    "mimo-7B-rl": "mimo-7B",
+}
+MODELS |= {name: MODELS[other] for name, other in SAME_MODEL.items()}

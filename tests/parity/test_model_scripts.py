@@ -97,5 +97,22 @@ def test_flags_of_another_model_are_noticed(flags, sentence):
 
 def test_scripts_define_nothing_else():
     for path in FOLDER.glob("*.sh"):
-        lines = path.read_text().splitlines()
-        assert lines[0].startswith("# ") and lines[1] == "MODEL_ARGS=(" and lines[-1] == ")"
+        first, second, *rest = path.read_text().splitlines()
+        assert first.startswith("# ")
+        if second.startswith("source "):  # another script, with at most some flags on top
+            assert [line.split("(")[0] for line in rest] in ([], ["MODEL_ARGS+="])
+        else:
+            assert second == "MODEL_ARGS=(" and rest[-1] == ")"
+
+
+def test_moonlights_flags_that_say_it_has_no_groups_and_no_yarn():
+    """One group of experts is no grouping; factors of YaRN mean nothing to plain RoPE."""
+    words = "--moe-router-num-groups 1 --moe-router-group-topk 1 --mscale-all-dim 1.0 --mscale 1.0"
+    flags = [*model_args("moonlight"), *words.split()]
+    check_flags(architecture(MODELS["moonlight"]()), parsed(flags))
+    with pytest.raises(ConfigError, match="--moe-router-num-groups 8 disagrees"):
+        check_flags(architecture(MODELS["moonlight"]()), parsed(["--moe-router-num-groups", "8"]))
+    with pytest.raises(ConfigError, match="--moe-router-num-groups 1 disagrees"):
+        check_flags(architecture(MODELS["deepseek-v3"]()), parsed(["--moe-router-num-groups", "1"]))
+    with pytest.raises(ConfigError, match=r"--mscale-all-dim 0.5 disagrees"):
+        check_flags(architecture(MODELS["deepseek-v3"]()), parsed(["--mscale-all-dim", "0.5"]))

@@ -137,7 +137,7 @@ def check_flags(model: Architecture, args: Args) -> None:
             continue
         if name == "moe_layer_freq":
             given = layer_pattern(given, model.fields["num_layers"])
-        if not _same(given, wanted):
+        if not _same(given, wanted) and not _means_nothing(name, given, model):
             option = all_flags()[name].option
             there = "absent" if wanted is None else wanted
             raise ConfigError(
@@ -225,6 +225,16 @@ def _same(given: Any, wanted: Any) -> bool:
     if isinstance(given, list | tuple) and isinstance(wanted, list | tuple):
         return list(given) == list(wanted)
     return given == wanted
+
+
+def _means_nothing(name: str, given: Any, model: Architecture) -> bool:
+    """Return whether a value is another way to write that the model does not have this feature.
+
+    One group of experts is no grouping, and YaRN's factors of the softmax need YaRN.
+    """
+    if name in ("moe_router_num_groups", "moe_router_group_topk"):
+        return given == 1 and model.fields[name] is None
+    return name in ("mscale", "mscale_all_dim") and model.fields.get("rope_type") == "rope"
 
 
 def _flag_fields(args: Args) -> dict[str, Any]:

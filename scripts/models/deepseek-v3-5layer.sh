@@ -1,0 +1,3 @@
+# The first 5 layers of DeepSeek-V3, for tests
+source "$(dirname -- "${BASH_SOURCE[0]}")/deepseek-v3.sh"
+MODEL_ARGS+=(--num-layers 5 --moe-layer-freq "[0]*3+[1]*2")

@@ -1,0 +1,15 @@
+# Qwen3-1.7B
+MODEL_ARGS=(
+    --num-layers 28
+    --hidden-size 2048
+    --ffn-hidden-size 6144
+    --num-attention-heads 16
+    --group-query-attention --num-query-groups 8
+    --kv-channels 128
+    --vocab-size 151936
+    --swiglu
+    --disable-bias-linear
+    --normalization RMSNorm --norm-epsilon 1e-6
+    --position-embedding-type rope --rotary-base 1000000
+    --qk-layernorm
+)
