@@ -1,4 +1,4 @@
-"""What the optimizers of both trainers share: the step, trained parameters, learning rate, Muon.
+"""What the optimizers of both trainers share: the step, learning rate, Muon.
 
 Muon orthogonalizes a weight matrix's momentum by Newton-Schulz iterations before the update:
 https://kellerjordan.github.io/posts/muon/, https://arxiv.org/abs/2502.16982. One iteration is the
@@ -8,10 +8,9 @@ polynomial aX + b(XX')X + c(XX')(XX')X, which drives all singular values of X to
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,23 +51,6 @@ def step_optimizer(
         {"grad_norm": MetricSum(total=grad_norm, count=1), "lr": MetricSum(total=lr, count=1)}
     )
     return result
-
-
-def trained_names(names: list[str], only: list[str] | None, freeze: list[str] | None) -> list[str]:
-    kept = [name for name in names if is_trained(name, only, freeze)]
-    return kept or refuse_nothing_trained(names)
-
-
-def is_trained(name: str, only: list[str] | None, freeze: list[str] | None) -> bool:
-    wanted = only is None or any(re.search(pattern, name) for pattern in only)
-    return wanted and not any(re.search(pattern, name) for pattern in freeze or ())
-
-
-def refuse_nothing_trained(names: list[str]) -> NoReturn:
-    raise ConfigError(
-        "--only-train-params-name-list and --freeze-params-name-list leave no parameter to train; "
-        f"names look like {names[0]!r} and {names[-1]!r}"
-    )
 
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slime.backends.param_names import check_freezing
 from slime.config.arguments import Args
 from slime.config.checks.file_checks import (
     check_chat_template,
     check_tokenizer,
     check_weights,
     check_writable,
+    weight_names,
 )
 from slime.config.datasets import DataSpec
 from slime.config.flags.rollout import ASYNC_ROLLOUT, PLAIN_ROLLOUT
@@ -25,6 +27,7 @@ from slime.runlog.earlier_runs import name_owner
 def check_inputs(args: Args) -> None:
     check_hooks(args)
     check_weights(args.hf_checkpoint)
+    _check_freezing(args)
     if not args.debug_train_only:
         check_tokenizer(args.hf_checkpoint)
     if args.apply_chat_template:
@@ -37,9 +40,16 @@ def check_what_is_here(args: Args) -> None:
     check_hooks(args)
     if any(Path(args.hf_checkpoint).glob("*.safetensors*")):
         check_weights(args.hf_checkpoint)
+        _check_freezing(args)
         if args.apply_chat_template:
             check_chat_template(args.hf_checkpoint)
     _check_data(args, only_existing=True)
+
+
+def _check_freezing(args: Args) -> None:
+    """Check the patterns against the tensors of the checkpoint, without loading any."""
+    if args.only_train_params_name_list is not None or args.freeze_params_name_list:
+        check_freezing(args, weight_names(args.hf_checkpoint))
 
 
 def check_outputs(args: Args) -> None:

@@ -23,7 +23,8 @@ from slime.backends.fsdp_utils.loading import (
 )
 from slime.backends.fsdp_utils.optimizer import ShardedOptimizer, muon_names
 from slime.backends.offload import Offloaded, return_unused
-from slime.backends.optim import step_optimizer, trained_names
+from slime.backends.optim import step_optimizer
+from slime.backends.param_names import Freezing
 from slime.core.packing import pack, unpack
 from slime.core.types import RolloutBatch, TrainBatch
 from slime.runlog.checkpoint_folder import find_checkpoint
@@ -72,10 +73,8 @@ class FSDPTrainRayActor(TrainRayActor):
 
     def _trained_names(self) -> list[str]:
         """Return the parameters to train; the freeze flags do not apply to a critic."""
-        names, args = list(self.model.params), self.args
-        if self.role == "critic":
-            return names
-        return trained_names(names, args.only_train_params_name_list, args.freeze_params_name_list)
+        names = list(self.model.params)
+        return names if self.role == "critic" else Freezing.of(self.args).trained(names)
 
     def _load_frozen(self, path: str) -> ShardedModel:
         """Load a model for inference; a Hugging Face folder may have a different architecture."""

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from slime.backends.fsdp_utils.loading import build_model
 from slime.backends.fsdp_utils.optimizer import muon_names
 from slime.backends.model_size import RankModel
-from slime.backends.optim import trained_names
+from slime.backends.param_names import Freezing
 from slime.utils.device import use_device
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) 
         local = {name: param.to_local() for name, param in model.params.items()}
         buffers = list(model.module.hf.buffers())
         matrices = muon_names(model.module.hf, model.params)
-    only, frozen = args.only_train_params_name_list, args.freeze_params_name_list
-    trained = set(local) if critic else set(trained_names(list(local), only, frozen))
+    trained = set(local) if critic else set(Freezing.of(args).trained(list(local)))
     once = _with_one_moment(args, trained, matrices)
     stateless = args.optimizer == "sgd" and not args.sgd_momentum
     twice = set() if stateless else trained - once

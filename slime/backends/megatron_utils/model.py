@@ -27,7 +27,7 @@ from slime.backends.megatron_utils.rope import (
     has_packed_rotary,
     install_fused_rotation,
 )
-from slime.backends.optim import is_trained, refuse_nothing_trained
+from slime.backends.param_names import Freezing, names_of, refuse_nothing_trained
 from slime.config import hook_types
 from slime.core.types import TrainBatch
 from slime.utils.device import current_device
@@ -56,22 +56,24 @@ def build_chunks(
 def freeze(args: Args, chunks: Sequence[torch.nn.Module], weights: WeightMap) -> None:
     """Set requires_grad by --only-train-params-name-list and --freeze-params-name-list.
 
-    Their patterns match Hugging Face names; a fused parameter is trained if any of its parts is.
+    `check_freezing` has refused patterns that match nothing or a part of a fused parameter.
     """
-    only, frozen = args.only_train_params_name_list, args.freeze_params_name_list
-    if only is None and not frozen:
+    freezing = Freezing.of(args)
+    if not freezing.is_set:
         return
     params = {_storage(param): param for chunk in chunks for param in chunk.parameters()}
-    names: list[str] = []
+    tied = weights.is_tied
+    hf_names: list[str] = []
     for weight in local_weights(chunks, weights, current_layout()):
         param = params.get(_storage(weight.tensor))
         if param is not None:
-            names += weight.match.hf_names
-            param.requires_grad_(any(is_trained(n, only, frozen) for n in weight.match.hf_names))
+            hf_names += weight.match.hf_names
+            names = [n for hf in weight.match.hf_names for n in names_of(hf, tied=tied)]
+            param.requires_grad_(freezing.is_trained([weight.name, *names]))
     count = torch.tensor(sum(p.requires_grad for p in params.values()), device=current_device())
     dist.all_reduce(count)
     if not count:
-        refuse_nothing_trained(names)
+        refuse_nothing_trained(hf_names)
 
 
 def wrap_chunks(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from slime.config.checks.engine_checks import check_engine
 from slime.config.checks.layout_checks import check_cluster
 from slime.config.derive import context_limit
@@ -244,7 +246,15 @@ def check_lengths(draft: Draft) -> None:
 
 
 def check_patterns(draft: Draft) -> None:
-    """Check the paths in which a rollout's number is filled in."""
+    """Check the paths in which a rollout's number is filled in, and regular expressions."""
+    for name in ("only_train_params_name_list", "freeze_params_name_list"):
+        for pattern in draft[name] or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(
+                    f"{option_of(name)} {pattern} is not a regular expression: {error}"
+                ) from None
     for name in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data"):
         _check_pattern(draft, name, {"rollout_id"})
     _check_pattern(draft, "save_debug_train_data", {"rollout_id", "rank"})

@@ -159,6 +159,20 @@ def check_weights(folder: str, flag: str = "--hf-checkpoint") -> None:
             )
 
 
+def weight_names(folder: str, flag: str = "--hf-checkpoint") -> list[str]:
+    """Return the names of all tensors in the safetensors files of a folder."""
+    index = Path(folder) / _INDEX
+    if index.exists():
+        _weight_files(Path(folder), flag)  # raises for an index that cannot be read
+        return list(json.loads(index.read_text())["weight_map"])
+    names = []
+    for file in _weight_files(Path(folder), flag):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        names += [name for name in header if name != "__metadata__"]
+    return names
+
+
 def check_writable(folder: str | Path, flag: str) -> None:
     """Create the folder and a file in it, so that a failure shows now and not at the first save."""
     if Path(folder).is_file():

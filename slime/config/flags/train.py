@@ -47,10 +47,12 @@ class Model:
         False, "recompute the loss in the backward pass instead of keeping its activations"
     )
     only_train_params_name_list: list[str] | None = flag(
-        None, "regular expressions; only parameters whose HF name matches one are trained"
+        None,
+        "regular expressions; only parameters whose HF or Megatron name matches one are trained",
     )
     freeze_params_name_list: list[str] | None = flag(
-        None, "regular expressions; parameters whose HF name matches one are not trained"
+        None,
+        "regular expressions; parameters whose HF or Megatron name matches one are not trained",
     )
     qkv_format: Literal["thd", "bshd"] = flag("thd", "packed sequences (thd) or padded ones (bshd)")
     custom_megatron_init_path: str | None = flag(

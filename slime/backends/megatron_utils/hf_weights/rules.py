@@ -76,6 +76,11 @@ class WeightMap:
     rules: tuple[Rule, ...]
     untrained: tuple[str, ...] = ()
 
+    @property
+    def is_tied(self) -> bool:
+        """Return whether the output layer has the weights of the embedding."""
+        return any(rule.megatron == "output_layer.weight" and rule.load_only for rule in self.rules)
+
     def match(self, name: str) -> Match | None:
         """Return the match of a Megatron name with global layer and expert indices."""
         name = canonical(name)
