@@ -137,6 +137,32 @@ def newest_first(args, rollout_id, buffer, num_samples):
     return [buffer.pop() for _ in range(min(num_samples, len(buffer)))]
 
 
+def hook_that_notes(args, sample):
+    seen.append((sample.index, sample.reward))
+
+
+async def hook_that_splits(args, sample):
+    """Two samples instead of each, with rewards of their own."""
+    second = sample.clone()
+    sample.reward, second.reward = 0.25, 0.75
+    return [sample, second]
+
+
+def hook_that_fails_on_odd(args, sample):
+    tokens, sample.tokens = sample.tokens, []
+    if sample.index % 2:
+        raise RuntimeError("no such column")
+    sample.tokens = tokens
+
+
+def hook_without_reward(args, sample):
+    sample.reward = None
+
+
+def hook_that_drops(args, sample):
+    return []
+
+
 def remove_long(args, groups):
     for group in groups:
         for sample in group:

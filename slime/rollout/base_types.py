@@ -101,6 +101,10 @@ class BufferFilter(Protocol):
     ) -> list[Group]: ...
 
 
+class RolloutSampleHook(Protocol):
+    def __call__(self, args: Args, sample: Sample) -> Sample | list[Sample] | None: ...
+
+
 class RolloutSampleFilter(Protocol):
     def __call__(self, args: Args, groups: list[Group]) -> None: ...
 

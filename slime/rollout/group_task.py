@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from slime.core.errors import UserError
 from slime.core.types import Group, Sample, Status
 from slime.data.tokenizer import eos_token_id
-from slime.rollout.base_types import GenerateFunction, Reward
+from slime.rollout.base_types import GenerateFunction, Reward, RolloutSampleHook
 from slime.rollout.context import RolloutContext, current_generation, is_aborting
-from slime.rollout.hook_calls import run_hook
-from slime.rollout.rm_hub import async_rm, check_number, group_rm
+from slime.rollout.hook_calls import call_function, run_hook
+from slime.rollout.rm_hub import async_rm, check_number, check_reward, group_rm
 from slime.rollout.samples import fill_empty_response, group_index, mark_failed
 from slime.rollout.sampling import SamplingParams, generate
 from slime.utils.http import gather
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GENERATE_TIMEOUT_S = 7200.0  # of a custom function, the same as of one request to an engine
+SAMPLE_HOOK_TIMEOUT_S = 600.0
 _ABORT_EVERY_S = 1.0
 _ABORT_TIMEOUT_S = 60.0
 _GENERATED = (Status.COMPLETED, Status.TRUNCATED)
@@ -43,7 +44,7 @@ async def run_group(
     ABORTED samples are not scored. A wrong setting (UserError) ends the run; any other exception of a
     hook marks its sample FAILED.
     """
-    score_alone = not args.group_rm
+    score_alone, is_new = not args.group_rm, not all(map(_is_finished, group))
     trajectories = await gather(
         _run_sample(args, sample, sampling_params, evaluation, score_alone, on_sample)
         for sample in group
@@ -51,6 +52,10 @@ async def run_group(
     samples = [sample for trajectory in trajectories for sample in trajectory]
     if not score_alone:
         await _score_group(args, samples, evaluation)
+        if is_new and not evaluation and not any(s.status == Status.ABORTED for s in samples):
+            pairs = zip(trajectories, group, strict=True)
+            trajectories = await gather(_call_sample_hook(args, *pair) for pair in pairs)
+            samples = [sample for trajectory in trajectories for sample in trajectory]
     for sample in samples:
         if sample.response_length == 0 and sample.status != Status.ABORTED:
             fill_empty_response(sample, eos_token_id(args.hf_checkpoint))
@@ -65,7 +70,7 @@ async def _run_sample(
     score: bool,
     on_sample: Callable[[Sample], None],
 ) -> list[Sample]:
-    if sample.status in _GENERATED and sample.reward is not None:  # finished in an earlier rollout
+    if _is_finished(sample):  # in an earlier rollout
         return [sample]
     samples = [sample]
     if sample.status not in _GENERATED:
@@ -77,7 +82,11 @@ async def _run_sample(
         if score and one.status in _GENERATED and one.reward is None:
             await _mark_failures("reward", [one], _score(args, one, evaluation))
         on_sample(one)
-    return samples
+    return await _call_sample_hook(args, samples, sample) if score and not evaluation else samples
+
+
+def _is_finished(sample: Sample) -> bool:
+    return sample.status in _GENERATED and sample.reward is not None
 
 
 def _assign_indices(samples: list[Sample], original: Sample) -> None:
@@ -174,6 +183,45 @@ def _check_key(args: Args, reward: Reward, evaluation: bool) -> Reward:
             f"the reward is a dictionary: set {flag} to one of {sorted(map(str, reward))}{is_now}"
         )
     return {**reward, key: check_number(reward[key], f"{key!r} of the reward")}
+
+
+async def _call_sample_hook(args: Args, samples: list[Sample], original: Sample) -> list[Sample]:
+    """Return the samples of one trajectory as `--rollout-sample-hook-path` leaves them."""
+    path = args.rollout_sample_hook_path
+    if path is None:
+        return samples
+    flag = "--rollout-sample-hook-path"
+    fn = load_function(path, flag=flag, protocol=RolloutSampleHook)
+    results: list[Sample] = []
+    for one in samples:
+        if not _is_finished(one):
+            results.append(one)
+            continue
+        before = one.clone()  # a hook that fails half way may leave inconsistent fields
+        call = _hook_results(args, fn, one, f"{flag} {path}")
+        results += await _mark_failures("sample hook", [before], call) or [before]
+    _assign_indices(results, original)
+    return results
+
+
+async def _hook_results(
+    args: Args, fn: RolloutSampleHook, sample: Sample, where: str
+) -> list[Sample]:
+    generation = current_generation()
+    result = await call_function(
+        fn,
+        args,
+        sample,
+        name=where,
+        kind="sample hooks",
+        timeout_s=SAMPLE_HOOK_TIMEOUT_S,
+        calls=None if generation is None else generation.hook_calls,
+    )
+    samples = [sample] if result is None else result if isinstance(result, list) else [result]
+    _check_generated(samples, where)
+    for one in samples:
+        one.reward = _check_key(args, check_reward(one.reward, where), evaluation=False)
+    return samples
 
 
 async def _mark_failures(

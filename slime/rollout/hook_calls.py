@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import inspect
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from slime.utils.http import background_loop
+from slime.utils.load_function import is_async
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -142,6 +144,37 @@ async def run_hook(
     if error is not None and not isinstance(error, Exception):
         raise HookEndedError(f"{type(error).__name__}: {error}") from error
     return task.result()
+
+
+async def call_function(
+    fn: Callable[..., Any],
+    *args: Any,
+    name: str,
+    kind: str,
+    timeout_s: float,
+    calls: HookCalls | None = None,
+) -> Any:
+    """Call a user's function by `run_hook`: async ones on the second event loop, plain ones in a thread.
+
+    One that is slow or blocks delays other calls of its `kind` at most, never the generation.
+    """
+    timer = HookTimer(hook_queue(f"{'async' if is_async(fn) else 'plain'} {kind}"))
+
+    def timed() -> Any:
+        with timer.running():
+            return fn(*args)
+
+    async def timed_await(result: Awaitable[Any]) -> Any:
+        with timer.running():
+            return await result
+
+    async def call() -> Any:
+        if is_async(fn):
+            return await on_hook_loop(timed_await(fn(*args)))
+        result = await in_thread(timed)
+        return await on_hook_loop(timed_await(result)) if inspect.isawaitable(result) else result
+
+    return await run_hook(call(), name=name, timeout_s=timeout_s, timer=timer, calls=calls)
 
 
 async def on_hook_loop(coroutine: Coroutine[Any, Any, T]) -> T:

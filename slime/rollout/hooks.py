@@ -24,6 +24,7 @@ HOOKS: dict[str, type] = {
     "custom_rm_path": rollout.RewardFunction,
     "dynamic_sampling_filter_path": rollout.DynamicSamplingFilter,
     "buffer_filter_path": rollout.BufferFilter,
+    "rollout_sample_hook_path": rollout.RolloutSampleHook,
     "rollout_sample_filter_path": rollout.RolloutSampleFilter,
     "rollout_all_samples_process_path": rollout.AllSamplesProcess,
     "rollout_data_postprocess_path": trainer.RolloutDataPostprocess,

@@ -32,8 +32,8 @@ def restart(sample: Sample) -> Sample:
 def mark_failed(sample: Sample, stage: str, error: Exception) -> None:
     """Mark the sample FAILED: it stays in its group with reward 0 and no weight in the loss.
 
-    `metadata["error"]` is the exception, `metadata["error_stage"]` is "generate" or "reward". Group
-    statistics ignore FAILED samples.
+    `metadata["error"]` is the exception, `metadata["error_stage"]` is "generate", "reward" or
+    "sample hook". Group statistics ignore FAILED samples.
     """
     sample.status = Status.FAILED
     sample.reward = 0.0

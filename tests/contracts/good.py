@@ -60,6 +60,11 @@ def buffer_filter_path(args, rollout_id, buffer, num_samples):
     return taken
 
 
+async def rollout_sample_hook_path(args, sample):
+    sample.metadata["hooked"] = sample.reward
+    return [sample, sample.clone()] if sample.index == 0 else sample
+
+
 def rollout_sample_filter_path(args, groups):
     groups[0][0].remove_sample = True
 

@@ -41,6 +41,10 @@ def buffer_filter_path(*args):
     return [args[2].pop()]
 
 
+def rollout_sample_hook_path(args, sample):
+    pass
+
+
 def rollout_sample_filter_path(args, groups):
     pass
 

@@ -119,6 +119,14 @@ def test_buffer_filter(tmp_path, module, engine):
 
 
 @BOTH
+def test_sample_hook(tmp_path, module, engine):
+    path = f"{module.__name__}.rollout_sample_hook_path"
+    output = rollout(tmp_path, rollout_sample_hook_path=path)
+    assert [len(group) for group in output.samples] == ([3, 2] if module is good else [2, 2])
+    assert all(("hooked" in s.metadata) == (module is good) for s in flat(output))
+
+
+@BOTH
 def test_sample_filter_and_all_samples(tmp_path, module, engine):
     output = rollout(
         tmp_path,

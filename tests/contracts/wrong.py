@@ -30,6 +30,10 @@ def buffer_filter_path(buffer, num_samples):
     return []
 
 
+def rollout_sample_hook_path(sample):
+    pass
+
+
 def rollout_sample_filter_path(args):
     pass
 

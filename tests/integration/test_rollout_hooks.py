@@ -115,6 +115,64 @@ def test_a_timeout_of_the_hook_is_told_as_it_was(tmp_path, fake_engines):
         run_once(tmp_path, custom_rm_path=f"{HOOKS}.reward_times_out")
 
 
+def test_sample_hook_sees_each_sample_once_with_its_reward(tmp_path, fake_engines):
+    fake_engines()
+    args = rollout_args(
+        tmp_path,
+        custom_rm_path=f"{HOOKS}.reward_length",
+        rollout_sample_hook_path=f"{HOOKS}.hook_that_notes",
+    )
+    source = RolloutDataSourceWithBuffer(args)
+    (group,) = source.get_samples(1)
+    first = group[0]  # finished in an earlier rollout, which called the hook
+    first.tokens, first.status, first.reward = [1], Status.COMPLETED, 9.0
+    first.append_response_tokens(tokens=[2], log_probs=[-1.0])
+    source.add_samples([group])
+    output = generate_rollout(args, 0, source)
+    assert sorted(rollout_hooks.seen) == [(1, 2.0), (2, 2.0), (3, 2.0)]
+    assert [s.reward for s in flat(output)] == [9.0, 2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("group_rm", [False, True])
+def test_sample_hook_may_split_a_trajectory_before_the_filters(tmp_path, fake_engines, group_rm):
+    fake_engines()
+    output = run_once(
+        tmp_path,
+        group_rm=group_rm,
+        custom_rm_path=f"{HOOKS}.reward_{'group' if group_rm else 'length'}",
+        custom_generate_function_path=f"{HOOKS}.generate_two_samples",
+        rollout_sample_hook_path=f"{HOOKS}.hook_that_splits",
+        rollout_all_samples_process_path=f"{HOOKS}.note_all_groups",
+    )
+    assert [len(group) for group in output.samples] == [8, 8]
+    assert [s.rollout_id for s in flat(output)] == [i for i in range(4) for _ in range(4)]
+    assert len({s.index for s in flat(output)}) == 16
+    assert [s.reward for s in flat(output)] == [0.25, 0.75] * 8
+    assert output.metrics["rollout/reward_mean"] == 0.5
+
+
+def test_sample_hook_that_fails_marks_its_sample_only(tmp_path, fake_engines):
+    fake_engines()
+    output = run_once(tmp_path, rollout_sample_hook_path=f"{HOOKS}.hook_that_fails_on_odd")
+    samples = flat(output)
+    assert [s.status for s in samples] == [Status.COMPLETED, Status.FAILED] * 2
+    assert {s.metadata["error_stage"] for s in samples[1::2]} == {"sample hook"}
+    assert all(len(s.tokens) > s.response_length > 0 for s in samples)
+
+
+@pytest.mark.parametrize(
+    ("hook", "sentence"),
+    [
+        ("hook_without_reward", "hook_without_reward returned None; expected a number"),
+        ("hook_that_drops", r"returned \[\]; expected a Sample or a list of Samples"),
+    ],
+)
+def test_sample_hook_with_a_wrong_result_is_said(tmp_path, fake_engines, hook, sentence):
+    fake_engines()
+    with pytest.raises(UserError, match=sentence):
+        run_once(tmp_path, rollout_sample_hook_path=f"{HOOKS}.{hook}")
+
+
 def test_sample_filter_and_all_samples_hook(tmp_path, fake_engines):
     fake_engines(lambda r: Reply(text="a" if r.prompt.startswith("0") else "aaaa"))
     output = run_once(

@@ -67,7 +67,7 @@ seed=1234 clip-grad=1.0 lr=1e-06 optimizer=adam min-lr=0.0 lr-decay-style=linear
 lr-warmup-fraction lr-decay-iters weight-decay=0.01 adam-beta1=0.9 adam-beta2=0.999 adam-eps=1e-08
 sgd-momentum=0.9 muon-momentum=0.95 muon-use-nesterov muon-num-ns-steps=5 muon-scale-mode=spectral
 muon-extra-scale-factor=1.0
-rm-type reward-key eval-reward-key group-rm rm-url allow-row-rm-types=[] rm-grading=lenient allow-unsandboxed-code custom-rm-path custom-reward-post-process-path
+rm-type reward-key eval-reward-key group-rm rm-url allow-row-rm-types=[] rm-grading=lenient rollout-sample-hook-path allow-unsandboxed-code custom-rm-path custom-reward-post-process-path
 custom-convert-samples-to-train-data-path use-fault-tolerance=True
 phase-timeout-minutes={} rollout-health-check-interval=30.0 rollout-health-check-timeout=30.0
 rollout-health-check-first-wait=0.0 rollout-no-engine-timeout=1800.0 use-wandb wandb-mode wandb-dir wandb-key wandb-host wandb-team

@@ -95,6 +95,12 @@ class Rollout:
         "fn(args, rollout_id, buffer, num_samples) -> groups taken from the buffer",
         unless=equals("data_source_path", PLAIN_SOURCE, note="which has no buffer"),
     )
+    rollout_sample_hook_path: str | None = flag(
+        None,
+        "fn(args, sample) -> None, Sample or list of samples, async or not: called once for each "
+        "finished sample of training, with its reward and before the filters",
+        unless=_SFT,
+    )
     rollout_sample_filter_path: str | None = flag(
         None, "fn(args, groups) that sets sample.remove_sample", unless=_SFT
     )

@@ -5,9 +5,7 @@ The built-in types are listed in `slime/config/reward_types.py`, which names the
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +16,10 @@ from slime.core.errors import ConfigError
 from slime.core.types import Sample
 from slime.rollout.base_types import GroupRewardFunction, Reward, RewardArgs, RewardFunction
 from slime.rollout.context import current_generation
-from slime.rollout.hook_calls import HookTimer, hook_queue, in_thread, on_hook_loop, run_hook
+from slime.rollout.hook_calls import call_function
 from slime.rollout.rm_hub.math_reward import last_boxed
 from slime.utils.http import gather
-from slime.utils.load_function import is_async, load_function
+from slime.utils.load_function import load_function
 from slime.utils.reasoning_tasks import METADATA_KEY
 
 CUSTOM_TIMEOUT_S = 600.0
@@ -114,26 +112,8 @@ def _custom_path(args: RewardArgs, sample: Sample) -> tuple[str | None, str]:
 
 
 async def _call(fn: Any, args: RewardArgs, samples: Sample | list[Sample], what: str) -> Any:
-    """Run async functions on the second event loop and plain ones in a thread.
-
-    One that is slow or blocks delays other rewards at most, never the generation.
-    """
-    timer = HookTimer(hook_queue("async rewards" if is_async(fn) else "plain rewards"))
-
-    def timed() -> Any:
-        with timer.running():
-            return fn(args, samples)
-
-    async def timed_await(result: Awaitable[Any]) -> Any:
-        with timer.running():
-            return await result
-
-    async def call() -> Any:
-        if is_async(fn):
-            return await on_hook_loop(timed_await(fn(args, samples)))
-        result = await in_thread(timed)
-        return await on_hook_loop(timed_await(result)) if inspect.isawaitable(result) else result
-
     generation = current_generation()
     calls = None if generation is None else generation.hook_calls
-    return await run_hook(call(), name=what, timeout_s=CUSTOM_TIMEOUT_S, timer=timer, calls=calls)
+    return await call_function(
+        fn, args, samples, name=what, kind="rewards", timeout_s=CUSTOM_TIMEOUT_S, calls=calls
+    )
