@@ -10,6 +10,7 @@ Flags are declared in `slime/config/flags/`; nothing outside this module and tha
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import Any
 
 from slime.config.checks.combinations import check_all
@@ -18,6 +19,7 @@ from slime.config.checks.file_checks import check_files
 from slime.config.checks.model_checks import check_model
 from slime.config.datasets import EvalDataset
 from slime.config.derive import derive
+from slime.config.engine_groups import ServedModel, engines_of
 from slime.config.env import read_env
 from slime.config.flags.draft import Draft, Origin, check_values
 from slime.config.flags.parser import read_command_line, read_config
@@ -42,6 +44,7 @@ class Args(OwnFlags):
     precision: str  # "bf16" or "fp32"
     deterministic: bool
     eval_datasets: list[EvalDataset]
+    engine_models: list[ServedModel]  # of --sglang-config; empty: one group of equal engines
     warnings: tuple[str, ...]
 
     def __init__(
@@ -146,14 +149,12 @@ def placement_lines(args: Args) -> list[str]:
     """Return the GPUs, or CPU processes, of trainer and engines, and the sizes of a rollout."""
     unit = "GPU" if count_gpus() else "CPU process"
     training = args.actor_num_nodes * args.actor_num_gpus_per_node
-    engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
     layout = "colocated: the engines share them" if args.colocate else "disaggregated"
     total = training if args.colocate else training + args.rollout_num_gpus
     nodes = f"{args.actor_num_nodes} x {args.actor_num_gpus_per_node}"
     return [
         f"trainer    {_count(training, unit)} ({nodes}), {args.train_backend}, {args.precision}",
-        f"engines    {engines} of {_count(args.rollout_num_gpus_per_engine, unit)} each, "
-        f"{args.rollout_engine}",
+        *(f"engines    {line}, {args.rollout_engine}" for line in _engine_lines(args, unit)),
         f"in all     {_count(total, unit)}, {layout}",
         f"weights    {args.update_weight_transport}, {args.update_weight_buffer_size / 2**20:g} MiB "
         "at a time" + (", verified" if args.check_weight_update_equal else ", not verified"),
@@ -162,6 +163,21 @@ def placement_lines(args: Args) -> list[str]:
         f"{_count(args.num_steps_per_rollout, 'step')} x {args.global_batch_size} samples",
         f"run        {args.num_rollout} rollouts, "
         f"{_count(args.num_rollout * args.num_steps_per_rollout, 'optimizer step')}",
+    ]
+
+
+def _engine_lines(args: Args, unit: str) -> list[str]:
+    """Return one line for each kind of engine, such as "judge (frozen): 2 of 1 GPU each"."""
+    if not args.engine_models:
+        engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
+        return [f"{engines} of {_count(args.rollout_num_gpus_per_engine, unit)} each"]
+    kinds = Counter(
+        (spec.model, "" if spec.update_weights else " (frozen)", spec.worker_type, len(spec.gpus))
+        for spec in engines_of(args)
+    )
+    return [
+        f"{model}{frozen}: {count} {role} of {_count(size, unit)} each"
+        for (model, frozen, role, size), count in kinds.items()
     ]
 
 
@@ -185,6 +201,8 @@ def _grouped(args: Args) -> dict[str, list[tuple[str, Any, str]]]:
 def _text(value: Any) -> str:
     if isinstance(value, list) and value and hasattr(value[0], "path"):  # evaluation datasets
         return ", ".join(f"{item.name} ({item.path})" for item in value)
+    if isinstance(value, list) and value and isinstance(value[0], ServedModel):
+        return ", ".join(f"{item.name} ({item.model_path})" for item in value)
     return "-" if value is None else str(value)
 
 

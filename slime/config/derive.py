@@ -14,6 +14,7 @@ from slime.config.flags.registry import foreign_flags, own_flags
 from slime.config.flags.rollout import OPD_REWARD, SFT_ROLLOUT
 from slime.config.flags.spec import option_of
 from slime.config.installed import find_sglang
+from slime.config.sglang_config import derive_models, derive_split, derive_total
 from slime.core.errors import ConfigError
 
 
@@ -98,7 +99,9 @@ def _derive_cluster(draft: Draft) -> None:
     if not draft.given("distributed_backend") and not draft.gpus:
         draft.derive("distributed_backend", "gloo")
     _derive_engine_size(draft)
+    derive_models(draft)
     _derive_placement(draft)
+    derive_split(draft)
     for name in ("offload_train", "offload_rollout"):
         if (draft["offload"] or draft["colocate"]) and not draft.given(name):
             draft.derive(name, True)
@@ -122,7 +125,10 @@ def _derive_placement(draft: Draft) -> None:
     training = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
     if draft["debug_train_only"] or _needs_no_engine(draft):
         draft.derive("rollout_num_gpus", 0)
+        draft.derive("engine_models", [])
         return
+    if draft["engine_models"]:
+        return derive_total(draft, training)
     if draft["rollout_external"]:
         draft.derive("rollout_num_gpus", len(draft["rollout_external_engine_addrs"] or ()))
         return
@@ -243,7 +249,7 @@ OUTPUTS = (
 _RESUMED_FROM = {"load": "save", "critic_load": "critic_save"}
 _CHECKPOINTS = ("save", "critic_save", *_RESUMED_FROM)
 _PATTERNS = ("save_hf", "save_debug_rollout_data", "save_debug_train_data")
-_INPUTS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "eval_config")
+_INPUTS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "eval_config", "sglang_config")
 _DATA = ("prompt_data", "eval_prompt_data")
 _FOREIGN = re.compile(r"_(path|dir|file)$")
 

@@ -49,6 +49,13 @@ def _count_present() -> int:
     return files if files == devices else len(gpus()) or devices
 
 
+@cache
+def has_package(python: str, package: str) -> bool:
+    """Return whether another interpreter has a package."""
+    ask = "import importlib.util as u, sys; raise SystemExit(u.find_spec(sys.argv[1]) is None)"
+    return subprocess.run([python, "-c", ask, package]).returncode == 0
+
+
 @dataclass(kw_only=True, frozen=True)
 class SGLangInstall:
     python: str  # the interpreter to start servers with

@@ -16,7 +16,7 @@ from slime.core.rollout_batch import CriticColumns, RolloutBatch, Schedule
 from slime.core.train_batch import LossInputs, LossOutput, MetricSum, TrainBatch
 
 __all__ = [
-    "CriticColumns", "EngineInfo", "Group", "LossInputs", "LossOutput", "MetricSum", "ParallelInfo",
+    "CriticColumns", "EngineInfo", "Group", "LossInputs", "LossOutput", "MetricSum", "ModelAddress", "ParallelInfo",
     "RolloutBatch", "Sample", "Schedule", "Status", "TrainBatch",
 ]  # fmt: skip
 
@@ -172,6 +172,16 @@ class EngineInfo:
     device_ids: tuple[str, ...] = ("cpu",)
     kind: str = "slime"  # "slime" or "sglang"
     version: str = ""  # of the server, for external engines
+    role: str = "regular"  # or "prefill" or "decode", which serve requests together
+    bootstrap_port: int | None = None  # of a prefill engine
+
+
+@dataclass(kw_only=True, frozen=True)
+class ModelAddress:
+    """Where the requests for one served model go: to its engines, or to the router in front of them."""
+
+    urls: list[str]
+    router: str | None = None
 
 
 # ---- results that actors return to the driver

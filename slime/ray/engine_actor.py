@@ -112,7 +112,14 @@ class EngineActor:
             self._wait(url, label)
             facts = {"port": ports.server, "pid": self.process.pid}
             self._file.with_suffix(".port").write_text(json.dumps(facts))
-            return EngineInfo(url=url, device_ids=tuple(devices), kind="sglang")
+            role = self.args.sglang_disaggregation_mode or "regular"
+            return EngineInfo(
+                url=url,
+                device_ids=tuple(devices),
+                kind="sglang",
+                role=role,
+                bootstrap_port=ports.bootstrap if role == "prefill" else None,
+            )
         return None
 
     def remove_config(self) -> None:

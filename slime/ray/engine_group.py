@@ -10,8 +10,9 @@ from typing import Any
 from ray.exceptions import RayActorError, RayError
 
 from slime.config.arguments import Args
+from slime.config.engine_groups import engines_of
 from slime.core.errors import UserError
-from slime.core.types import EngineInfo
+from slime.core.types import EngineInfo, ModelAddress
 from slime.ray.engine_actor import EngineHandle
 from slime.ray.watch import LostError, Member, first_line
 from slime.serving.external import ExternalGroup
@@ -48,14 +49,19 @@ def make_engine_group(
 
 
 class EngineGroup:
-    """`options`: for each engine Ray's options of each of its GPUs."""
+    """`options`: for each engine Ray's options of each of its GPUs.
+
+    Engines of frozen models are started, checked, replaced and put to sleep like the others; they are never
+    sent weights.
+    """
 
     def __init__(self, args: Args, options: list[list[dict[str, Any]]], *, token: str):
         self.args, self.options, self.token = args, options, token
         self.unsynced: list[EngineInfo] = []  # restarted, without the current weights so far
         self.all: list[EngineInfo] = []
         self._down: set[int] = set()  # could not be restarted so far
-        self._router: Router | None = None
+        self._specs = engines_of(args)[: len(options)]
+        self._routers: dict[str, Router] = {}  # by model
         self._handles: list[EngineHandle] = []
         self._starting: list[Future[EngineInfo]] = []
         self._start_retries = _START_RETRIES
@@ -65,7 +71,10 @@ class EngineGroup:
 
     def start(self) -> None:
         """Start every server in the background; `wait` returns when they are up."""
-        self._handles = [EngineHandle(self.args, i, o) for i, o in enumerate(self.options)]
+        self._handles = [
+            EngineHandle(spec.args, index, options)
+            for index, (spec, options) in enumerate(zip(self._specs, self.options, strict=True))
+        ]
         self._starting = [start_in_thread(handle.start) for handle in self._handles]
 
     def wait(self, notify: Callable[[str], None] = lambda text: None) -> None:
@@ -123,8 +132,16 @@ class EngineGroup:
 
     @property
     def infos(self) -> list[EngineInfo]:
-        """Engines that are up."""
-        return [info for index, info in enumerate(self.all) if index not in self._down]
+        """Engines that are up and receive weights."""
+        return [self.all[index] for index in self._up() if self._specs[index].update_weights]
+
+    @property
+    def serving(self) -> list[EngineInfo]:
+        """Engines that are up, of all models."""
+        return [self.all[index] for index in self._up()]
+
+    def _up(self) -> list[int]:
+        return [index for index in range(len(self.all)) if index not in self._down]
 
     def failed(self, *, paused: bool = False) -> list[int]:
         """Return the indices of engines that died or hang."""
@@ -136,8 +153,9 @@ class EngineGroup:
     def restart(self, index: int, notify: Callable[[str], None] = lambda text: None) -> str:
         """Start a new server in place of a failed one; return a line that says how it went.
 
-        `notify` is called first, because a start takes from seconds to many minutes. The server holds `--hf-checkpoint` until the next update. Whatever goes wrong, the actor's death
-        included, leaves the engine down until the next health check tries again.
+        `notify` is called first, because a start takes from seconds to many minutes. The server holds the
+        weights of its folder until the next update. Whatever goes wrong, the actor's death included, leaves
+        the engine down until the next health check tries again.
         """
         if index not in self._down:
             notify(f"engine {index} failed: it is dead, hangs, or failed a call; starting it again")
@@ -156,26 +174,43 @@ class EngineGroup:
                 f"{first_line(error)}{waits}"
             )
         self._down.discard(index)
-        self.unsynced.append(self.all[index])
+        if self._specs[index].update_weights:
+            self.unsynced.append(self.all[index])
         return f"engine {index} failed and was started again"
 
     def admit(self) -> None:
         """Note that all of them hold the current weights."""
         self.unsynced = []
 
-    def route(self, urls: list[str]) -> str | None:
-        """Make the router, if there is one, use these engines; return its address."""
-        if self._router is None:
-            self._router = make_router(self.args, len(self._handles), own_host(), self.token)
-        if self._router is None:
-            return None
-        if not self._router.alive():
-            self._router.start()
-        self._router.set_workers(urls)
-        return self._router.url
+    def route(self, engines: list[EngineInfo]) -> dict[str, ModelAddress]:
+        """Make the routers, where there are any, use these engines; return each model's address."""
+        models = [self._specs[self.all.index(info)].model for info in engines]
+        served = {
+            spec.model: [i for i, m in zip(engines, models, strict=True) if m == spec.model]
+            for spec in self._specs
+        }
+        return {
+            model: ModelAddress(
+                urls=[info.url for info in infos], router=self._route_one(model, infos)
+            )
+            for model, infos in served.items()
+        }
+
+    def _route_one(self, model: str, engines: list[EngineInfo]) -> str | None:
+        if model not in self._routers:
+            specs = [spec for spec in self._specs if spec.model == model]
+            router = make_router(self.args, specs, own_host(), self.token)
+            if router is None:
+                return None
+            self._routers[model] = router
+        router = self._routers[model]
+        if not router.alive():
+            router.start()
+        router.set_workers(engines)
+        return router.url
 
     def router_lost(self) -> bool:
-        return self._router is not None and not self._router.alive()
+        return any(not router.alive() for router in self._routers.values())
 
     def release(self) -> None:
         """Release the device's memory to the trainer; the engines must be idle.
@@ -183,8 +218,13 @@ class EngineGroup:
         Raises EngineCallError for engines that did not; the others have released theirs, or do so in
         the next call.
         """
-        holding = [info for info in self.infos if not self._released.get(info.url)]
-        if not self.args.offload_rollout or not holding:
+        holding = [
+            self.all[index]
+            for index in self._up()
+            if self._specs[index].args.offload_rollout
+            and not self._released.get(self.all[index].url)
+        ]
+        if not holding:
             return
         self._on_each(holding, self._flush)
         if any(info.kind == "sglang" for info in holding):
@@ -196,7 +236,7 @@ class EngineGroup:
 
         SGLang exits if it is asked for more than that, or if the memory is no longer free.
         """
-        without = [info for info in self.infos if tag in self._released.get(info.url, ())]
+        without = [info for info in self.serving if tag in self._released.get(info.url, ())]
         try:
             self._on_each(without, lambda info: self._resume_one(info, tag))
         except EngineCallError as error:
@@ -238,11 +278,11 @@ class EngineGroup:
         return "\n".join(self._handles[index].last_lines(15) for index in engines)
 
     def _has_released(self) -> bool:
-        return any(self._released.get(info.url) for info in self.infos)
+        return any(self._released.get(info.url) for info in self.serving)
 
     def stop(self) -> None:
-        if self._router is not None:
-            self._router.stop()
+        for router in self._routers.values():
+            router.stop()
         for wait in [handle.stop() for handle in self._handles]:
             wait()
         self._handles, self.all = [], []

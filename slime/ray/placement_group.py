@@ -23,6 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.config.arguments import Args
+from slime.config.engine_groups import gpu_ranges
 from slime.core.errors import ConfigError, UserError
 
 # A slot is a process, not a core: any layout can be rehearsed on a laptop.
@@ -60,11 +61,9 @@ def plan_layout(
     train = args.actor_num_nodes * args.actor_num_gpus_per_node if with_trainer else 0
     rollout = args.rollout_num_gpus if with_engines else 0
     first = 0 if args.colocate else train
-    per_engine = args.rollout_num_gpus_per_engine
-    engines = [
-        list(range(first + start, first + start + per_engine))
-        for start in range(0, rollout - per_engine + 1, per_engine)
-    ]
+    models = args.engine_models if with_engines else ()
+    ranges = gpu_ranges(models, rollout, args.rollout_num_gpus_per_engine)
+    engines = [[first + gpu for gpu in gpus] for gpus in ranges]
     total = max(train, rollout) if args.colocate else train + rollout
     return Layout(
         num_bundles=total,
@@ -175,10 +174,10 @@ def node_of_bundle(layout: Layout, nodes: list[Node]) -> list[Node]:
     trained = len(layout.trainer)
     per_node = trained // layout.trainer_nodes
     others = nodes[layout.trainer_nodes :] or nodes
-    rest = layout.num_bundles - trained
-    per_engine = len(layout.engines[0]) if layout.engines else 1
+    engine_of = {bundle: i for i, bundles in enumerate(layout.engines) for bundle in bundles}
     return [nodes[number // per_node] for number in range(trained)] + [
-        others[number // per_engine % len(others)] for number in range(rest)
+        others[engine_of.get(bundle, 0) % len(others)]
+        for bundle in range(trained, layout.num_bundles)
     ]
 
 

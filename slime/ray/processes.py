@@ -138,8 +138,9 @@ def _on_stop(stack: ExitStack, stop: Callable[[], None]) -> None:
 
 
 def _engine_token(args: Args) -> str:
-    """Return the key of the engines' routes; external engines have their owner's."""
-    return (read_env().engine_token or "") if args.rollout_external else secrets.token_hex(16)
+    """Return the key of the engines' routes; external engines, and an external router, have their owner's."""
+    owners = read_env().engine_token if args.rollout_external or args.sglang_router_ip else None
+    return owners or ("" if args.rollout_external else secrets.token_hex(16))
 
 
 def _env(placement: Placement, processes: int, token: str) -> dict[str, str]:

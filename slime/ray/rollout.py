@@ -17,9 +17,10 @@ from typing import Any
 import ray
 
 from slime.config.arguments import Args
+from slime.config.engine_groups import default_model, models_of
 from slime.config.env import read_env
 from slime.config.flags.spec import option_of
-from slime.core.types import RolloutResult, Sample
+from slime.core.types import ModelAddress, RolloutResult, Sample
 from slime.data.stored_samples import load_debug_samples, save_debug_samples
 from slime.rollout.base_types import (
     DataSource,
@@ -60,14 +61,10 @@ class RolloutManager:
         )
         source = load_class(args.data_source_path, flag="--data-source-path", protocol=DataSource)
         self.data_source: Any = source(args)
-        self.pool = EnginePool(
-            [],
-            token=token,
-            concurrency=args.sglang_server_concurrency,
-            deadline_s=args.rollout_no_engine_timeout,
-        )
+        self.pools = {model.name: self._make_pool(token) for model in models_of(args)}
         clock = WeightClock(interval=args.update_weights_interval)
-        self.context = RolloutContext(pool=self.pool, clock=clock)
+        pool = self.pools[default_model(args).name]
+        self.context = RolloutContext(pool=pool, models=self.pools, clock=clock)
         self.context.share()
         if args.rm_url:
             remember_key([args.rm_url], read_env().rm_token)
@@ -78,12 +75,21 @@ class RolloutManager:
         # The state when the generation of a rollout began, by that rollout's id.
         self._states_before: dict[int, dict[str, Any] | None] = {}
 
-    def set_engines(self, urls: list[str], router: str | None = None) -> None:
-        """Send requests to these engines from now on, through `router` if there is one.
+    def set_engines(self, models: dict[str, ModelAddress]) -> None:
+        """Send the requests for each model to these engines from now on, through its router if there is one.
 
         Running requests on other engines are retried on these.
         """
-        self.pool.set_urls(urls, router)
+        for name, address in models.items():
+            self.pools[name].set_urls(address.urls, address.router)
+
+    def _make_pool(self, token: str) -> EnginePool:
+        return EnginePool(
+            [],
+            token=token,
+            concurrency=self.args.sglang_server_concurrency,
+            deadline_s=self.args.rollout_no_engine_timeout,
+        )
 
     def set_weight_version(self, version: int, next_rollout_id: int | None) -> None:
         """Note that engines hold `version`, and the rollout that it generates first, if known."""

@@ -156,7 +156,7 @@ class Engines:
 
     @property
     def infos(self) -> list[EngineInfo]:
-        """Engines that are up."""
+        """Engines that are up and receive weights."""
         return self._group.infos
 
     @property
@@ -176,7 +176,7 @@ class Engines:
     def admit(self) -> None:
         """Let all engines generate: every one of them holds the current weights."""
         self._group.admit()
-        self._generate_with(self._group.infos)
+        self._generate_with(self._group.serving)
 
     def set_version(self, version: int, rollout_id: int | None) -> None:
         """Tell the manager that engines hold the weights after `rollout_id` (None: the first ones)."""
@@ -209,7 +209,7 @@ class Engines:
     def restart_lost_router(self) -> None:
         if self._group.router_lost():
             self._recorder.message("the router ended and is started again")
-            self._generate_with(self._group.infos)
+            self._generate_with(self._group.serving)
 
     def release(self) -> None:
         """Free the engines' memory for the trainer; the next update serves those replaced here."""
@@ -228,16 +228,16 @@ class Engines:
     def check_probe(self, probe: Probe | None) -> None:
         """Compare log-probs of the probe's tokens where checksums do not show everything."""
         for engine in self._group.infos:
-            if probe is not None and engine.kind == "sglang":
+            alone = engine.role == "regular"  # prefill and decode answer only together
+            if probe is not None and engine.kind == "sglang" and alone:
                 check_probe(engine, probe)
 
     def stop(self) -> None:
         self._group.stop()
 
     def _generate_with(self, engines: list[EngineInfo]) -> None:
-        urls = [engine.url for engine in engines]
-        router = self._group.route(urls)
-        self._watch.call(self._manager, lambda manager: manager.set_engines(urls, router))
+        models = self._group.route(engines)
+        self._watch.call(self._manager, lambda manager: manager.set_engines(models))
 
     def _on_start_message(self, text: str) -> None:
         self._recorder.message(text)

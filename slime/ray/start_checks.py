@@ -28,6 +28,8 @@ def check_inputs(args: Args) -> None:
     check_hooks(args)
     check_weights(args.hf_checkpoint)
     _check_freezing(args)
+    for model in args.engine_models:
+        check_weights(model.model_path, f"{args.sglang_config}: {model.name}")
     if not args.debug_train_only:
         check_tokenizer(args.hf_checkpoint)
     if args.apply_chat_template:

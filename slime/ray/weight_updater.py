@@ -69,12 +69,14 @@ class WeightUpdater:
         """Send engines that were restarted the weights the trainer holds now, under their own version.
 
         Where the next rollout is generated while this one is trained on, these are newer than what
-        the other engines hold: the update that comes next gives those the same version.
+        the other engines hold: the update that comes next gives those the same version. Restarted
+        engines of frozen models hold their weights already.
         """
-        self._assign_version()
-        self._retry(lambda: self._push(self._engines.unsynced))
-        if self.last_trained is not None:
-            self._engines.set_version(self.version, self.last_trained)
+        if self._engines.unsynced:
+            self._assign_version()
+            self._retry(lambda: self._push(self._engines.unsynced))
+            if self.last_trained is not None:
+                self._engines.set_version(self.version, self.last_trained)
         self._engines.admit()
 
     def _assign_version(self) -> None:

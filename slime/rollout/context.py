@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from slime.core.errors import UserError
 from slime.rollout.engine_pool import EnginePool
 from slime.rollout.hook_calls import HookCalls
 from slime.rollout.metrics import ProgressMonitor
@@ -35,7 +36,8 @@ class GenerationState:
 class RolloutContext:
     """`RolloutContext.current()` inside a rollout function, a reward or another hook of the rollout side."""
 
-    pool: EnginePool
+    pool: EnginePool  # of the model that is trained
+    models: dict[str, EnginePool] = field(default_factory=dict)  # every served model by name
     clock: WeightClock = field(default_factory=WeightClock)
     progress: ProgressMonitor = field(default_factory=ProgressMonitor)
     generation: GenerationState | None = None  # None until a rollout function sets it
@@ -68,6 +70,13 @@ class RolloutContext:
     def for_generation(self, generation: GenerationState) -> RolloutContext:
         """Return the same context for the requests of one rollout or evaluation dataset."""
         return replace(self, generation=generation)
+
+    def model(self, name: str) -> EnginePool:
+        """Return the engines of a model of --sglang-config."""
+        if name not in self.models:
+            known = ", ".join(self.models) or "none"
+            raise UserError(f"no engine serves a model named {name!r}; models: {known}")
+        return self.models[name]
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the object that belongs to `key` for the rest of the run, made on first use."""

@@ -62,11 +62,20 @@ class EnginePool:
         self._calls: dict[asyncio.Task[Any], str] = {}
         # Calls that were cancelled because their engine was removed.
         self._lost: set[asyncio.Task[Any]] = set()
+        self._turn = 0  # of `next_url`
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def urls(self) -> list[str]:
         return list(self._engines)
+
+    def next_url(self) -> str:
+        """Return an address to send a request to: the router's, or the engines' in turn."""
+        urls = self._urls
+        if not urls:
+            raise EngineUnreachableError("there is no engine to generate with at the moment")
+        self._turn += 1
+        return urls[self._turn % len(urls)]
 
     @property
     def in_flight(self) -> dict[str, int]:

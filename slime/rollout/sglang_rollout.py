@@ -31,6 +31,7 @@ from slime.rollout.base_types import (
 )
 from slime.rollout.context import GenerationState, RolloutContext
 from slime.rollout.data_source import TracksRollouts
+from slime.rollout.engine_pool import EnginePool
 from slime.rollout.evaluation import evaluate
 from slime.rollout.group_task import abort_groups, run_group
 from slime.rollout.metrics import Progress, dropped_metrics, rollout_metrics
@@ -44,7 +45,7 @@ from slime.utils.load_function import load_function
 if TYPE_CHECKING:
     from slime.config.arguments import Args
 
-__all__ = ["BatchFilter", "generate", "generate_rollout"]
+__all__ = ["BatchFilter", "generate", "generate_rollout", "get_model_pool", "get_model_url"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,20 @@ def generate_rollout(
     if evaluation:
         return http.run(evaluate(args, rollout_id))
     return http.run(_BatchCollector(args, rollout_id, data_source).collect())
+
+
+def get_model_url(args: Args, model_name: str, endpoint: str = "/generate") -> str:
+    """Return an address of a model of --sglang-config, for hooks that send requests themselves.
+
+    It is the router's, or without a router that of an engine, another one at each call. `get_model_pool`
+    also retries on other engines when one fails.
+    """
+    return RolloutContext.current().model(model_name).next_url() + endpoint
+
+
+def get_model_pool(model_name: str) -> EnginePool:
+    """Return the engines of a model of --sglang-config: `await get_model_pool("judge").generate(payload)`."""
+    return RolloutContext.current().model(model_name)
 
 
 class _BatchCollector:

@@ -11,10 +11,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.config.arguments import Args
+from slime.config.engine_groups import DEFAULT_MODEL
 from slime.core.errors import UserError
-from slime.core.types import EngineInfo
+from slime.core.types import EngineInfo, ModelAddress
 from slime.data.tokenizer import load_tokenizer
 from slime.serving.health import answers, health_route
+from slime.serving.router import external_router_url
 from slime.utils.addresses import engine_url
 from slime.utils.concurrency import call_all
 from slime.utils.engine_keys import remember_key
@@ -166,6 +168,10 @@ class ExternalGroup:
     def infos(self) -> list[EngineInfo]:
         return [info for index, info in enumerate(self.all) if index not in self._silent]
 
+    @property
+    def serving(self) -> list[EngineInfo]:
+        return self.infos
+
     def failed(self, *, paused: bool = False) -> list[int]:
         timeout, route = self.args.rollout_health_check_timeout, health_route(paused)
         healthy = call_all(self.all, lambda info: answers(info.url, timeout, route))
@@ -187,9 +193,11 @@ class ExternalGroup:
         """Note that all of them hold the current weights."""
         self.unsynced = []
 
-    def route(self, urls: list[str]) -> str | None:
-        """Return no router: requests go to the engines directly."""
-        return None
+    def route(self, engines: list[EngineInfo]) -> dict[str, ModelAddress]:
+        """Return the engines, or the router of --sglang-router-ip, which has them as workers already."""
+        router = external_router_url(self.args)
+        remember_key([router] if router else [], self.token)
+        return {DEFAULT_MODEL: ModelAddress(urls=[info.url for info in engines], router=router)}
 
     def router_lost(self) -> bool:
         return False

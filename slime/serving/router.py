@@ -7,16 +7,18 @@ run's key, which it sends to the engines too.
 from __future__ import annotations
 
 import json
-import subprocess
 import time
-from functools import cache
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from slime.config.arguments import Args
+from slime.config.engine_groups import EngineSpec, default_model
 from slime.config.flags.registry import all_flags
 from slime.config.flags.spec import option_of
-from slime.config.installed import find_sglang
+from slime.config.installed import find_sglang, has_package
 from slime.core.errors import UserError
+from slime.core.types import EngineInfo
 from slime.serving.server_process import ServerProcess
 from slime.utils.addresses import find_port, says_port_taken
 from slime.utils.concurrency import wait_until
@@ -35,15 +37,11 @@ _LAUNCH = (
 )
 
 
-@cache
-def router_python(python: str) -> str | None:
-    """Return the interpreter if it has sglang-router."""
-    ask = "import importlib.util as u; raise SystemExit(u.find_spec('sglang_router') is None)"
-    return python if subprocess.run([python, "-c", ask]).returncode == 0 else None
-
-
-def router_argv(args: Args, *, python: str, host: str, port: int, metrics_port: int) -> list[str]:
+def router_argv(
+    args: Args, *, python: str, host: str, port: int, metrics_port: int, split: bool = False
+) -> list[str]:
     values = {
+        "pd_disaggregation": split,
         "prometheus_host": host,
         "prometheus_port": metrics_port,
         "worker_startup_check_interval": 1,
@@ -70,21 +68,36 @@ def _spell(name: str, value: object) -> list[str]:
 
 
 class Router:
-    def __init__(self, args: Args, *, python: str, host: str, token: str):
+    """A router of this run. `split`: it pairs prefill with decode engines; `port`: 0 for a free one."""
+
+    def __init__(
+        self,
+        args: Args,
+        *,
+        python: str,
+        host: str,
+        token: str,
+        name: str = "router",
+        port: int = 0,
+        split: bool = False,
+    ):
         self.args, self._python, self._host, self._token = args, python, host, token
+        self._port, self._split = port, split
         self._process: ServerProcess | None = None
-        self.log_path = Path(args.run_dir) / "logs" / "router.log"
+        self.log_path = Path(args.run_dir) / "logs" / f"{name}.log"
         self.url = ""
+        self._added: set[str] = set()  # addresses of workers of this run
 
     def start(self) -> None:
         for _ in range(_PORT_TRIES):
-            port, metrics_port = find_port(self._host), find_port(self._host)
+            port, metrics_port = self._port or find_port(self._host), find_port(self._host)
             argv = router_argv(
                 self.args,
                 python=self._python,
                 host=self._host,
                 port=port,
                 metrics_port=metrics_port,
+                split=self._split,
             )
             self._process = ServerProcess(argv, self.log_path, {"SLIME_ENGINE_TOKEN": self._token})
             self.url = f"http://{self._host}:{port}"
@@ -104,18 +117,25 @@ class Router:
     def alive(self) -> bool:
         return self._process is not None and self._process.status() is None
 
-    def set_workers(self, urls: list[str]) -> None:
-        """Route to exactly these from now on; return once the router has found them healthy."""
-        known = self._workers()
-        for url in known.keys() - set(urls):
+    def set_workers(self, engines: list[EngineInfo]) -> None:
+        """Route to exactly these engines of this run; return once the router has found them healthy.
+
+        Workers that somebody else added stay.
+        """
+        known, wanted = self._workers(), {info.url: info for info in engines}
+        for url in (self._added & known.keys()) - wanted.keys():
             delete_json(f"{self.url}/workers/{known[url]['id']}", timeout=_START_TIMEOUT_S)
-        for url in set(urls) - known.keys():
-            body = {"url": url, "api_key": self._token}
+        for url in wanted.keys() - known.keys():
+            body = _worker(wanted[url], self._token)
             post_json(f"{self.url}/workers", body, timeout=_START_TIMEOUT_S)
-        if not wait_until(lambda: self._routes_to(urls), _WORKER_TIMEOUT_S, every_s=_POLL_S):
+        removed, self._added = self._added - wanted.keys(), set(wanted)
+        ready = wait_until(
+            lambda: self._routes_to(wanted.keys(), removed), _WORKER_TIMEOUT_S, every_s=_POLL_S
+        )
+        if not ready:
             raise UserError(
-                f"sglang-router does not accept the engines {', '.join(urls)}; its log is "
-                f"{self.log_path}"
+                f"sglang-router at {self.url} does not accept the engines {', '.join(wanted)}"
+                + (f"; its log is {self.log_path}" if self._process else "")
             )
 
     def stop(self) -> None:
@@ -124,9 +144,10 @@ class Router:
                 timeout_s=1.0
             )  # it would wait for requests that are not needed any more
 
-    def _routes_to(self, urls: list[str]) -> bool:
+    def _routes_to(self, urls: Collection[str], removed: Collection[str]) -> bool:
         found = self._workers()
-        return found.keys() == set(urls) and all(worker["is_healthy"] for worker in found.values())
+        gone = not any(url in found for url in removed)
+        return gone and all(url in found and found[url]["is_healthy"] for url in urls)
 
     def _workers(self) -> dict[str, dict]:
         reply = get_json(f"{self.url}/workers", timeout=_START_TIMEOUT_S)
@@ -143,14 +164,65 @@ class Router:
         return False
 
 
-def make_router(args: Args, num_engines: int, host: str, token: str) -> Router | None:
-    """Return a router for several SGLang engines if sglang-router is installed; else the pool spreads requests."""
-    if args.rollout_engine != "sglang" or num_engines < 2:
+class ExternalRouter(Router):
+    """The router of --sglang-router-ip: somebody else runs it; the engines of this run are added and removed."""
+
+    def __init__(self, args: Args, *, token: str):
+        super().__init__(args, python="", host="", token=token)
+        self.url = external_router_url(args) or ""
+        remember_key([self.url], token)
+
+    def start(self, timeout_s: float = _START_TIMEOUT_S) -> None:
+        if not wait_until(self.alive, timeout_s, every_s=_POLL_S):
+            raise UserError(
+                f"--sglang-router-ip, --sglang-router-port: no sglang-router answers at {self.url}: start it, "
+                "or remove both flags and slime starts its own; one with an API key needs it in "
+                "SLIME_ENGINE_TOKEN"
+            )
+
+    def alive(self) -> bool:
+        """Return whether it answers; its process is not this run's."""
+        with suppress(HttpError):
+            get_json(f"{self.url}/workers", timeout=5, retries=0)
+            return True
+        return False
+
+    def stop(self) -> None:
+        with suppress(HttpError, UserError):
+            self.set_workers([])
+
+
+def external_router_url(args: Args) -> str | None:
+    """Return the address of --sglang-router-ip and --sglang-router-port."""
+    ip = args.sglang_router_ip
+    return f"http://{ip}:{args.sglang_router_port}" if ip else None
+
+
+def make_router(args: Args, engines: list[EngineSpec], host: str, token: str) -> Router | None:
+    """Return the router of one model's engines; None if the pool spreads requests itself.
+
+    That is so for one engine, and where sglang-router is not installed.
+    """
+    if external_router_url(args) is not None:
+        return ExternalRouter(args, token=token)
+    split = any(spec.worker_type != "regular" for spec in engines)
+    if args.rollout_engine != "sglang" or len(engines) < 2:
         return None
     install = find_sglang()
-    python = router_python(install.python) if install else None
-    if python is not None:
-        return Router(args, python=python, host=host, token=token)
+    if install is not None and has_package(install.python, "sglang_router"):
+        model = engines[0].model
+        default = model == default_model(args).name
+        return Router(
+            args,
+            python=install.python,
+            host=host,
+            token=token,
+            name="router" if default else f"router_{model}",
+            port=(default and args.sglang_router_port) or 0,
+            split=split,
+        )
+    if split:
+        raise UserError("prefill and decode engines need the package sglang-router: install it")
     for name in args.to_dict(redact=False):
         if name in all_flags() and all_flags()[name].family == "router":
             raise UserError(
@@ -158,3 +230,12 @@ def make_router(args: Args, num_engines: int, host: str, token: str) -> Router |
                 "flag"
             )
     return None
+
+
+def _worker(engine: EngineInfo, token: str) -> dict[str, object]:
+    body: dict[str, object] = {"url": engine.url, "api_key": token}
+    if engine.role != "regular":
+        body["worker_type"] = engine.role
+    if engine.bootstrap_port is not None:
+        body["bootstrap_port"] = engine.bootstrap_port
+    return body

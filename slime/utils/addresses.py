@@ -65,6 +65,7 @@ def interface_of(host: str) -> str | None:
 class Ports:
     server: int  # HTTP
     rendezvous: int  # of the processes of one engine
+    bootstrap: int = 0  # at which decode engines find a prefill engine's KV cache
 
 
 def find_ports(host: str) -> Ports:
@@ -74,7 +75,8 @@ def find_ports(host: str) -> Ports:
     """
     server = _find(host, lambda port: [port, *_block(port + _DERIVED_OFFSET)])
     rendezvous = _find(host, _block, apart_from=server)
-    return Ports(server=server, rendezvous=rendezvous)
+    bootstrap = _find(host, _block, apart_from=server)
+    return Ports(server=server, rendezvous=rendezvous, bootstrap=bootstrap)
 
 
 def find_port(host: str) -> int:

@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from slime.config.engine_groups import engines_of
+from slime.core.errors import UserError
+from slime.core.types import EngineInfo
 from slime.rollout.engine_pool import EnginePool
-from slime.serving.router import Router, make_router
+from slime.serving.router import ExternalRouter, Router, make_router
 from slime.utils import http
+from slime.utils.addresses import find_port
+from slime.utils.sync_http import get_json
 from tests.args import make_args
 from tests.engines import TOKEN, EngineServer, engine_server
 
@@ -33,13 +38,17 @@ def router(request, engines, tmp_path):
         run_dir=str(tmp_path),
         router_policy=request.param,
     )
-    router = make_router(args, 2, "127.0.0.1", TOKEN)
+    router = make_router(args, engines_of(args), "127.0.0.1", TOKEN)
     assert isinstance(router, Router)
     router.start()
-    router.set_workers([engine.url for engine in engines])
+    router.set_workers(infos(engines))
     yield router
     router.stop()
     assert not router.alive()
+
+
+def infos(engines) -> list[EngineInfo]:
+    return [EngineInfo(url=engine.url) for engine in engines]
 
 
 def steps(engine: EngineServer) -> int:
@@ -78,7 +87,7 @@ def test_a_session_stays_on_one_engine_and_all_engines_are_used(router, engines)
 
 
 def test_an_engine_that_is_taken_out_gets_nothing(router, engines):
-    router.set_workers([engines[1].url])
+    router.set_workers(infos(engines[1:]))
     pool = EnginePool([], token=TOKEN)
     pool.set_urls([engines[1].url], router.url)
     before = steps(engines[0])
@@ -86,7 +95,7 @@ def test_an_engine_that_is_taken_out_gets_nothing(router, engines):
         payload = {"input_ids": [number, 7], "sampling_params": PARAMS}
         http.run(pool.generate(payload, session_id=f"t{number}"))
     assert steps(engines[0]) == before
-    router.set_workers([engine.url for engine in engines])
+    router.set_workers(infos(engines))
     http.run(pool.abort_all())  # reaches the engine itself, with the key
 
 
@@ -104,4 +113,63 @@ def test_the_router_wants_the_key_and_hides_it(router):
 
 def test_one_engine_needs_no_router(tmp_path: Path):
     args = make_args(rollout_engine="sglang", run_dir=str(tmp_path))
-    assert make_router(args, 1, "127.0.0.1", TOKEN) is None
+    assert make_router(args, engines_of(args), "127.0.0.1", TOKEN) is None
+
+
+def test_a_router_of_somebody_else_gets_the_engines_of_this_run_and_loses_them_at_its_end(
+    router, engines, tmp_path
+):
+    """Both runs have the router's key; workers that the other run added stay."""
+    ours, others = infos(engines[:1]), infos(engines[1:])
+    router.set_workers(others)
+    host, port = router.url.removeprefix("http://").split(":")
+    args = make_args(
+        rollout_engine="sglang",
+        run_dir=str(tmp_path),
+        sglang_router_ip=host,
+        sglang_router_port=int(port),
+    )
+    external = make_router(args, engines_of(args), "127.0.0.1", TOKEN)
+    assert isinstance(external, ExternalRouter)
+    external.start()
+    external.set_workers(ours)
+    assert workers(router) == {engine.url for engine in engines}
+    pool = EnginePool([], token=TOKEN)
+    pool.set_urls([ours[0].url], external.url)
+    reply = http.run(pool.generate({"input_ids": [1, 2], "sampling_params": PARAMS}))
+    assert len(reply["output_ids"]) == 2
+    external.stop()
+    assert workers(router) == {others[0].url} and router.alive()
+
+
+def test_a_router_with_a_port_of_the_users_listens_there(engines, tmp_path):
+    (tmp_path / "logs").mkdir()
+    port = find_port("127.0.0.1")
+    args = make_args(
+        rollout_engine="sglang", rollout_num_gpus=2, run_dir=str(tmp_path), sglang_router_port=port
+    )
+    router = make_router(args, engines_of(args), "127.0.0.1", TOKEN)
+    assert router is not None
+    router.start()
+    try:
+        assert router.url == f"http://127.0.0.1:{port}" and workers(router) == set()
+    finally:
+        router.stop()
+
+
+def test_an_external_router_that_does_not_answer_is_named(tmp_path):
+    args = make_args(
+        rollout_engine="sglang",
+        run_dir=str(tmp_path),
+        sglang_router_ip="127.0.0.1",
+        sglang_router_port=find_port("127.0.0.1"),
+    )
+    router = make_router(args, engines_of(args), "127.0.0.1", TOKEN)
+    assert isinstance(router, ExternalRouter)
+    with pytest.raises(UserError, match="no sglang-router answers at"):
+        router.start(timeout_s=0.5)
+
+
+def workers(router: Router) -> set[str]:
+    reply = get_json(f"{router.url}/workers", timeout=10)
+    return {worker["url"] for worker in reply["workers"]}

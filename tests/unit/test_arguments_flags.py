@@ -46,6 +46,7 @@ rollout-shuffle rollout-seed=42 over-sampling-batch-size dynamic-sampling-filter
 partial-rollout mask-offpolicy-in-partial-rollout custom-generate-function-path buffer-filter-path
 rollout-sample-filter-path rollout-all-samples-process-path rollout-data-postprocess-path
 sglang-server-concurrency=512 rollout-external rollout-external-engine-addrs max-weight-staleness
+sglang-config prefill-num-servers sglang-router-ip sglang-router-port
 num-rollout num-epoch data-source-path=slime.rollout.data_source.RolloutDataSourceWithBuffer
 prompt-data apply-chat-template apply-chat-template-kwargs={} input-key=input label-key
 metadata-key=metadata tool-key=tools start-rollout-id rollout-batch-size n-samples-per-prompt=1
@@ -158,7 +159,7 @@ def test_every_own_flag_is_described():
 USED_WHILE_RESOLVING = words("""
 offload num_gpus_per_node distributed_backend optimizer qkv_format num_steps_per_rollout eval_prompt_data
 eval_config n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k eval_max_response_len
-eval_input_key eval_label_key
+eval_input_key eval_label_key prefill_num_servers
 """)
 
 

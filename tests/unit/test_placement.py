@@ -15,6 +15,7 @@ def flags(nodes=1, per_node=2, rollout=2, per_engine=1, colocate=False):
         rollout_num_gpus=rollout,
         rollout_num_gpus_per_engine=per_engine,
         colocate=colocate,
+        engine_models=[],
     )
 
 

@@ -208,7 +208,7 @@ def test_what_slime_sets_is_refused_with_what_to_use(name):
         ({"sglang_ep_size": 3, "rollout_num_gpus_per_engine": 2, "rollout_num_gpus": 2},
          ["--sglang-ep-size 3", "2 GPUs"]),
         ({"sglang_torchao_config": "int8wo"}, ["--sglang-torchao-config", NEW, OLD]),
-        ({"router_port": 1}, ["--router-port", "free port"]),
+        ({"router_port": 1}, ["--router-port", "--sglang-router-port"]),
     ],
 )  # fmt: skip
 def test_refused(overrides, words):

@@ -114,6 +114,8 @@ def _own(args: Args, *, node: Node, ports: Ports, meeting_host: str) -> dict[str
         "port": ports.server + node.rank,  # distinct if several "nodes" share a machine
         "tp_size": args.rollout_num_gpus_per_engine // (args.sglang_pp_size or 1),
     }
+    if args.sglang_disaggregation_mode == "prefill":
+        values["disaggregation_bootstrap_port"] = ports.bootstrap
     if node.count > 1:
         values |= {
             "nnodes": node.count,

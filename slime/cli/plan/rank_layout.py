@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from slime.cli.plan.model_shape import Shape
 from slime.config.arguments import Args
+from slime.config.engine_groups import gpu_ranges
 
 ASSUMED_PROMPT = 1024
 
@@ -157,10 +158,10 @@ def _place(rank: int, sizes: Sizes, per_node: int) -> Place:
 
 
 def _engines(args: Args, first_node: int, per_node: int) -> list[EnginePlace]:
-    size, offset = args.rollout_num_gpus_per_engine, first_node * per_node
+    sizes, offset = (args.rollout_num_gpus, args.rollout_num_gpus_per_engine), first_node * per_node
     places = []
-    for index in range(args.rollout_num_gpus // size):
-        gpus = list(range(offset + index * size, offset + (index + 1) * size))
+    for index, numbers in enumerate(gpu_ranges(args.engine_models, *sizes)):
+        gpus = [offset + gpu for gpu in numbers]
         nodes = sorted({gpu // per_node for gpu in gpus})
         places.append(EnginePlace(index=index, gpus=gpus, nodes=nodes))
     return places

@@ -6,6 +6,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.config.checks.file_checks import read_hf_config
+from slime.config.engine_groups import group_drafts, named
 from slime.config.flags.draft import Draft
 from slime.config.flags.engine_options import (
     check_owned,
@@ -14,22 +15,35 @@ from slime.config.flags.engine_options import (
     sglang_argv,
 )
 from slime.config.flags.registry import all_flags
-from slime.config.installed import find_sglang
+from slime.config.installed import SGLangInstall, find_sglang, has_package
 from slime.core.errors import ConfigError
 
 _ROUTER_OWNED = {
     "router_api_key": "remove it: every run makes a key of its own",
     "router_worker_urls": "remove it: slime registers its engines",
     "router_host": "set SLIME_HOST_IP to the address other nodes reach this one at",
-    "router_port": "remove it: slime finds a free port",
+    "router_port": "use --sglang-router-port",
 }
 _DRAFTLESS = ("NGRAM",)  # algorithms without a draft model
 
 
 def check_engine(draft: Draft) -> None:
     check_external(draft)
+    _check_router(draft)
+    if not draft["engine_models"]:
+        _check_one(draft, updated=True)
+    for where, model, view in group_drafts(draft):
+        with named(where):
+            _check_one(view, updated=model.update_weights)
+
+
+def _check_one(draft: Draft, *, updated: bool) -> None:
+    """Check the options of one kind of engine; `updated`: whether it receives weights."""
+    _check_split(draft)
     if draft["rollout_engine"] == "sglang":
         check_sglang(draft)
+        if updated:
+            _check_fp8(draft)
     if draft["rollout_engine"] != "slime":
         return
     for name in draft.given_names():
@@ -57,6 +71,50 @@ def check_engine(draft: Draft) -> None:
         )
 
 
+def _check_split(draft: Draft) -> None:
+    """Check engines that only prefill or only decode."""
+    role = draft["sglang_disaggregation_mode"]
+    if role not in ("prefill", "decode"):
+        return
+    if not draft["engine_models"]:
+        raise ConfigError(
+            f"--sglang-disaggregation-mode {role} would leave no engine for the other half: use "
+            "--prefill-num-servers, or worker_type in the file of --sglang-config"
+        )
+    if draft["rollout_engine"] != "sglang":
+        raise ConfigError("the embedded engine does both in one: use --rollout-engine sglang")
+    if draft["sglang_disaggregation_transfer_backend"] == "fake":
+        raise ConfigError(
+            "--sglang-disaggregation-transfer-backend fake transfers no KV cache: use mooncake or nixl"
+        )
+
+
+def _check_router(draft: Draft) -> None:
+    """Check --sglang-router-ip and --sglang-router-port."""
+    ip, port = draft["sglang_router_ip"], draft["sglang_router_port"]
+    given = "--sglang-router-ip" if ip else "--sglang-router-port"
+    if not ip and not port:
+        return
+    if draft["rollout_engine"] != "sglang":
+        raise ConfigError(f"{given}: the embedded engine has no router: remove it")
+    if ip and not port:
+        raise ConfigError("--sglang-router-ip needs --sglang-router-port, the router's port")
+    if ip and len(draft["engine_models"]) > 1:
+        raise ConfigError(
+            "--sglang-router-ip is one router, and each model of --sglang-config needs its own: remove it"
+        )
+    if draft["rollout_external"] and not ip:
+        raise ConfigError(
+            "--sglang-router-port: slime starts no router for --rollout-external: remove it, or name a "
+            "running one with --sglang-router-ip"
+        )
+    for name in draft.given_names() if ip else ():
+        if all_flags()[name].family == "router":
+            draft.warn(
+                f"{all_flags()[name].option} has no effect with --sglang-router-ip: its owner chose its options"
+            )
+
+
 def check_sglang(draft: Draft) -> None:
     for name in draft.given_names():
         if all_flags()[name].family == "sglang":
@@ -66,7 +124,6 @@ def check_sglang(draft: Draft) -> None:
     _check_sizes(draft)
     _warn_unused_router(draft)
     _check_model(draft)
-    _check_fp8(draft)
     _warn_about_draft_model(draft)
 
 
@@ -235,10 +292,36 @@ def check_installed(draft: Draft) -> None:
             "environment that has it in SLIME_SGLANG_PYTHON, or use --rollout-engine slime"
         )
         return
-    sglang_argv(sglang_values(draft), install.version)
+    views = [view for _, _, view in group_drafts(draft)] or [draft]
+    for view in views:
+        sglang_argv(sglang_values(view), install.version)
+        _check_transfer_package(view, install)
     if known_version(install.version) != install.version:
         draft.warn(
             f"SGLang {install.version} is installed; its options are spelled as those of "
             f"{known_version(install.version)}, the nearest version slime was checked with; `slime doctor "
             "--sglang` lists what differs"
         )
+
+
+# transfer backend of SGLang -> the package it imports
+_TRANSFER_PACKAGES = {
+    "mooncake": "mooncake",
+    "mooncake_tcp": "mooncake",
+    "nixl": "nixl",
+    "mori": "mori",
+}
+
+
+def _check_transfer_package(draft: Draft, install: SGLangInstall) -> None:
+    """Check the package that moves the KV cache from prefill to decode, and the router that pairs them."""
+    if draft["sglang_disaggregation_mode"] not in ("prefill", "decode"):
+        return
+    backend = draft["sglang_disaggregation_transfer_backend"] or "mooncake"
+    for package in (_TRANSFER_PACKAGES.get(backend), "sglang_router"):
+        if package is not None and not has_package(install.python, package):
+            draft.lacking(
+                f"{draft['sglang_disaggregation_mode']} engines with "
+                f"--sglang-disaggregation-transfer-backend {backend} need the package {package}, which "
+                f"{install.python} does not have: install it, or use regular engines"
+            )

@@ -23,6 +23,10 @@ from slime.utils.reasoning_tasks import chosen_rows
 
 def check_files(draft: Draft) -> None:
     _check_model(draft)
+    for model in draft["engine_models"]:
+        draft.need_file(
+            model.model_path, f"{draft['sglang_config'] or '--hf-checkpoint'}: {model.name}"
+        )
     if draft["ref_load"] is not None:
         draft.need_file(draft["ref_load"], "--ref-load")
     if draft["critic_load"] not in (None, draft["critic_save"]):

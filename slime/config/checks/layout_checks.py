@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slime.config.engine_groups import gpu_ranges
 from slime.config.flags.draft import Draft
 from slime.config.flags.spec import option_of
 from slime.core.errors import ConfigError
@@ -44,6 +45,8 @@ def check_engines(draft: Draft) -> None:
     per_engine, rollout = draft["rollout_num_gpus_per_engine"], draft["rollout_num_gpus"]
     if rollout == 0 and draft.given("rollout_num_gpus") and not draft["debug_train_only"]:
         raise ConfigError("--rollout-num-gpus 0 leaves no engine: give at least 1, or --colocate")
+    if draft["engine_models"]:
+        return _check_node_boundaries(draft)
     if rollout and rollout < per_engine:
         raise ConfigError(
             f"an engine of --rollout-num-gpus-per-engine {per_engine} does not fit into {rollout} rollout "
@@ -100,19 +103,21 @@ def _way_out(draft: Draft) -> str:
 
 def _check_node_boundaries(draft: Draft) -> None:
     """Check that no engine spans a node boundary; GPUs go to the trainer first, then engine by engine."""
-    per_engine, per_node = draft["rollout_num_gpus_per_engine"], draft["num_gpus_per_node"]
+    per_node = draft["num_gpus_per_node"]
     rehearsed = not draft.gpus and not draft.offline  # CPU processes, all on this machine
-    if per_engine == 1 or draft["rollout_external"] or rehearsed:
+    if draft["rollout_external"] or rehearsed:
         return
     first = 0 if draft["colocate"] else _training(draft)
-    for start in range(first, first + draft["rollout_num_gpus"], per_engine):
+    sizes = draft["rollout_num_gpus"], draft["rollout_num_gpus_per_engine"]
+    for gpus in gpu_ranges(draft["engine_models"], *sizes):
+        start, size = first + gpus.start, len(gpus)
         room = per_node - start % per_node
-        if per_engine > room and (per_engine <= per_node or start % per_node):
+        if size > room and (size <= per_node or start % per_node):
             raise ConfigError(
-                f"an engine of --rollout-num-gpus-per-engine {per_engine} would start on the last "
+                f"an engine of --rollout-num-gpus-per-engine {size} would start on the last "
                 f"{room} GPUs of a node of {per_node} (--num-gpus-per-node) and end on the next one: "
                 f"choose sizes with which every engine starts at a multiple of "
-                f"{min(per_engine, per_node)} GPUs"
+                f"{min(size, per_node)} GPUs"
             )
 
 

@@ -11,7 +11,12 @@ from slime.config.flags.spec import Flag, nearest, option_of
 from slime.core.errors import ConfigError
 
 Origin = Literal["default", "config", "command line", "derived"]
-_RESULTS = ("precision", "deterministic", "eval_datasets")  # derived, and not flags themselves
+_RESULTS = (
+    "precision",
+    "deterministic",
+    "eval_datasets",
+    "engine_models",
+)  # derived, and not flags themselves
 
 
 class Draft:

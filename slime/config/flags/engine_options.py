@@ -23,6 +23,7 @@ OWNED: dict[str, str] = {
     "port": "remove it: slime finds free ports",
     "nccl_port": "remove it: slime finds free ports",
     "dist_init_addr": "remove it: slime connects the nodes of an engine",
+    "disaggregation_bootstrap_port": "remove it: slime finds free ports",
     "nnodes": "remove it: it follows from --rollout-num-gpus-per-engine and --num-gpus-per-node",
     "node_rank": "remove it: slime numbers the nodes of an engine",
     "base_gpu_id": "remove it: Ray assigns the GPUs",

@@ -114,6 +114,28 @@ class Rollout:
     rollout_external_engine_addrs: list[str] | None = flag(
         None, "addresses of engines that are already running, as HOST:PORT"
     )
+    sglang_config: str | None = flag(
+        None,
+        "YAML file with the models that engines serve, which of them receive weights, and groups of "
+        "engines with their GPUs and SGLang options (docs/engines.md)",
+    )
+    prefill_num_servers: int | None = flag(
+        None,
+        "engines that only prefill; the others only decode (SGLang's PD disaggregation)",
+        min=1,
+        excludes="sglang_config",
+    )
+    sglang_router_ip: str | None = flag(
+        None,
+        "address of a running sglang-router, at --sglang-router-port, to register the engines with "
+        "and send requests to; default: slime starts its own",
+    )
+    sglang_router_port: int | None = flag(
+        None,
+        "port of that router; without --sglang-router-ip, of the router that slime starts",
+        min=1,
+        max=65535,
+    )
     max_weight_staleness: int | None = flag(
         None,
         "weight updates that a token may be behind when it is trained on (asynchronous training); "
