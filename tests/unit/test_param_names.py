@@ -6,7 +6,7 @@ from transformers import AutoConfig, Qwen2Config
 from slime.backends.megatron_utils.hf_weights.families import padded_weight_map
 from slime.backends.megatron_utils.model_config import MimoConfig
 from slime.backends.param_names import Freezing, check_freezing, names_of
-from slime.config.checks.model_checks import TRAINED
+from slime.config.checks.model_types import TRAINED
 from slime.core.errors import ConfigError
 from slime.ray.start_checks import check_inputs
 from tests.args import make_args

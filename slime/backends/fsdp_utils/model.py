@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from slime.algorithms.log_probs import log_probs_from_hidden
 from slime.backends.kernels.packed_attention import PackedLayout, attend_packed, packed_layout
+from slime.config.checks.model_types import packing_obstacle
 from slime.core.errors import ConfigError, UserError
 from slime.core.types import TrainBatch
 
@@ -24,7 +25,6 @@ from slime.core.types import TrainBatch
 # lengths as keywords, and those for which transformers derives a [T, T] mask from the positions.
 _TAKES_LENGTHS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _DENSE_MASK = ("sdpa", "eager")
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,18 +148,12 @@ def choose_attention(requested: str | None, *, padded: bool = False) -> str:
 
 
 def refuse_unpackable(hf: PreTrainedModel) -> None:
-    """Raise UserError if layers mix tokens outside attention, which would mix packed samples."""
-    layers = set(getattr(hf.config, "layer_types", None) or ()) - _KNOWN_LAYERS
-    reason = None
-    if layers:
-        reason = f"has layers of type {', '.join(sorted(layers))}"
-    elif hf._is_stateful:
-        reason = "carries a recurrent state"
-    elif not hf._supports_attention_backend:
-        reason = "does not take its attention function from transformers' attention interface"
-    if reason is not None:
-        raise UserError(
-            f"{type(hf).__name__} {reason}: the FSDP trainer cannot keep packed samples apart in it"
+    """Raise ConfigError if layers mix tokens outside attention, which would mix packed samples."""
+    obstacle = packing_obstacle(hf.config, type(hf))
+    if obstacle is not None:
+        raise ConfigError(
+            f"{type(hf).__name__} {obstacle}: the FSDP trainer cannot keep packed samples apart in it: add "
+            "--qkv-format bshd"
         )
 
 

@@ -12,7 +12,7 @@ from megatron.core.activations import quick_gelu
 from transformers import PretrainedConfig
 
 from slime.backends.megatron_utils.rope import Rope, read_rope
-from slime.config.checks.model_checks import LATENT, check_model_type
+from slime.config.checks.model_types import LATENT, check_model_type
 from slime.core.errors import ConfigError, UserError
 
 

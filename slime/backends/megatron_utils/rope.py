@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from slime.backends.kernels.fused_ops import rotate
 from slime.backends.megatron_utils.attention import PackedRows, uses_te_attention
-from slime.config.checks.model_checks import check_rope
+from slime.config.checks.model_types import check_rope
 from slime.core.errors import UserError
 from slime.utils.device import device_type
 

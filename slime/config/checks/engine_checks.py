@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.config.checks.file_checks import read_hf_config
+from slime.config.checks.file_checks import (
+    foreign_quantization,
+    read_hf_config,
+    read_quantization,
+)
 from slime.config.engine_groups import group_drafts, named
 from slime.config.flags.draft import Draft
 from slime.config.flags.engine_options import (
@@ -257,9 +261,11 @@ def _experts(config: dict[str, Any]) -> int | None:
 
 def _check_fp8(draft: Draft) -> None:
     """Refuse FP8 that is not in blocks: SGLang transposes it after loading and cannot update it."""
-    declared = read_hf_config(draft).get("quantization_config") or {}
+    declared = read_quantization(draft)
     method = declared.get("quant_method")
     if method not in ("fp8", "compressed-tensors") or declared.get("weight_block_size"):
+        return
+    if foreign_quantization(declared):  # refused for every engine
         return
     if not draft["debug_rollout_only"]:
         raise ConfigError(

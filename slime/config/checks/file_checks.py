@@ -55,6 +55,12 @@ def _check_model(draft: Draft) -> None:
         draft.lacking(
             f"--hf-checkpoint: {folder} holds no config.json: give the folder of a Hugging Face model"
         )
+    found = foreign_quantization(read_quantization(draft))
+    if found and not draft["debug_rollout_only"]:
+        raise ConfigError(
+            f"--hf-checkpoint {folder} holds {found}, which slime does not train: give the model's bf16 "
+            "weights, from which tools/convert_hf_to_fp8.py makes FP8 weights where they are wanted"
+        )
 
 
 def _check_prompts(draft: Draft) -> None:
@@ -81,6 +87,36 @@ def _check_packages(draft: Draft) -> None:
 
 def read_hf_config(draft: Draft) -> dict[str, Any]:
     """Return the text model's part of config.json, read as plain JSON; empty if there is no file."""
+    config = _read_config_json(draft)
+    return config.get("text_config", config)
+
+
+def read_quantization(draft: Draft) -> dict[str, Any]:
+    """Return quantization_config of config.json, which may be beside or in the text model's part."""
+    for config in (_read_config_json(draft), read_hf_config(draft)):
+        if isinstance(config.get("quantization_config"), dict):
+            return config["quantization_config"]
+    return {}
+
+
+def foreign_quantization(declared: dict[str, Any]) -> str | None:
+    """Return what weights are that are neither FP8 nor MXFP4: "INT4 weights (...)"; None for those."""
+    method, bits = declared.get("quant_method"), declared.get("bits")
+    if method in (None, "fp8", "mxfp4"):
+        return None
+    if method == "compressed-tensors":
+        groups = (declared.get("config_groups") or {}).values()
+        weights = [group.get("weights") or {} for group in groups]
+        kinds = {(w.get("type", "int"), w.get("num_bits")) for w in weights}
+        if kinds <= {("float", 8)} and "pack" not in str(declared.get("format")):
+            return None
+        method = f"{method}, {declared.get('format', 'no format')}"
+        bits = next((w["num_bits"] for w in weights if w.get("num_bits")), None)
+    bits = 4 if declared.get("load_in_4bit") else bits
+    return f"{f'INT{bits}' if bits else 'quantized'} weights ({method})"
+
+
+def _read_config_json(draft: Draft) -> dict[str, Any]:
     folder = draft["hf_checkpoint"]
     path = Path(folder) / "config.json" if folder else None
     if path is None or not path.is_file():
@@ -91,7 +127,7 @@ def read_hf_config(draft: Draft) -> dict[str, Any]:
         raise ConfigError(f"--hf-checkpoint: {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"--hf-checkpoint: {path} does not hold a model's settings")
-    return config.get("text_config", config)
+    return config
 
 
 def data_path(spec: str, option: str = "--prompt-data") -> str:

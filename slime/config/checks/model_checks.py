@@ -7,52 +7,13 @@ from typing import Any
 
 from slime.config.checks.file_checks import read_hf_config
 from slime.config.checks.megatron_support import asks_for_something, check_megatron_flags
+from slime.config.checks.model_types import check_fsdp_type, check_model_type, check_rope
 from slime.config.checks.precision_checks import check_fp8, check_kernels, check_precision_aware
 from slime.config.flags.draft import Draft
 from slime.config.flags.registry import all_flags
 from slime.config.flags.spec import option_of
 from slime.config.installed import is_installed
 from slime.core.errors import ConfigError
-
-TRAINED = (
-    "deepseek_v3",
-    "glm4",
-    "glm4_moe",
-    "gpt_oss",
-    "llama",
-    "mimo",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-)
-LATENT = ("deepseek_v3",)  # multi-head latent attention
-_ROPES = ("default", "linear", "llama3", "yarn")
-_MISSING = {
-    "qwen3_vl": "its vision tower and positions in images are missing",
-    "qwen3_vl_moe": "its vision tower and positions in images are missing",
-    "qwen3_next": "its gated delta net layers and gated attention are missing",
-}
-
-
-def check_model_type(model_type: str) -> None:
-    if model_type in TRAINED:
-        return
-    why = _MISSING.get(model_type, f"it trains {', '.join(TRAINED)}")
-    raise ConfigError(
-        f"--train-backend megatron does not train models of type {model_type}: {why}. Use "
-        "--train-backend fsdp"
-    )
-
-
-def check_rope(model_type: str, rope_type: str) -> None:
-    """Raise ConfigError if the Megatron backend does not have the RoPE scaling of config.json."""
-    known = ("default", "yarn") if model_type in LATENT else _ROPES
-    if rope_type not in known:
-        raise ConfigError(
-            f"config.json of --hf-checkpoint has rope_type {rope_type}: --train-backend megatron trains "
-            f"{model_type} with {', '.join(known[:-1])} or {known[-1]}. Use --train-backend fsdp"
-        )
-
 
 # Megatron's flag -> its keys in config.json, of which the first present one counts
 _SAME = {
@@ -74,6 +35,7 @@ _NOT_WITH_MLA = ("num_query_groups", "kv_channels")
 
 def check_model(draft: Draft) -> None:
     if draft["train_backend"] != "megatron":
+        check_fsdp_type(draft, read_hf_config(draft).get("model_type") or "")
         return
     check_megatron_flags(draft)
     config = _flat(read_hf_config(draft))

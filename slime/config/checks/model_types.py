@@ -1,0 +1,113 @@
+"""Which trainer takes which type of model, and what to use for a type that one of them does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.config.flags.draft import Draft
+from slime.config.installed import is_installed
+from slime.core.errors import ConfigError
+
+TRAINED = (
+    "deepseek_v3",
+    "glm4",
+    "glm4_moe",
+    "gpt_oss",
+    "llama",
+    "mimo",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
+LATENT = ("deepseek_v3",)  # multi-head latent attention
+_ROPES = ("default", "linear", "llama3", "yarn")
+_PACKED_LAYERS = {"full_attention", "sliding_attention"}
+_VISION = "its vision tower and positions in images are missing"
+_DELTA_NET = "its gated delta net layers and gated attention are missing"
+_INDEXED = "its attention to indexed tokens is missing"
+_MISSING = {
+    "qwen3_vl": _VISION,
+    "qwen3_vl_moe": _VISION,
+    "qwen3_next": _DELTA_NET,
+    "qwen3_5": _DELTA_NET,
+    "qwen3_5_moe": _DELTA_NET,
+    "glm_moe_dsa": _INDEXED,
+    "deepseek_v32": _INDEXED,
+}
+# Types that transformers may not have; others are found out when the model is built.
+_MAYBE_UNKNOWN = ("kimi_k2",)
+
+
+def check_model_type(model_type: str) -> None:
+    """Raise ConfigError if the Megatron backend does not train models of this type."""
+    if model_type in TRAINED:
+        return
+    why = _MISSING.get(family_of(model_type), f"it trains {', '.join(TRAINED)}")
+    raise ConfigError(
+        f"--train-backend megatron does not train models of type {model_type}: {why}. "
+        f"{_instead(model_type)}"
+    )
+
+
+def check_fsdp_type(draft: Draft, model_type: str) -> None:
+    """Refuse known types that the FSDP backend would refuse only after the start."""
+    if family_of(model_type) in {*_MISSING, *_MAYBE_UNKNOWN}:
+        refusal = fsdp_refusal(model_type, padded=draft["qkv_format"] == "bshd")
+        if refusal is not None:
+            raise ConfigError(refusal)
+
+
+def family_of(model_type: str) -> str:
+    """Return "qwen3_vl" for "qwen3_vl_text", the type of the text model of a vision-language model."""
+    return model_type.removesuffix("_text")
+
+
+def fsdp_refusal(model_type: str, *, padded: bool) -> str | None:
+    """Return why the FSDP backend does not train models of this type, or None."""
+    if not is_installed("transformers"):
+        return None
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
+
+    refusal = f"--train-backend fsdp does not train models of type {model_type}: "
+    if model_type not in CONFIG_MAPPING:
+        return f"{refusal}transformers {__version__} does not have them"
+    config_class = CONFIG_MAPPING[model_type]
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"{refusal}transformers {__version__} has no causal language model for them"
+    obstacle = packing_obstacle(config_class(), MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
+    if padded or obstacle is None:
+        return None
+    return f"{refusal}the model {obstacle}, which would mix packed samples: add --qkv-format bshd"
+
+
+def packing_obstacle(config: Any, model_class: Any) -> str | None:
+    """Return why packed samples would be mixed in a model of transformers, or None.
+
+    Layers that mix tokens outside attention do not see where one sample ends.
+    """
+    layers = set(getattr(config, "layer_types", None) or ()) - _PACKED_LAYERS
+    if layers:
+        return f"has layers of type {', '.join(sorted(layers))}"
+    if model_class._is_stateful:
+        return "carries a recurrent state"
+    if not model_class._supports_attention_backend:
+        return "does not take its attention function from transformers' attention interface"
+    return None
+
+
+def check_rope(model_type: str, rope_type: str) -> None:
+    """Raise ConfigError if the Megatron backend does not have the RoPE scaling of config.json."""
+    known = ("default", "yarn") if model_type in LATENT else _ROPES
+    if rope_type not in known:
+        raise ConfigError(
+            f"config.json of --hf-checkpoint has rope_type {rope_type}: --train-backend megatron trains "
+            f"{model_type} with {', '.join(known[:-1])} or {known[-1]}. Use --train-backend fsdp"
+        )
+
+
+def _instead(model_type: str) -> str:
+    """Return a sentence on the other trainer that is true for this type."""
+    if fsdp_refusal(model_type, padded=False) is None:
+        return "Use --train-backend fsdp"
+    never = fsdp_refusal(model_type, padded=True)
+    return never or "Use --train-backend fsdp --qkv-format bshd"

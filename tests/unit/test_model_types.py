@@ -1,0 +1,136 @@
+"""What is said about models that a trainer does not take: true advice, and what a checkpoint holds."""
+
+import json
+
+import pytest
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from slime.backends.fsdp_utils.model import refuse_unpackable
+from slime.config.checks.model_types import TRAINED, check_model_type
+from slime.core.errors import ConfigError
+from tests.args import make_args
+
+FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm_moe_dsa", "deepseek_v32"]
+FAMILIES += ["glm4_moe_lite", "minimax_m2", "kimi_k2", "qwen3_vl_text", "qwen3_vl_moe_text"]
+FAMILIES += ["gemma2", "mamba", "kimi_linear"]
+
+
+def refusal(call, *given, **named) -> str:
+    with pytest.raises(ConfigError) as error:
+        call(*given, **named)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_other_trainer_is_only_advised_where_it_takes_the_model(model_type):
+    said = refusal(check_model_type, model_type)
+    assert f"--train-backend megatron does not train models of type {model_type}" in said
+    advised = said.partition("Use ")[2]
+    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in (
+        MODEL_FOR_CAUSAL_LM_MAPPING
+    ):
+        assert not advised and "--train-backend fsdp does not train" in said
+        return
+    assert (
+        advised == f"--train-backend fsdp{' --qkv-format bshd' if is_refused(model_type) else ''}"
+    )
+
+
+def is_refused(model_type: str) -> bool:
+    """Whether the FSDP trainer refuses packed samples of a model of this type, built without weights."""
+    import torch
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](num_hidden_layers=4))
+    try:
+        refuse_unpackable(model)
+    except ConfigError as error:
+        assert "--qkv-format bshd" in str(error)
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"}},
+            "vision tower",
+        ),
+        (
+            {"model_type": "qwen3_vl_moe", "text_config": {"model_type": "qwen3_vl_moe_text"}},
+            "vision tower",
+        ),
+        ({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}, "delta net"),
+        ({"model_type": "glm_moe_dsa"}, "indexed tokens"),
+    ],
+)
+def test_families_have_their_own_sentence(tmp_path, config, words):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = refusal(make_args, hf_checkpoint=str(tmp_path), train_backend="megatron")
+    assert words in said
+    assert TRAINED[0] not in said, "the list of what is trained does not help here"
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "glm_moe_dsa"])
+def test_packed_samples_that_would_be_mixed_are_refused_before_a_start(tmp_path, model_type):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    said = refusal(make_args, hf_checkpoint=str(tmp_path), train_backend="fsdp")
+    assert said.endswith("add --qkv-format bshd")
+    make_args(hf_checkpoint=str(tmp_path), train_backend="fsdp", qkv_format="bshd")
+
+
+def test_a_type_that_transformers_does_not_know_is_one_sentence(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_k2"}))
+    said = refusal(make_args, hf_checkpoint=str(tmp_path), train_backend="fsdp")
+    assert said.startswith("--train-backend fsdp does not train models of type kimi_k2: ")
+    assert "\n" not in said and "transformers" in said
+
+
+INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}
+FP8 = {"type": "float", "num_bits": 8, "strategy": "channel"}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"weights": INT4}},
+}
+
+
+@pytest.mark.parametrize(
+    ("declared", "named"),
+    [
+        (PACKED, "INT4 weights (compressed-tensors, pack-quantized)"),
+        ({"quant_method": "gptq", "bits": 8}, "INT8 weights (gptq)"),
+        ({"quant_method": "awq", "bits": 4}, "INT4 weights (awq)"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "INT4 weights (bitsandbytes)"),
+        ({"quant_method": "quark"}, "quantized weights (quark)"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["slime", "sglang"])
+def test_integer_weights_are_named_for_what_they_are(tmp_path, declared, named, engine):
+    flags = {"hf_checkpoint": str(tmp_path), "rollout_engine": engine, "dry_run": True}
+    for config in (
+        {"model_type": "qwen3", "quantization_config": declared},
+        {"quantization_config": declared, "text_config": {"model_type": "qwen3"}},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        said = refusal(make_args, **flags)
+        assert f"{tmp_path} holds {named}, which slime does not train" in said
+        assert "bf16" in said and "per channel" not in said
+    assert make_args(**flags, debug_rollout_only=True).debug_rollout_only
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {},
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"quant_method": "mxfp4"},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": FP8}}},
+    ],
+)
+def test_weights_that_are_read_are_not_refused(tmp_path, declared):
+    config = {"model_type": "qwen3", "quantization_config": declared}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert make_args(hf_checkpoint=str(tmp_path), dry_run=True).hf_checkpoint == str(tmp_path)
