@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from typing import Any
+from urllib.parse import urlsplit
 
 from slime.config.checks.combinations import check_all
 from slime.config.checks.engine_checks import check_installed
@@ -22,11 +23,18 @@ from slime.config.derive import derive
 from slime.config.engine_groups import ServedModel, engines_of
 from slime.config.env import read_env
 from slime.config.flags.draft import Draft, Origin, check_values
-from slime.config.flags.parser import read_command_line, read_config
+from slime.config.flags.parser import (
+    AddArguments,
+    read_command_line,
+    read_config,
+    read_custom_arguments,
+    read_custom_config,
+)
 from slime.config.flags.registry import OwnFlags, all_flags
 from slime.config.flags.registry import redact as redacted
 from slime.config.flags.spec import nearest
 from slime.config.installed import count_gpus
+from slime.core.errors import ConfigError
 from slime.utils.printable import safe_text
 
 __all__ = ["Args", "EvalDataset", "parse_args", "print_resolved"]
@@ -38,7 +46,8 @@ class Args(OwnFlags):
     """The resolved values of a run: one attribute per flag, read-only, picklable.
 
     A flag of Megatron, SGLang or the router that was not set is None: the package's own default
-    applies. `replace` returns a changed copy.
+    applies. `replace` returns a changed copy. Names that are no flags are free: hooks may set them, in
+    their own process, and --custom-config-path or `parse_args(add_custom_arguments=fn)` in all of them.
     """
 
     precision: str  # "bf16" or "fp32"
@@ -46,6 +55,9 @@ class Args(OwnFlags):
     eval_datasets: list[EvalDataset]
     engine_models: list[ServedModel]  # of --sglang-config; empty: one group of equal engines
     warnings: tuple[str, ...]
+    # Where hooks find the engines; set in the rollout manager once they are up.
+    sglang_router_ip: str
+    sglang_router_port: int
 
     def __init__(
         self, values: dict[str, Any], origins: dict[str, Origin], warnings: tuple[str, ...] = ()
@@ -53,10 +65,22 @@ class Args(OwnFlags):
         self.__dict__.update(values, _origins=dict(origins), warnings=warnings)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"args.{name}: arguments are read-only; use args.replace({name}=...)")
+        if not self.is_free(name):
+            raise AttributeError(
+                f"args.{name}: flags are read-only; args.replace({name}=...) returns a changed copy"
+            )
+        self.__dict__[name] = value
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"args.{name}: arguments are read-only")
+        if not self.is_free(name) or name not in vars(self):
+            raise AttributeError(f"args.{name}: only names that are no flags can be deleted")
+        del self.__dict__[name]
+
+    @classmethod
+    def is_free(cls, name: str) -> bool:
+        """Return whether hooks may set the name: it is no flag, no result of parsing and no method."""
+        fixed = ("_origins", *Args.__annotations__)
+        return name not in all_flags() and name not in fixed and not hasattr(cls, name)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -80,9 +104,17 @@ class Args(OwnFlags):
     def replace(self, **values: Any) -> Args:
         """Return a copy with other values, marked as derived."""
         for name in values:
-            getattr(self, name)
+            if name not in vars(self) and name not in all_flags():
+                near = nearest(name, all_flags())
+                hint = f"; did you mean {near}?" if near else f": set it with args.{name} = ..."
+                raise AttributeError(f"args.{name} is no flag{hint}")
         origins: dict[str, Origin] = {**self._origins, **dict.fromkeys(values, "derived")}
         return Args({**self.to_dict(redact=False), **values}, origins, self.warnings)
+
+    def set_router(self, url: str) -> None:
+        """Note where hooks that post to `http://{sglang_router_ip}:{sglang_router_port}` do so."""
+        host, _, port = urlsplit(url).netloc.rpartition(":")
+        self.__dict__.update(sglang_router_ip=host, sglang_router_port=int(port))
 
     def to_dict(self, redact: bool = True) -> dict[str, Any]:
         """Return every value that is set, by name; without `redact` also secrets."""
@@ -100,15 +132,27 @@ class Args(OwnFlags):
         return f"Args({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
-def parse_args(argv: list[str] | None = None, *, offline: bool = False) -> Args:
+def parse_args(
+    argv: list[str] | None = None,
+    *,
+    offline: bool = False,
+    add_custom_arguments: AddArguments | None = None,
+) -> Args:
     """Return the arguments of this process, or of `argv`; raise ConfigError if they are wrong.
 
     With `offline`, as with --dry-run, files and packages missing here are only warnings.
+    `add_custom_arguments(parser)` adds options of the caller's own, which become attributes too.
     """
-    given, origins = read_given(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    own: dict[str, Any] = {}
+    if add_custom_arguments is not None:
+        own, argv = read_custom_arguments(add_custom_arguments, argv)
+    given, origins = read_given(argv)
     offline = offline or bool(given.get("dry_run"))
     cluster = read_env().ray_address is not None
-    return resolve(Draft(given, origins, gpus=count_gpus(), offline=offline, cluster=cluster))
+    draft = Draft(given, origins, gpus=count_gpus(), offline=offline, cluster=cluster)
+    _add_custom(draft, own, "add_custom_arguments")
+    return resolve(draft)
 
 
 def read_given(argv: list[str]) -> tuple[dict[str, Any], dict[str, Origin]]:
@@ -124,6 +168,9 @@ def read_given(argv: list[str]) -> tuple[dict[str, Any], dict[str, Origin]]:
 
 def resolve(draft: Draft) -> Args:
     """Derive the values that were not given and check everything."""
+    if draft["custom_config_path"] is not None:
+        own = read_custom_config(draft["custom_config_path"])
+        _add_custom(draft, own, f"--custom-config-path {draft['custom_config_path']}")
     check_values(draft)
     derive(draft)
     check_all(draft)
@@ -131,6 +178,15 @@ def resolve(draft: Draft) -> Args:
     check_installed(draft)
     check_model(draft)
     return Args(draft.values, draft.origins, tuple(draft.warnings))
+
+
+def _add_custom(draft: Draft, values: dict[str, Any], where: str) -> None:
+    """Add values that are no flags, for hooks."""
+    for name, value in values.items():
+        if not Args.is_free(name) or name in draft.values:
+            raise ConfigError(f"{where}: args.{name} is taken already: choose another name")
+        draft.values[name] = value
+        draft.origins[name] = "custom"
 
 
 def resolved_lines(args: Args) -> list[str]:

@@ -10,7 +10,8 @@ from slime.config.flags.run import phase_timeouts
 from slime.config.flags.spec import Flag, nearest, option_of
 from slime.core.errors import ConfigError
 
-Origin = Literal["default", "config", "command line", "derived"]
+# "custom": no flag, from --custom-config-path or an option that the user's own script added
+Origin = Literal["default", "config", "command line", "derived", "custom"]
 _RESULTS = (
     "precision",
     "deterministic",
@@ -52,7 +53,7 @@ class Draft:
     def given(self, name: str) -> bool:
         if name not in self.values:
             self._unset(name)
-        return name in self.origins and self.origins[name] != "derived"
+        return name in self.origins and self.origins[name] not in ("derived", "custom")
 
     def given_names(self) -> list[str]:
         return [name for name in self.origins if self.given(name)]

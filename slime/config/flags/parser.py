@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,6 +49,43 @@ def read_config(path: str) -> dict[str, Any]:
         value = convert(flag, raw, f"{path}: {key}")
         values[flag.name] = not value if negated else value
     return values
+
+
+def read_custom_config(path: str) -> dict[str, Any]:
+    """Return the keys of the YAML file of --custom-config-path, none of which may be a flag."""
+    values = load_mapping(path, "--custom-config-path")
+    for key in values:
+        flag = options().get(option_of(str(key))) or all_flags().get(str(key))
+        if flag is not None:
+            raise ConfigError(
+                f"--custom-config-path: {path}: {key} is the flag {flag.option}: give it on the command "
+                "line or in the file of --config; this file is for names that are no flags"
+            )
+        if not str(key).isidentifier() or str(key).startswith("_"):
+            raise ConfigError(
+                f"--custom-config-path: {path}: {key!r} cannot be an attribute of args: "
+                "use letters, digits and _"
+            )
+    return values
+
+
+AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
+
+
+def read_custom_arguments(add: AddArguments, argv: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of the options that `add` declares, with defaults, and the other words."""
+    parser = _Parser(prog=_program(), add_help=False, allow_abbrev=False)
+    parser = add(parser) or parser
+    for action in parser._actions:
+        taken = [option for option in action.option_strings if option in options()]
+        if taken or action.dest in all_flags():
+            flag = options()[taken[0]] if taken else all_flags()[action.dest]
+            raise ConfigError(
+                f"add_custom_arguments: {(action.option_strings or [action.dest])[0]} is the flag "
+                f"{flag.option} already: choose another name"
+            )
+    known, rest = parser.parse_known_args(argv)
+    return vars(known), rest
 
 
 def load_mapping(path: str, option: str) -> dict[Any, Any]:

@@ -89,7 +89,8 @@ def table_flags(name: Table, title: str) -> list[Flag]:
 def redact(name: str, value: Any) -> Any:
     """Return the value without secrets: of secret flags, in dictionaries and in addresses."""
     flag = own_flags().get(name) or all_flags().get(name)
-    if flag is not None and flag.secret and value is not None:
+    secret = looks_secret(name) if flag is None else flag.secret
+    if secret and value is not None:
         return HIDDEN
     if _ADDRESS_FLAG.search(name) and isinstance(value, str) and "://" not in value:
         return hide_in_address(value)

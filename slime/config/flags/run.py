@@ -55,6 +55,10 @@ class Mode:
     config: str | None = flag(
         None, "YAML file with the same names as the flags; the command line overrides it"
     )
+    custom_config_path: str | None = flag(
+        None,
+        "YAML file of settings for hooks: its keys, which must not be flags, become attributes of args",
+    )
     dry_run: bool = flag(
         False,
         "resolve and check flags, hooks and files as a start would, print every value with its "
