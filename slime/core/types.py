@@ -6,8 +6,12 @@ V vocabulary, H hidden size.
 
 from __future__ import annotations
 
+import base64
+import json
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,22 +75,61 @@ class Sample:
     teacher_log_probs: list[float] | None = None
     remove_sample: bool = False  # counts in statistics, has weight 0 in training
     train_metadata: dict[str, Any] | None = None
+    non_generation_time: float = 0.0  # seconds that a hook spent on tools, for the metrics
 
     Status = Status
 
+    @property
+    def effective_response_length(self) -> int:
+        """Return the number of response tokens that are trained on."""
+        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+
     def append_response_tokens(
         self,
+        args: Any = None,
         *,
-        tokens: list[int],
+        tokens: list[int] | None = None,
         log_probs: list[float] | None = None,
         trainable: bool = True,
         weight_versions: list[int] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        text: str = "",
     ) -> None:
         """Add tokens to the response, keeping tokens, loss mask, log-probs and versions aligned.
 
         Tokens that the model did not generate (tool output) are `trainable=False`; their log-probs
-        default to 0.
+        default to 0. `meta_info` is that of an engine's reply: it sets the status and the versions,
+        with `args` and --use-rollout-routing-replay the experts, and tokens and log-probs that are
+        not given. `text` is added to `response`.
         """
+        if meta_info is not None:
+            entries = meta_info.get("output_token_logprobs") or []
+            tokens = [entry[1] for entry in entries] if tokens is None else tokens
+            if log_probs is None and trainable:
+                log_probs = [entry[0] for entry in entries]
+            weight_versions = weight_versions or _token_versions(meta_info, len(tokens))
+        if tokens is None:
+            raise ValueError("append_response_tokens needs tokens, or meta_info that holds them")
+        self._append(tokens, log_probs, trainable, weight_versions)
+        self.response += text or ""
+        if meta_info is not None:
+            self._read_finish(args, meta_info)
+
+    def _read_finish(self, args: Any, meta_info: dict[str, Any]) -> None:
+        finish = meta_info.get("finish_reason")
+        if finish is not None:
+            self.status = _FINISHED[finish["type"]]
+        experts = meta_info.get("routed_experts")
+        if experts is not None and args is not None and args.use_rollout_routing_replay:
+            self.rollout_routed_experts = decode_experts(args.hf_checkpoint, experts)
+
+    def _append(
+        self,
+        tokens: list[int],
+        log_probs: list[float] | None,
+        trainable: bool,
+        weight_versions: list[int] | None,
+    ) -> None:
         count = len(tokens)
         if log_probs is None and trainable:
             raise ValueError("trainable tokens need the log-probs they were sampled with")
@@ -115,8 +158,13 @@ class Sample:
             clone.__dict__[name] = value.copy() if isinstance(value, list) else value
         return clone
 
-    def get_reward_value(self, key: str | None) -> float:
-        """Return the scalar reward: `reward` itself, or `reward[key]` if it is a dictionary."""
+    def get_reward_value(self, key: str | Any | None) -> float:
+        """Return the scalar reward: `reward` itself, or `reward[key]` if it is a dictionary.
+
+        Instead of the key, `args` may be given, whose --reward-key is then used.
+        """
+        if key is not None and not isinstance(key, str):
+            key = key.reward_key
         if isinstance(self.reward, dict):
             if key is None or key not in self.reward:
                 raise KeyError(
@@ -129,13 +177,21 @@ class Sample:
         return float(self.reward)
 
     def to_dict(self) -> dict[str, Any]:
-        record = {f.name: getattr(self, f.name) for f in fields(self)}
+        """Return the fields, and the attributes that hooks added."""
+        record = {name: v for name, v in vars(self).items() if not name.startswith("_")}
         record["status"] = self.status.value
         return record
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Sample:
-        return cls(**{**record, "status": Status(record["status"])})
+        """Return the sample of a record; keys that are no fields become attributes of it."""
+        names = {f.name for f in fields(cls)}
+        sample = cls(**{name: value for name, value in record.items() if name in names})
+        sample.status = Status(sample.status)
+        for name in record.keys() - names:
+            if not name.startswith("_") and not hasattr(cls, name):
+                setattr(sample, name, record[name])
+        return sample
 
 
 def _copied(value: Any) -> Any:
@@ -143,6 +199,36 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(inner) for key, inner in value.items()}
     return [_copied(inner) for inner in value] if isinstance(value, list) else value
+
+
+# How an engine ended a response.
+_FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+
+
+def _token_versions(meta_info: dict[str, Any], count: int) -> list[int]:
+    """Return one weight version per token, from the spans of engines that report them."""
+    spans = meta_info.get("weight_versions")
+    if not spans:
+        return [_version(meta_info.get("weight_version"))] * count
+    return [_version(span["version"]) for span in spans for _ in range(span["end"] - span["start"])]
+
+
+def _version(text: str | None) -> int:
+    """Return the version as a number; engines without an update report "default", which is 0."""
+    return int(text) if text is not None and text.isdecimal() else 0
+
+
+def decode_experts(checkpoint: str, text: str) -> np.ndarray:
+    """Return [tokens - 1, layers, experts per token] from the engine's base64."""
+    layers, width = _expert_shape(checkpoint)
+    flat = np.frombuffer(base64.b64decode(text), np.int32)
+    return flat.reshape(-1, layers, width).astype(np.int16)
+
+
+@cache
+def _expert_shape(checkpoint: str) -> tuple[int, int]:
+    config = json.loads((Path(checkpoint) / "config.json").read_text())
+    return config["num_hidden_layers"], config["num_experts_per_tok"]
 
 
 Group = list[Sample]  # the samples of one prompt

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import pickle
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -22,6 +23,7 @@ from slime.core.types import Group, RolloutBatch, Sample
 logger = logging.getLogger(__name__)
 
 _HOOK_FIELDS = ("metadata", "train_metadata", "reward", "multimodal_inputs")
+_FIELDS = {field.name for field in fields(Sample)}
 # Columns that have another key in files, the same in all versions.
 _KEYS = {"num_trajectories": "executions", "trajectory_ids": "rollout_ids"}
 
@@ -57,14 +59,30 @@ def load_debug_samples(template: str, rollout_id: int) -> list[Group]:
     path = Path(template.format(rollout_id=rollout_id))
     if not path.exists():
         raise ConfigError(f"--load-debug-rollout-data: {path} does not exist")
+    try:
+        content = torch.load(path, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"--load-debug-rollout-data: {path} holds more than tensors and plain data, and loading it "
+            f"could run code: {str(error).splitlines()[0]}"
+        ) from None
     groups: dict[int | None, Group] = {}
-    for record in torch.load(path, weights_only=True)["samples"]:
-        experts = record["rollout_routed_experts"]
+    for record in content["samples"]:
+        experts = record.get("rollout_routed_experts")
         if experts is not None:
             record["rollout_routed_experts"] = experts.numpy()
         sample = Sample.from_dict(record)
+        sample.weight_versions = _per_token(sample.weight_versions, sample.response_length)
         groups.setdefault(sample.group_index, []).append(sample)
     return list(groups.values())
+
+
+def _per_token(versions: list[Any], count: int) -> list[int]:
+    """Return the weight version of each token; files of other versions of slime hold one per request."""
+    numbers = [int(v) if str(v).isdecimal() else 0 for v in versions]
+    if len(numbers) == count or not numbers:
+        return numbers
+    return numbers[:1] * count if len(set(numbers)) == 1 else []
 
 
 def save_train_data(template: str | None, rollout_id: int, rank: int, batch: RolloutBatch) -> None:
@@ -113,7 +131,18 @@ def _plain_record(sample: Sample) -> dict[str, Any]:
     for name in _HOOK_FIELDS:
         if record[name]:
             record[name] = _as_json(record[name], f"sample.{name}")
+    for name in record.keys() - _FIELDS:  # attributes that hooks added; others make theirs again
+        if not _is_json(record[name]):
+            del record[name]
     return record
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        orjson.dumps(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _as_json(value: Any, where: str) -> Any:

@@ -128,6 +128,9 @@ def rollout_metrics(args: MetricArgs, groups: list[Group]) -> dict[str, float]:
         "rollout/truncated": float(np.mean([s.status == Status.TRUNCATED for s in scored])),
         "rollout/zero_std_groups": float(sum(len(set(rewards)) == 1 for rewards in by_group)),
     }
+    if any(sample.non_generation_time for sample in scored):
+        times = [sample.non_generation_time for sample in scored]
+        metrics["rollout/non_generation_time_mean"] = float(np.mean(times))
     if args.log_passrate:
         metrics |= {f"rollout/{k}": v for k, v in pass_at_k_metrics(by_group).items()}
     return metrics

@@ -5,14 +5,8 @@ Sampling parameters have the engines' format; seeds are reproducible.
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import json
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from slime.core.errors import UserError
 from slime.core.types import Sample, Status
@@ -27,7 +21,6 @@ if TYPE_CHECKING:
 SamplingParams = dict[str, Any]  # the engine's JSON object; hooks may edit it
 
 _MAX_ABORTS = 20  # in a row; connection errors are retried in engine_pool.py
-_FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 
 def rollout_sampling_params(args: Args) -> SamplingParams:
@@ -145,30 +138,13 @@ def _session(sample: Sample) -> str | None:
 
 def _append_reply(args: Args, sample: Sample, reply: dict[str, Any]) -> None:
     meta = reply["meta_info"]
-    tokens = reply["output_ids"]
-    finish = meta["finish_reason"]
     sample.append_response_tokens(
-        tokens=tokens,
+        args,
+        tokens=reply["output_ids"],
         log_probs=[entry[0] for entry in meta["output_token_logprobs"]],
-        weight_versions=_weight_versions(meta, len(tokens)),
+        meta_info=meta,
+        text=_without_end_token(args, reply["text"], meta["finish_reason"]),
     )
-    sample.response += _without_end_token(args, reply["text"], finish)
-    sample.status = _FINISHED[finish["type"]]
-    if args.use_rollout_routing_replay and meta.get("routed_experts") is not None:
-        sample.rollout_routed_experts = decode_experts(args.hf_checkpoint, meta["routed_experts"])
-
-
-def decode_experts(checkpoint: str, text: str) -> np.ndarray:
-    """Return [tokens - 1, layers, experts per token] from the engine's base64."""
-    layers, width = _expert_shape(checkpoint)
-    flat = np.frombuffer(base64.b64decode(text), np.int32)
-    return flat.reshape(-1, layers, width).astype(np.int16)
-
-
-@cache
-def _expert_shape(checkpoint: str) -> tuple[int, int]:
-    config = json.loads((Path(checkpoint) / "config.json").read_text())
-    return config["num_hidden_layers"], config["num_experts_per_tok"]
 
 
 def _without_end_token(args: Args, text: str, finish: dict[str, Any]) -> str:
@@ -177,19 +153,3 @@ def _without_end_token(args: Args, text: str, finish: dict[str, Any]) -> str:
     if not isinstance(matched, int):
         return text
     return text.removesuffix(str(load_tokenizer(args.hf_checkpoint).decode([matched])))
-
-
-def _weight_versions(meta: dict[str, Any], count: int) -> list[int]:
-    """Return one version per token, from the spans of engines that report them."""
-    spans = meta.get("weight_versions")
-    if not spans:
-        return [_version(meta.get("weight_version"))] * count
-    versions: list[int] = []
-    for span in spans:
-        versions += [_version(span["version"])] * (span["end"] - span["start"])
-    return versions
-
-
-def _version(text: str | None) -> int:
-    """Return the version as a number; engines without an update report "default", which is 0."""
-    return int(text) if text is not None and text.isdecimal() else 0

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime.core.errors import UserError
-from slime.rollout.sampling import decode_experts
+from slime.core.types import decode_experts
 from slime.utils.sync_http import post_json
 from tests.engines import TOKEN, LocalEngine, engine_server
 from tests.tiny import make_tiny_checkpoint

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from slime.core.errors import UserError
-from slime.core.types import Sample, Status
+from slime.core.types import Sample, Status, decode_experts
 from slime.rollout.context import GenerationState, RolloutContext
-from slime.rollout.sampling import decode_experts, generate, hash32
+from slime.rollout.sampling import generate, hash32
 from tests.prompts import rollout_args
 from tests.tiny import EOS, EOS_ID
 
