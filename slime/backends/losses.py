@@ -124,10 +124,23 @@ class TrainHooks:
             flag = option_of(name)
             return None if path is None else load_function(path, flag=flag, protocol=protocol)
 
+        def load_with_view(name: str, protocol: type) -> Callable[..., Any] | None:
+            fn = load(name, protocol)
+            if fn is None:
+                return None
+            from slime.compat import batches  # for hooks that read a batch like a dictionary
+
+            of_loss = protocol is hook_types.LossFunction
+            return batches.with_train_view(fn) if of_loss else batches.with_rollout_view(fn)
+
         self.args = args
-        self.postprocess = load("rollout_data_postprocess_path", hook_types.RolloutDataPostprocess)
-        self.advantages = load("custom_advantage_function_path", hook_types.AdvantageFunction)
-        self.loss = load("custom_loss_function_path", hook_types.LossFunction)
+        self.postprocess = load_with_view(
+            "rollout_data_postprocess_path", hook_types.RolloutDataPostprocess
+        )
+        self.advantages = load_with_view(
+            "custom_advantage_function_path", hook_types.AdvantageFunction
+        )
+        self.loss = load_with_view("custom_loss_function_path", hook_types.LossFunction)
         self._tis = load("custom_tis_function_path", hook_types.TisFunction)
         self._reducer = load("custom_pg_loss_reducer_function_path", hook_types.PgLossReducer)
 

@@ -55,9 +55,6 @@ class Args(OwnFlags):
     eval_datasets: list[EvalDataset]
     engine_models: list[ServedModel]  # of --sglang-config; empty: one group of equal engines
     warnings: tuple[str, ...]
-    # Where hooks find the engines; set in the rollout manager once they are up.
-    sglang_router_ip: str
-    sglang_router_port: int
 
     def __init__(
         self, values: dict[str, Any], origins: dict[str, Origin], warnings: tuple[str, ...] = ()
@@ -112,7 +109,7 @@ class Args(OwnFlags):
         return Args({**self.to_dict(redact=False), **values}, origins, self.warnings)
 
     def set_router(self, url: str) -> None:
-        """Note where hooks that post to `http://{sglang_router_ip}:{sglang_router_port}` do so."""
+        """Set --sglang-router-ip and -port to the router or engine that came up, for hooks that post there."""
         host, _, port = urlsplit(url).netloc.rpartition(":")
         self.__dict__.update(sglang_router_ip=host, sglang_router_port=int(port))
 

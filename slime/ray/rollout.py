@@ -82,6 +82,9 @@ class RolloutManager:
         """
         for name, address in models.items():
             self.pools[name].set_urls(address.urls, address.router)
+        address = models.get(default_model(self.args).name)
+        if address is not None and address.urls:
+            self.args.set_router(address.router or address.urls[0])
 
     def _make_pool(self, token: str) -> EnginePool:
         return EnginePool(

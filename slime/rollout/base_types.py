@@ -36,10 +36,16 @@ class EvalResult:
     truncated: list[bool]
     samples: list[Sample] = field(default_factory=list)
 
+    def __getitem__(self, name: str) -> Any:
+        """Return a field by name, for log functions that read `data[dataset]["rewards"]`."""
+        return vars(self)[name]
+
 
 @dataclass(kw_only=True)
 class RolloutFnEvalOutput:
-    data: dict[str, EvalResult]
+    """Results by dataset; a dictionary with rewards, truncated and samples is as good as an EvalResult."""
+
+    data: dict[str, Any]
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -47,6 +53,9 @@ class RolloutFnEvalOutput:
 class DynamicFilterOutput:
     keep: bool
     reason: str | None = None  # counted as rollout/dropped_<reason>
+    # A rejected group fills the batch if too few groups of --over-sampling-batch-size were kept,
+    # instead of a further group being generated.
+    keep_when_insufficient: bool = False
 
 
 class DataSource(Protocol):
@@ -151,7 +160,7 @@ def as_train_output(result: Any, path: str) -> RolloutFnTrainOutput:
     if isinstance(groups, list) and all(isinstance(group, list) for group in groups):
         flat = [_flatten(group) for group in groups]
         if all(isinstance(sample, Sample) for group in flat for sample in group):
-            metrics = result.metrics if isinstance(result, RolloutFnTrainOutput) else {}
+            metrics = result.metrics or {} if isinstance(result, RolloutFnTrainOutput) else {}
             return RolloutFnTrainOutput(samples=flat, metrics=metrics)
     raise UserError(
         f"--rollout-function-path {path} returned {_describe(result)}; expected "
@@ -161,10 +170,11 @@ def as_train_output(result: Any, path: str) -> RolloutFnTrainOutput:
 
 def as_eval_output(result: Any, path: str) -> RolloutFnEvalOutput:
     """Check and wrap the result of an evaluation function, which may be a bare dictionary by dataset."""
-    if isinstance(result, RolloutFnEvalOutput):
-        return result
-    if isinstance(result, Mapping):
-        return RolloutFnEvalOutput(data={name: _eval_result(v, path) for name, v in result.items()})
+    data = result.data if isinstance(result, RolloutFnEvalOutput) else result
+    if isinstance(data, Mapping):
+        metrics = result.metrics or {} if isinstance(result, RolloutFnEvalOutput) else {}
+        results = {name: _eval_result(value, path) for name, value in data.items()}
+        return RolloutFnEvalOutput(data=results, metrics=metrics)
     raise UserError(
         f"--eval-function-path {path} returned {_describe(result)}; expected "
         "RolloutFnEvalOutput(data={name: EvalResult(...)}) or the dictionary itself"
@@ -196,3 +206,11 @@ def _describe(value: Any) -> str:
     if isinstance(value, list) and value:
         return f"a list of {type(value[0]).__name__}"
     return f"a {type(value).__name__}"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "call_rollout_fn":  # of earlier versions, for hooks that ask for it
+        from slime.compat.rollout_calls import call_rollout_fn
+
+        return call_rollout_fn
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

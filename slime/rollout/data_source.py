@@ -22,7 +22,7 @@ from slime.core.types import Group
 from slime.data.prompt_data import DataFormat, PromptDataset, load_prompts
 from slime.data.stored_samples import decode_groups, encode_groups
 from slime.data.tokenizer import load_tokenizer
-from slime.rollout.base_types import BufferFilter
+from slime.rollout.base_types import BufferFilter, DataSource
 from slime.rollout.filter_hub.buffer_filters import pop_first
 from slime.rollout.hooks import check_stored_functions
 from slime.rollout.samples import clone_group
@@ -30,6 +30,8 @@ from slime.utils.load_function import load_function
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
+
+__all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "TracksRollouts"]
 
 logger = logging.getLogger(__name__)
 

@@ -53,6 +53,9 @@ def generate_rollout(
 generate_rollout.never_stops = True  # type: ignore[attr-defined]
 
 
+generate_rollout_fully_async = generate_rollout  # its name in earlier versions
+
+
 def stream_of(args: Args, data_source: DataSource) -> GroupStream:
     """Return the stream of this run and data source, created on first use."""
     return RolloutContext.current().shared(
@@ -104,10 +107,21 @@ class GroupStream:
                     num_stale += 1
                 else:
                     batch.add(task.result())
+                    self._settle(batch)
         except BaseException:  # there will be no batch: its groups go back as they were taken
             self.source.add_samples(sorted(decided, key=group_index))
             raise
         return num_stale
+
+    def _settle(self, batch: BatchFilter) -> None:
+        """Use spare groups once as many groups ended as a batch may have at a time."""
+        args = self.args
+        ended = batch.num_candidates + len(batch.rejected)
+        if (
+            ended >= args.over_sampling_batch_size
+            and batch.num_candidates >= args.rollout_batch_size
+        ):
+            batch.use_spares()
 
     async def stop(self) -> None:
         """Return everything to the data source, unfinished responses with the tokens they have."""

@@ -46,7 +46,7 @@ async def run_group(
     """
     score_alone, is_new = not args.group_rm, not all(map(_is_finished, group))
     trajectories = await gather(
-        _run_sample(args, sample, sampling_params, evaluation, score_alone, on_sample)
+        run_sample(args, sample, sampling_params, evaluation, score_alone, on_sample)
         for sample in group
     )
     samples = [sample for trajectory in trajectories for sample in trajectory]
@@ -62,14 +62,15 @@ async def run_group(
     return samples
 
 
-async def _run_sample(
+async def run_sample(
     args: Args,
     sample: Sample,
     sampling_params: SamplingParams,
     evaluation: bool,
     score: bool,
-    on_sample: Callable[[Sample], None],
+    on_sample: Callable[[Sample], None] = lambda sample: None,
 ) -> list[Sample]:
+    """Return the samples of one trajectory, scored alone with `score`."""
     if _is_finished(sample):  # in an earlier rollout
         return [sample]
     samples = [sample]

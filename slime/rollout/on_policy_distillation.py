@@ -12,6 +12,7 @@ from slime.core.errors import UserError
 from slime.core.types import Sample
 from slime.rollout.base_types import Reward
 from slime.rollout.rm_hub import async_rm
+from slime.rollout.train_data import group_rewards
 from slime.utils.http import post
 
 if TYPE_CHECKING:
@@ -25,6 +26,17 @@ async def reward_func(args: Args, sample: Sample) -> Reward:
     if not (args.rm_type or sample.metadata.get("rm_type")):
         return 0.0
     return await async_rm(args.replace(custom_rm_path=None), sample)
+
+
+def post_process_rewards(
+    args: Args, samples: list[Sample], **kwargs: Any
+) -> tuple[list[float], list[float]]:
+    """Return raw and normalised rewards as without --custom-reward-post-process-path.
+
+    The teacher's log-probs, which earlier versions read here, are on the samples already.
+    """
+    raw, rewards = group_rewards(args.replace(custom_reward_post_process_path=None), samples)
+    return raw.tolist(), rewards.tolist()
 
 
 async def served_log_probs(url: str, sample: Sample) -> list[float]:

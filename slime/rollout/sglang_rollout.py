@@ -104,6 +104,9 @@ class _BatchCollector:
         try:
             while not self.batch.full:
                 self._start_groups()
+                if not self.running:
+                    self.batch.use_spares()
+                    continue
                 task = await self._next_finished()
                 group = task.result()
                 self.decided.append(self.running.pop(task))
@@ -117,11 +120,11 @@ class _BatchCollector:
         return self.batch.output(self.source)
 
     def _start_groups(self) -> None:
-        """Start groups until the batch would be full if every one of them were kept.
+        """Start groups until the batch would be full if every one of them were kept or spare.
 
         Each time `--over-sampling-batch-size` groups are taken from the data source at once.
         """
-        while len(self.batch.kept) + len(self.running) < self.args.rollout_batch_size:
+        while len(self.running) + self.batch.num_candidates < self.args.rollout_batch_size:
             groups = self.source.get_samples(self.args.over_sampling_batch_size)
             if not groups:
                 raise UserError(
@@ -163,6 +166,8 @@ class BatchFilter:
         self.rollout_id = rollout_id
         self.kept: list[Group] = []
         self.rejected: list[Group] = []
+        # Rejected with `keep_when_insufficient`, by reason; used if too few groups are kept.
+        self.spares: list[tuple[Group, str]] = []
         self._dropped: Counter[str] = Counter()
         self._rejected_in_a_row = 0
         self._num_scored = 0
@@ -180,25 +185,46 @@ class BatchFilter:
     def full(self) -> bool:
         return len(self.kept) >= self.args.rollout_batch_size
 
+    @property
+    def num_candidates(self) -> int:
+        """Return how many groups the batch would have with its spares."""
+        return len(self.kept) + len(self.spares)
+
+    def use_spares(self) -> None:
+        """Fill the batch with spare groups, the oldest first."""
+        while self.spares and not self.full:
+            self._keep(self.spares.pop(0)[0])
+
     def add(self, group: Group) -> None:
         """Keep or reject the group."""
         self._raise_if_all_failed(group)
         result = self._apply_dynamic_filter(group)
+        reason = result.reason or "filter"
         if result.keep:
-            self.kept.append(group)
-            self.progress.kept_groups += 1
-            self._rejected_in_a_row = 0
+            self._keep(group)
+        elif result.keep_when_insufficient:
+            self.spares.append((group, reason))
         else:
-            self.rejected.append(group)
-            self._dropped[result.reason or "filter"] += 1
-            self.progress.dropped_groups += 1
-            self._rejected_in_a_row += 1
+            self._reject(group, reason)
         self.context.progress.log(self.progress)
         self._raise_if_all_rejected()
+
+    def _keep(self, group: Group) -> None:
+        self.kept.append(group)
+        self.progress.kept_groups += 1
+        self._rejected_in_a_row = 0
+
+    def _reject(self, group: Group, reason: str) -> None:
+        self.rejected.append(group)
+        self._dropped[reason] += 1
+        self.progress.dropped_groups += 1
+        self._rejected_in_a_row += 1
 
     def output(self, source: DataSource) -> RolloutFnTrainOutput:
         """Return the batch in group order and mark its groups as finished in the data source."""
         args = self.args
+        for group, reason in self.spares:
+            self._reject(group, reason)
         groups = sorted(self.kept, key=group_index)
         stale = limit_staleness(args, self.rollout_id, groups, self.context.clock)
         if args.rollout_sample_filter_path:
@@ -234,7 +260,7 @@ class BatchFilter:
         failed = [sample for sample in group if sample.status == Status.FAILED]
         self._first_failure = self._first_failure or (failed[0] if failed else None)
         self._num_scored += len(group) - len(failed)
-        num_groups = len(self.kept) + len(self.rejected) + 1
+        num_groups = self.num_candidates + len(self.rejected) + 1
         if (
             self._first_failure is None
             or self._num_scored
@@ -268,6 +294,14 @@ class BatchFilter:
                 self.rollout_id, len(failed), failed[0].metadata["error_stage"],
                 failed[0].metadata["error"],
             )  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("GenerateState", "generate_and_rm", "generate_and_rm_group"):
+        from slime.compat import rollout_calls  # of earlier versions, for hooks that ask for them
+
+        return getattr(rollout_calls, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _as_filter_output(result: Any, path: str) -> DynamicFilterOutput:

@@ -37,7 +37,7 @@ def samples_to_batch(args: Args, samples: list[Sample]) -> RolloutBatch:
     rows = [as_row(s) for s in samples]
     if args.custom_convert_samples_to_train_data_path:
         return _convert_by_hook(args, rows)
-    raw, rewards = _rewards(args, samples)
+    raw, rewards = group_rewards(args, samples)
     columns: dict[str, Any] = {
         "tokens": [s.tokens for s in rows],
         "response_lens": [s.response_length for s in rows],
@@ -123,7 +123,7 @@ def split_batch(
     return [batch.select(rows, schedule) for rows, schedule in parts]
 
 
-def _rewards(args: Args, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
+def group_rewards(args: Args, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
     """Return the raw rewards and those relative to their group, from which advantages are computed.
 
     GRPO divides (r - mean) of the group by its standard deviation; each estimator's formula is in

@@ -54,7 +54,8 @@ def load_class(path: str, *, flag: str, protocol: type) -> type:
     for name in _methods(protocol):
         expected = f"def {name}{_render(protocol, name)}"
         method = inspect.getattr_static(cls, name, None)
-        if method is None or method is inspect.getattr_static(object, name, None):
+        inherited = [object] if name == "__init__" else [object, protocol]
+        if method in [None, *(inspect.getattr_static(base, name, None) for base in inherited)]:
             raise ConfigError(f"{flag} {path} has no method {name}; expected\n  {expected}")
         problem = _binding_problem(getattr(cls, name), getattr(protocol, name), bound=False)
         if problem is not None:

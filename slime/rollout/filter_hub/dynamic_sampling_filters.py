@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from slime.core.types import Sample, Status
@@ -27,3 +28,10 @@ def check_reward_nonzero_std(
         return DynamicFilterOutput(keep=True)
     common = f"{rewards.pop():g}" if rewards else "none"
     return DynamicFilterOutput(keep=False, reason=f"zero_std_{common}")
+
+
+def check_reward_nonzero_std_with_fallback(
+    args: Args, samples: list[Sample], **kwargs: Any
+) -> DynamicFilterOutput:
+    """Prefer groups whose rewards differ, but take others rather than generate further groups."""
+    return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)

@@ -1,0 +1,5 @@
+"""Public import path of `slime.utils.http.run`."""
+
+from slime.utils.http import run
+
+__all__ = ["run"]
