@@ -104,6 +104,9 @@ class ModelCount:
     ranks: list[RankModel]
     attention_repeats_keys: bool  # the installed torch's attention kernel has no GQA
     torch_version: str
+    served: dict[str, WholeModel] = field(
+        default_factory=dict
+    )  # other models of engines, by folder
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

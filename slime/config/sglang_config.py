@@ -156,6 +156,8 @@ def _model(row: Any, where: str, draft: Draft) -> ServedModel:
     trained = draft["hf_checkpoint"]
     path = str(Path(values.get("model_path", trained)).expanduser())
     same = Path(path).resolve() == Path(trained).expanduser().resolve()
+    if draft.offline and not Path(path).exists() and Path(path).name == Path(trained).name:
+        path, same = trained, True  # `slime plan` has put a config.json in its place
     updates = values.get("update_weights", same)
     if updates and not same:
         raise ConfigError(

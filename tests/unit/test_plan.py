@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from slime.cli.plan.activations import layer_cost
 from slime.cli.plan.model_shape import config_from_flags, shape_of
 from slime.cli.plan.plan import Machine, find_advice, plan_from_count, plan_json
 from slime.cli.plan.rank_layout import Sizes, cluster_layout, stage_ranks
-from slime.cli.plan.render import render_page
+from slime.cli.plan.render import render_page, summary_lines
 from slime.cli.plan.request import PlanOptions, planned_args, split_options
 from slime.config.flags.parser import read_command_line
 from slime.core.errors import ConfigError
@@ -336,3 +337,43 @@ def test_page_shows_every_gpu_and_asks_for_nothing(folder):
         assert f"rank {rank}<" in page
     assert "http" not in page.replace("http://www.w3.org", "")
     assert "weight update" in page
+
+
+# ---- groups of --sglang-config
+
+
+def test_groups_of_engines_have_their_own_memory_and_models(folder, tmp_path):
+    """Two GPUs more than the trainer has: a frozen judge of half the layers, alone on them."""
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    (judge / "config.json").write_text(json.dumps({**QWEN3_4B, "num_hidden_layers": 18}))
+    group = {"worker_type": "regular", "num_gpus": 4, "num_gpus_per_engine": 2}
+    narrow = {**group, "overrides": {"mem_fraction_static": 0.5}}
+    pair = {**group, "num_gpus": 2}
+    models = [
+        {"name": "policy", "server_groups": [group, narrow]},
+        {"name": "judge", "model_path": str(judge), "server_groups": [pair]},
+    ]
+    file = tmp_path / "engines.yaml"
+    file.write_text(json.dumps({"sglang": models}))
+    small = WholeModel(
+        total=10**9, by_part={"attention": 10**9}, layer=1, buffers=0, largest_tensor=10
+    )
+    counted = replace(count(500_000_000), served={str(judge): small})
+    flags = ("--sglang-config", str(file), "--rollout-num-gpus", "10")
+    plan = plan_of(folder, counted, *flags)
+    assert [(e.model, e.gpus) for e in plan.layout.engines] == [
+        *(("policy", [gpu, gpu + 1]) for gpu in range(0, 8, 2)),
+        ("judge", [8, 9]),
+    ]
+    names = [p.name for p in plan.phases]
+    assert names[-2:] == ["rollout of policy", "rollout of judge"]
+    assert [phase(plan, name).where for name in names[-2:]] == ["shared", "engine"]
+    assert item(phase(plan, "rollout of judge").items, "engine weights") == 2 * 10**9 // 2
+    full, half = (
+        item(phase(plan, name).items, "KV cache") for name in ("rollout", "rollout of policy")
+    )
+    assert half < full
+    lines = "\n".join(summary_lines(plan))
+    assert "policy: 4 x 2 GPUs" in lines and "judge (frozen): 1 x 2 GPUs" in lines
+    assert plan_json(plan)["engines"][-1]["model"] == "judge"

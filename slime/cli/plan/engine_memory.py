@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.backends.model_size import WholeModel
+from slime.backends.model_size import ModelCount, WholeModel
 from slime.cli.plan.memory import GIB, Item
-from slime.cli.plan.model_shape import Shape
+from slime.cli.plan.model_shape import Shape, read_shape
 from slime.cli.plan.rank_layout import longest_sample
 from slime.cli.plan.trainer_memory import CUDA_CONTEXT, NCCL_GROUP
 from slime.config.arguments import Args
+from slime.config.engine_groups import default_model, engines_of
 
 _DEFAULT_FRACTION = 0.85
 _DEFAULT_CHUNK = 8192
@@ -37,6 +38,8 @@ class KVCache:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
+    """One engine; `args` are its own, which differ between groups of --sglang-config."""
+
     args: Args
     shape: Shape
     whole: WholeModel
@@ -175,3 +178,52 @@ class Engine:
         if self.capacity < 60 * GIB:
             return 80
         return 256 if self.tp < 4 else 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedEngine:
+    model: str
+    role: str
+    colocated: bool  # on a GPU of the trainer
+    memory: Engine
+
+    @property
+    def title(self) -> str:
+        return self.model if self.role == "regular" else f"{self.model} {self.role}"
+
+
+def planned_engines(args: Args, count: ModelCount, capacity: float) -> list[PlannedEngine]:
+    """Return every engine of the run in the order of its GPUs; those of one group share one `memory`."""
+    specs = [] if args.rollout_external else engines_of(args)
+    training = args.actor_num_nodes * args.actor_num_gpus_per_node
+    engines: list[PlannedEngine] = []
+    for spec in specs:
+        last = engines[-1].memory if engines else None
+        size, number = len(spec.gpus), sum(other.model == spec.model for other in specs)
+        own = spec.args
+        if args.engine_models:  # requests of a rollout are spread over the engines of one model
+            own = spec.args.replace(rollout_num_gpus=size * number)
+        if last is None or last.args != own:
+            last = Engine(
+                args=own,
+                shape=read_shape(own.hf_checkpoint),
+                whole=count.served.get(own.hf_checkpoint, count.whole),
+                capacity=capacity,
+            )
+        engines.append(
+            PlannedEngine(
+                model=spec.model,
+                role=spec.worker_type,
+                colocated=args.colocate and spec.gpus.start < training,
+                memory=last,
+            )
+        )
+    return engines
+
+
+def policy_engine(args: Args, engines: list[PlannedEngine]) -> Engine | None:
+    """Return an engine of the model that is trained."""
+    if not engines:
+        return None
+    name = default_model(args).name
+    return next(engine.memory for engine in engines if engine.model == name)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slime.backends.model_size import RankModel
-from slime.cli.plan.engine_memory import Engine
+from slime.cli.plan.engine_memory import PlannedEngine
 from slime.cli.plan.memory import GIB, HostMemory, Item
 from slime.cli.plan.rank_layout import ClusterLayout
 from slime.cli.plan.trainer_memory import (
@@ -32,7 +32,7 @@ _BYTES_PER_ROLLOUT_TOKEN = 4 + 1 + 4 * 4  # ids, mask, four columns of log-probs
 class Host:
     args: Args
     trainer: Trainer
-    engine: Engine | None
+    engines: list[PlannedEngine]
     layout: ClusterLayout
 
     def fullest(self) -> HostMemory:
@@ -111,23 +111,27 @@ class Host:
             Item(name="rollout in Ray's object store", nbytes=2 * rows),
             Item(name="Ray and the system", nbytes=_RAY_AND_SYSTEM, note="assumed"),
         ]
-        if self.engine is not None and gpus and self._engine_backs_up():
-            nbytes = gpus * self.engine.weights()
-            items.append(Item(name="engine weights while the trainer works", nbytes=nbytes))
-        return items
-
-    def _engine_backs_up(self) -> bool:
-        """Return whether released weights are kept on the host; by default SGLang gets new ones."""
-        if not self.args.offload_rollout:
-            return False
-        return self.args.rollout_engine == "slime" or bool(
-            self.args.sglang_enable_weights_cpu_backup
+        kept = sum(
+            self._gpus_here(place.gpus, node) * engine.memory.weights()
+            for place, engine in zip(
+                self.layout.engines, self.engines, strict=False
+            )  # none: external
+            if _backs_up(engine.memory.args)
         )
+        if kept:
+            items.append(Item(name="engine weights while the trainer works", nbytes=kept))
+        return items
 
     def _gpus_here(self, gpus: list[int], node: int) -> int:
         per_node = self.args.actor_num_gpus_per_node if self.args.colocate else None
         per_node = per_node or self.args.num_gpus_per_node
         return sum(gpu // per_node == node for gpu in gpus)
+
+
+def _backs_up(args: Args) -> bool:
+    """Return whether an engine's released weights are kept on the host; by default SGLang gets new ones."""
+    backup = args.rollout_engine == "slime" or bool(args.sglang_enable_weights_cpu_backup)
+    return args.offload_rollout and backup
 
 
 def _pinned(sizes: Iterable[int]) -> int:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from slime.backends.model_size import RankModel
 from slime.config.arguments import Args
 
 if TYPE_CHECKING:
-    from slime.cli.plan.engine_memory import Engine
+    from slime.cli.plan.engine_memory import Engine, PlannedEngine
     from slime.cli.plan.trainer_memory import Trainer
 
 GIB = 2**30
@@ -30,7 +30,7 @@ class Phase:
     `without_offload` is the total if trainer and engine both stayed on the GPU.
     """
 
-    name: str  # training, log_probs, rollout, weight_update
+    name: str  # training, log_probs, rollout, weight_update, "rollout of judge"
     where: str  # "trainer", "engine", or "shared" when colocated
     rank: int
     items: list[Item]
@@ -64,7 +64,10 @@ def gib(nbytes: float) -> str:
 _Items = Callable[[RankModel], list[Item]]
 
 
-def phases_of(args: Args, trainer: Trainer, engine: Engine | None) -> list[Phase]:
+def phases_of(
+    args: Args, trainer: Trainer, engine: Engine | None, others: Sequence[PlannedEngine] = ()
+) -> list[Phase]:
+    """Return the phases; `engine` is one of the policy, `others` one of each further group."""
     shared = engine if args.colocate else None
     phases = [
         _trainer_phase("training", trainer.resident, trainer.training, trainer, shared),
@@ -73,7 +76,11 @@ def phases_of(args: Args, trainer: Trainer, engine: Engine | None) -> list[Phase
     if engine is None:
         return phases
     heavy = max(trainer.count.ranks, key=lambda rank: total(trainer.between_steps(rank)))
-    return [*phases, _rollout(trainer, engine, heavy), _update(trainer, engine, heavy)]
+    phases += [_rollout(trainer, engine, heavy), _update(trainer, engine, heavy)]
+    for other in others:
+        phase = _rollout(trainer, other.memory, heavy, shared=other.colocated)
+        phases.append(replace(phase, name=f"rollout of {other.title}"))
+    return phases
 
 
 def _trainer_phase(
@@ -97,9 +104,11 @@ def _trainer_phase(
     return max(phases, key=lambda phase: phase.total)
 
 
-def _rollout(trainer: Trainer, engine: Engine, heavy: RankModel) -> Phase:
+def _rollout(
+    trainer: Trainer, engine: Engine, heavy: RankModel, shared: bool | None = None
+) -> Phase:
     items = _everything(engine)
-    if not trainer.args.colocate:
+    if not (trainer.args.colocate if shared is None else shared):
         return Phase(
             name="rollout", where="engine", rank=0, items=items, without_offload=total(items)
         )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from slime.backends.model_size import CountRequest, ModelCount, RankModel, count_models
 from slime.cli.plan.activations import layers_line
-from slime.cli.plan.engine_memory import Engine, KVCache
+from slime.cli.plan.engine_memory import KVCache, planned_engines, policy_engine
 from slime.cli.plan.host_memory import Host
 from slime.cli.plan.memory import GIB, HostMemory, Item, Phase, phases_of
 from slime.cli.plan.model_shape import Shape, read_shape
@@ -95,7 +95,8 @@ def make_plan(args: Args, machine: Machine) -> Plan:
 def make_plans(many: list[Args], machine: Machine) -> list[Plan | UserError]:
     """Plan several configurations; one process counts the parameters of all their models."""
     requests = [_request(args) for args in many]
-    counts = count_models(requests)
+    own = zip(count_models(requests), many, strict=True)
+    counts = [_with_served(count, args) for count, args in own]
     return [
         count if isinstance(count, UserError) else plan_from_count(args, count, machine)
         for args, count in zip(many, counts, strict=True)
@@ -106,22 +107,39 @@ def plan_from_count(args: Args, count: ModelCount, machine: Machine) -> Plan:
     shape, layout = read_shape(args.hf_checkpoint), cluster_layout(args)
     batches = batches_of(args, layout.sizes, shape)
     trainer = Trainer(args=args, shape=shape, sizes=layout.sizes, batches=batches, count=count)
-    engine = None
-    if args.rollout_num_gpus and not args.rollout_external:
-        engine = Engine(args=args, shape=shape, whole=count.whole, capacity=machine.gpu_bytes)
+    engines = planned_engines(args, count, machine.gpu_bytes)
+    engine = policy_engine(args, engines)
+    groups = {id(other.memory): other for other in engines if other.memory is not engine}
     return Plan(
         args=args,
         shape=shape,
         count=count,
         layout=layout,
         batches=batches,
-        phases=phases_of(args, trainer, engine),
-        host=Host(args=args, trainer=trainer, engine=engine, layout=layout).fullest(),
+        phases=phases_of(args, trainer, engine, list(groups.values())),
+        host=Host(args=args, trainer=trainer, engines=engines, layout=layout).fullest(),
         cache=engine.cache() if engine else None,
         capacity=machine.gpu_bytes,
         capacity_source=machine.source,
         host_capacity=machine.host_bytes,
     )
+
+
+def _with_served(count: ModelCount | UserError, args: Args) -> ModelCount | UserError:
+    """Add the sizes of the models of --sglang-config that are not trained."""
+    paths = {model.model_path for model in args.engine_models} - {args.hf_checkpoint}
+    if isinstance(count, UserError) or not paths:
+        return count
+    served = {}
+    requests = [
+        CountRequest(args=args.replace(hf_checkpoint=path), ranks=[], world_size=1)
+        for path in sorted(paths)
+    ]
+    for path, answer in zip(sorted(paths), count_models(requests), strict=True):
+        if isinstance(answer, UserError):
+            return answer
+        served[path] = answer.whole
+    return replace(count, served=served)
 
 
 def _request(args: Args) -> CountRequest:
@@ -221,7 +239,8 @@ def _offload(args: Args) -> dict[str, Any] | None:
 
 def _larger_engine(args: Args) -> dict[str, Any] | None:
     size = args.rollout_num_gpus_per_engine * 2
-    if args.rollout_engine != "sglang" or not size or args.rollout_num_gpus % size:
+    splits = args.rollout_num_gpus % size == 0 and not args.engine_models
+    if args.rollout_engine != "sglang" or not splits:
         return None
     return {"rollout_num_gpus_per_engine": size}
 

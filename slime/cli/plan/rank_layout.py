@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from slime.cli.plan.model_shape import Shape
 from slime.config.arguments import Args
-from slime.config.engine_groups import gpu_ranges
+from slime.config.engine_groups import DEFAULT_MODEL, engines_of
 
 ASSUMED_PROMPT = 1024
 
@@ -72,6 +72,8 @@ class EnginePlace:
     index: int
     gpus: list[int]  # counted over the whole cluster
     nodes: list[int]
+    model: str = DEFAULT_MODEL
+    role: str = "regular"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,12 +160,15 @@ def _place(rank: int, sizes: Sizes, per_node: int) -> Place:
 
 
 def _engines(args: Args, first_node: int, per_node: int) -> list[EnginePlace]:
-    sizes, offset = (args.rollout_num_gpus, args.rollout_num_gpus_per_engine), first_node * per_node
-    places = []
-    for index, numbers in enumerate(gpu_ranges(args.engine_models, *sizes)):
-        gpus = [offset + gpu for gpu in numbers]
+    offset, places = first_node * per_node, []
+    for index, spec in enumerate(engines_of(args)):
+        gpus = [offset + gpu for gpu in spec.gpus]
         nodes = sorted({gpu // per_node for gpu in gpus})
-        places.append(EnginePlace(index=index, gpus=gpus, nodes=nodes))
+        places.append(
+            EnginePlace(
+                index=index, gpus=gpus, nodes=nodes, model=spec.model, role=spec.worker_type
+            )
+        )
     return places
 
 

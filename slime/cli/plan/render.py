@@ -11,7 +11,7 @@ from rich.table import Table
 from slime.cli.plan.activations import layers_line
 from slime.cli.plan.memory import GIB, Item, Phase, gib, total
 from slime.cli.plan.plan import Plan
-from slime.cli.plan.rank_layout import ClusterLayout, Place
+from slime.cli.plan.rank_layout import ClusterLayout, EnginePlace, Place
 from slime.runlog.jsonl import replace_file
 
 _REPORTED_SIZE = 300_000_000_000
@@ -105,13 +105,29 @@ def _engine_lines(plan: Plan) -> list[str]:
         return ["engines    none started by this run"]
     where = "on the trainer's GPUs" if plan.args.colocate else "on GPUs of their own"
     cache = plan.cache
+    kinds: dict[tuple[str, str, int], list[EnginePlace]] = {}
+    for engine in engines:
+        kinds.setdefault((engine.model, engine.role, len(engine.gpus)), []).append(engine)
     return [
-        f"engines    {len(engines)} x {len(engines[0].gpus)} GPUs ({plan.args.rollout_engine}), {where}: "
-        + "; ".join(_ranks(engine.gpus) for engine in engines[:4])
-        + ("; ..." if len(engines) > 4 else ""),
+        *(
+            f"engines    {_title(plan, model, role)}{len(group)} x {size} GPUs "
+            f"({plan.args.rollout_engine}), {where}: "
+            + "; ".join(_ranks(engine.gpus) for engine in group[:4])
+            + ("; ..." if len(group) > 4 else "")
+            for (model, role, size), group in kinds.items()
+        ),
         f"KV cache   {cache.tokens:,} tokens per engine = {cache.requests_at_full_length} requests of "
         f"{cache.longest_request} tokens at once; a rollout sends {cache.requests_wanted}",
     ]
+
+
+def _title(plan: Plan, model: str, role: str) -> str:
+    """Return "judge (frozen): " or "policy prefill: "; nothing for the only model of a run."""
+    if not plan.args.engine_models:
+        return ""
+    found = next(other for other in plan.args.engine_models if other.name == model)
+    frozen = "" if found.update_weights else " (frozen)"
+    return f"{model}{frozen}{'' if role == 'regular' else ' ' + role}: "
 
 
 def _ranks_table(plan: Plan) -> Table:

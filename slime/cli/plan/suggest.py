@@ -65,6 +65,10 @@ def suggest(argv: list[str], options: PlanOptions) -> int:
             raise ConfigError(
                 "--suggest proposes layouts of --train-backend megatron; FSDP has one layout: plan it"
             )
+        if args.engine_models:
+            raise ConfigError(
+                "--suggest chooses equal engines: remove --sglang-config and --prefill-num-servers"
+            )
         found = find_suggestions(args, machine)
     _show(found, options)
     return 0 if found else 1
