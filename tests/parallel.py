@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 # Tests with whole runs in them come first; what is short fills the end.
-FIRST = ("tests/e2e/", "tests/launch/", "tests/parity/", "tests/conformance/", "tests/integration/")
+FIRST = (
+    "tests/e2e/",
+    "tests/compat/",
+    "tests/launch/",
+    "tests/parity/",
+    "tests/conformance/",
+    "tests/integration/",
+)
 # One server for all tests of a folder: every process would start its own.
 TOGETHER = ("tests/conformance/",)
 

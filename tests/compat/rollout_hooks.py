@@ -9,7 +9,9 @@ import time
 from slime.rollout.base_types import RolloutFnEvalOutput, call_rollout_fn
 from slime.rollout.data_source import DataSource, RolloutDataSource
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
+from slime.rollout.rm_hub.math_dapo_utils import compute_score
+from slime.rollout.rm_hub.math_utils import extract_answer, grade_answer_mathd
+from slime.rollout.sglang_rollout import GenerateState, generate_and_rm, generate_and_rm_group
 from slime.utils.async_utils import run
 from slime.utils.http_utils import get, post
 from slime.utils.misc import SingletonMeta, load_function
@@ -82,7 +84,9 @@ async def reward_func(args, sample, **kwargs):
         if m
     ]
     score = sum(token % 2 == 0 for token in trained) / len(trained)
-    return {"score": score, "length": sample.effective_response_length}
+    dapo = compute_score(f"{sample.response} Answer: 5", sample.label or "5")
+    same = grade_answer_mathd(extract_answer(r"\boxed{0.5}") or "", r"\frac{1}{2}")
+    return {"score": score, "acc": dapo["acc"] and same, "length": sample.effective_response_length}
 
 
 def keep_group(args, samples, **kwargs):
@@ -120,7 +124,9 @@ def evaluate(args, rollout_id, data_source, evaluation=False):
     """An evaluation of two samples by `generate_and_rm`, as a dictionary per dataset."""
     group = data_source.get_samples(1)[0][:2]
     params = GenerateState(args).sampling_params
-    samples = [run(generate_and_rm(args, s, params, evaluation=True)) for s in group]
+    samples = [run(generate_and_rm(args, group[0], params, evaluation=True))]
+    samples += run(generate_and_rm_group(args, group[1:], params, evaluation=True))
+    assert all(sample.reward["acc"] for sample in samples)
     result = {
         "rewards": [sample.get_reward_value(args) for sample in samples],
         "truncated": [sample.status == Sample.Status.TRUNCATED for sample in samples],

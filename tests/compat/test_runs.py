@@ -94,6 +94,8 @@ def test_group_rewards_and_a_loss(tiny_model, tiny_data, tmp_path):
         tmp_path,
         tiny_model,
         tiny_data,
+        script="train_async.py",
+        rollout_function_path="slime.rollout.fully_async_rollout.generate_rollout_fully_async",
         data_source_path=f"{HOOKS}.Shortened",
         custom_rm_path=f"{HOOKS}.group_reward",
         group_rm=True,
@@ -104,7 +106,6 @@ def test_group_rewards_and_a_loss(tiny_model, tiny_data, tmp_path):
         custom_convert_samples_to_train_data_path=f"{HOOKS}.convert",
         loss_type="custom_loss",
         custom_loss_function_path=f"{TRAIN}.loss",
-        save_debug_rollout_data=tmp_path / "rollout_{rollout_id}.pt",
     )
     assert notes["convert"] == [{"samples": 16}]
     # With a fallback no group is generated beyond those of the batch.
@@ -152,6 +153,9 @@ def test_recorded_samples_in_a_script_with_its_own_option(tiny_model, tiny_data,
         load_debug_rollout_data=tmp_path / "{rollout_id}.pt",
         loss_type="custom_loss",
         custom_loss_function_path=f"{TRAIN}.loss",
+        custom_reward_post_process_path=(
+            "slime.rollout.on_policy_distillation.post_process_rewards"
+        ),
     )
     assert {note["my_flag"] for note in notes["loss"]} == {7}
     assert sum(note["rows"] for note in notes["loss"]) == 16
