@@ -56,7 +56,7 @@ from slime.core.types import (
 )
 from slime.data.stored_samples import save_train_data
 from slime.data.tokenizer import refuse_other_vocabulary
-from slime.runlog.checkpoint_folder import CheckpointFolder, CheckpointMeta
+from slime.runlog.checkpoint_folder import CheckpointFolder, CheckpointMeta, of_step
 from slime.runlog.logging import open_process_log
 from slime.runlog.perf_metrics import Timer
 from slime.utils.device import device_type
@@ -70,10 +70,17 @@ if TYPE_CHECKING:
 
 def first_weights(args: Args, role: str) -> str:
     """Return the path of initial weights: a checkpoint, a folder of those, or a HF folder."""
-    start = args.ref_load or args.hf_checkpoint
+    start = args.hf_checkpoint
+    if args.ref_load:
+        start = of_step(args.ref_load, args.ref_ckpt_step, "--ref-ckpt-step")
     if role != "critic" or args.critic_load is None or not Path(args.critic_load).exists():
         return start
     return args.critic_load
+
+
+def teacher_weights(args: Args) -> str:
+    assert args.opd_teacher_load is not None, "a teacher is requested only with a path"
+    return of_step(args.opd_teacher_load, args.opd_teacher_ckpt_step, "--opd-teacher-ckpt-step")
 
 
 class TrainRayActor(Backend):
@@ -137,6 +144,8 @@ class TrainRayActor(Backend):
         self.role = role
         if role == "critic" and self.args.critic_lr is not None:
             self.args = self.args.replace(lr=self.args.critic_lr)
+        if role == "critic":
+            self.args = self.args.replace(**self.args.critic_overrides)
         if device_type() == "cuda":
             torch.cuda.set_device(self.rank % torch.cuda.device_count())
         self._rendezvous.join(timedelta(minutes=self.args.distributed_timeout_minutes))

@@ -34,6 +34,7 @@ from slime.config.flags.registry import OwnFlags, all_flags
 from slime.config.flags.registry import redact as redacted
 from slime.config.flags.spec import nearest
 from slime.config.installed import count_gpus
+from slime.config.role_config import apply_role_config
 from slime.core.errors import ConfigError
 from slime.utils.printable import safe_text
 
@@ -54,6 +55,7 @@ class Args(OwnFlags):
     deterministic: bool
     eval_datasets: list[EvalDataset]
     engine_models: list[ServedModel]  # of --sglang-config; empty: one group of equal engines
+    critic_overrides: dict[str, Any]  # flags of the optimizer with another value for the critic
     warnings: tuple[str, ...]
 
     def __init__(
@@ -168,6 +170,7 @@ def resolve(draft: Draft) -> Args:
     if draft["custom_config_path"] is not None:
         own = read_custom_config(draft["custom_config_path"])
         _add_custom(draft, own, f"--custom-config-path {draft['custom_config_path']}")
+    apply_role_config(draft)
     check_values(draft)
     derive(draft)
     check_all(draft)

@@ -94,6 +94,9 @@ class EvalDataset:
     max_response_len: int
     input_key: str
     label_key: str | None
+    max_context_len: int | None = None
+    max_prompt_len: int | None = None
+    min_new_tokens: int | None = None
     # None: the value of the run's flag with that name
     rm_type: str | None = None
     rm_grading: Grading | None = None

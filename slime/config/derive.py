@@ -29,6 +29,11 @@ def derive(draft: Draft) -> None:
     draft.derive_if_unset("eps_clip_high", draft["eps_clip"])
     draft.derive_if_unset("over_sampling_batch_size", draft["rollout_batch_size"])
     draft.derive_if_unset("log_probs_max_tokens_per_gpu", draft["max_tokens_per_gpu"])
+    if draft["dump_details"]:
+        folder = draft["dump_details"].replace("{", "{{").replace("}", "}}")
+        draft.derive_if_unset("save_debug_rollout_data", f"{folder}/rollout_data/{{rollout_id}}.pt")
+        name = "{rollout_id}_{rank}.pt"
+        draft.derive_if_unset("save_debug_train_data", f"{folder}/train_data/{name}")
     if draft["log_probs_chunk_size"] == -1:
         draft.derive("log_probs_chunk_size", _ALL_TOKENS)
     if draft["use_opd"]:
@@ -232,7 +237,10 @@ def _eval_datasets(draft: Draft) -> list[EvalDataset]:
     return datasets
 
 
-_EVAL_FLAGS = ("temperature", "top_p", "top_k", "max_response_len", "input_key", "label_key")
+_EVAL_FLAGS = (
+    "temperature", "top_p", "top_k", "max_response_len", "max_context_len", "max_prompt_len",
+    "min_new_tokens", "input_key", "label_key", "tool_key",
+)  # fmt: skip
 
 
 RUN_DIR = "{run_dir}"
@@ -242,6 +250,8 @@ OUTPUTS = (
     "save_hf",
     "save_debug_rollout_data",
     "save_debug_train_data",
+    "dump_details",
+    "ci_save_grad_norm",
     "update_weight_disk_dir",
     "wandb_dir",
     "tb_project_name",
@@ -249,7 +259,11 @@ OUTPUTS = (
 _RESUMED_FROM = {"load": "save", "critic_load": "critic_save"}
 _CHECKPOINTS = ("save", "critic_save", *_RESUMED_FROM)
 _PATTERNS = ("save_hf", "save_debug_rollout_data", "save_debug_train_data")
-_INPUTS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "eval_config", "sglang_config")
+_INPUTS = (
+    "hf_checkpoint", "ref_load", "opd_teacher_load", "eval_config", "sglang_config",
+    "megatron_config_path",
+    "ci_load_grad_norm",
+)  # fmt: skip
 _DATA = ("prompt_data", "eval_prompt_data")
 _FOREIGN = re.compile(r"_(path|dir|file)$")
 

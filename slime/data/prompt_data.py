@@ -42,6 +42,7 @@ class DataFormat:
     apply_chat_template: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_prompt_len: int | None = None
+    max_prompt_flag: str = "--rollout-max-prompt-len"
     label_needed_by: str | None = None  # e.g. "--rm-type math": rows without a label are refused
     row_rm_types: tuple[str, ...] | None = (
         None  # what metadata["rm_type"] of a row may be; None: any
@@ -101,7 +102,7 @@ def load_prompts(
         if not kept:
             raise ConfigError(
                 f"{data_format.data_flag} {text}: all {len(samples)} prompts are longer than "
-                f"--rollout-max-prompt-len {data_format.max_prompt_len}; raise it"
+                f"{data_format.max_prompt_flag} {data_format.max_prompt_len}; raise it"
             )
     num_filtered = len(samples) - len(kept)
     if num_filtered:

@@ -67,6 +67,10 @@ class TrainGroup:
         for report in reports:
             self.recorder.add(report.metrics)
         self.recorder.log_learning(rollout_id)
+        if self.args.ci_test:
+            from slime.diagnosis.number_checks import check_numbers
+
+            check_numbers(self.args, rollout_id, reports[0].metrics)
 
     def _train_actor(self, rollout_id: int, rows: list[Any]) -> list[TrainReport]:
         self.wake_up()

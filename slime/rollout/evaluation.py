@@ -56,6 +56,8 @@ async def _evaluate_one(args: Args, dataset: EvalDataset, progress: Progress) ->
         top_k=dataset.top_k,
         max_new_tokens=dataset.max_response_len,
     )
+    if dataset.min_new_tokens is not None:
+        params["min_new_tokens"] = dataset.min_new_tokens
     with RolloutContext.current().for_generation(state).active():
         groups = await in_thread(_make_groups, args, dataset)
         progress.target_groups += len(groups)
@@ -88,6 +90,7 @@ _FLAG_OF_SETTING = {
     "custom_generate_function_path": "custom_generate_function_path",
     "metadata_key": "metadata_key",
     "tool_key": "tool_key",
+    "max_context_len": "rollout_max_context_len",
     "stop": "rollout_stop",
     "stop_token_ids": "rollout_stop_token_ids",
 }
@@ -107,7 +110,7 @@ def _make_groups(args: Args, dataset: EvalDataset) -> list[Group]:
 
 def _load(args: Args, dataset: EvalDataset) -> PromptDataset:
     keys = (dataset.input_key, dataset.label_key, args.metadata_key, args.tool_key)
-    key = (dataset.path, *keys, args.rm_type, args.hf_checkpoint)
+    key = (dataset.path, *keys, dataset.max_prompt_len, args.rm_type, args.hf_checkpoint)
 
     def load() -> PromptDataset:
         tokenizer = load_tokenizer(args.hf_checkpoint)
@@ -126,6 +129,8 @@ def eval_format(args: Args, dataset: EvalDataset) -> DataFormat:
         tool_key=args.tool_key,
         apply_chat_template=args.apply_chat_template,
         chat_template_kwargs=args.apply_chat_template_kwargs,
+        max_prompt_len=dataset.max_prompt_len,
+        max_prompt_flag="--eval-max-prompt-len",
         label_needed_by=label_needed_by(args),
         row_rm_types=row_rm_types(args),
         data_flag=f"--eval-prompt-data {dataset.name}",

@@ -127,7 +127,14 @@ class CheckpointFolder:
         sync_file(self.root)
 
 
-def find_checkpoint(load: str | None, step: int | None = None) -> Path | None:
+def of_step(folder: str, step: int | None, option: str) -> str:
+    """Return the checkpoint of `step` in the folder; without a step the folder itself."""
+    return folder if step is None else str(find_checkpoint(folder, step, option=option))
+
+
+def find_checkpoint(
+    load: str | None, step: int | None = None, *, option: str = "--ckpt-step"
+) -> Path | None:
     """Return the checkpoint of `--load` (and `--ckpt-step`); None if the folder holds none yet."""
     if load is None:
         return None
@@ -141,7 +148,7 @@ def find_checkpoint(load: str | None, step: int | None = None) -> Path | None:
         return folder.path(complete[-1]) if complete else None
     if step not in complete:
         raise ConfigError(
-            f"--ckpt-step {step}: {load} has no complete checkpoint of that step; "
+            f"{option} {step}: {load} has no complete checkpoint of that step; "
             f"it has {complete or 'none'}"
         )
     return folder.path(step)

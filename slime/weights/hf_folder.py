@@ -71,7 +71,10 @@ class DiskTransport(WeightTransport):
 
     shares_device = False
 
-    def __init__(self, folder: str | Path, hf_checkpoint: str | Path) -> None:
+    def __init__(
+        self, folder: str | Path, hf_checkpoint: str | Path, *, keep_files: bool = False
+    ) -> None:
+        self._keep_files = keep_files  # older versions too
         self._folder, self._hf_checkpoint = Path(folder), Path(hf_checkpoint)
         self._files: WeightFiles | None = None
 
@@ -103,7 +106,7 @@ class DiskTransport(WeightTransport):
             lambda engine: engine.update("/update_weights_from_disk", payload, nbytes=nbytes),
         )
         for old in self._folder.glob("weights_*"):
-            if old != self._target:
+            if old != self._target and not self._keep_files:
                 shutil.rmtree(old, ignore_errors=True)
 
     def close(self) -> None:

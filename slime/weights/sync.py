@@ -263,7 +263,8 @@ def _make_transport(args: Args) -> WeightTransport:
         sglang = args.rollout_engine == "sglang"
         return (SGLangTensorTransport if sglang else TensorTransport)(current_device())
     if args.update_weight_transport == "disk":
-        return DiskTransport(args.update_weight_disk_dir, args.hf_checkpoint)
+        keep = args.update_weight_disk_keep_files
+        return DiskTransport(args.update_weight_disk_dir, args.hf_checkpoint, keep_files=keep)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     return DistributedTransport(host=own_host(), backend=collective_backend(), timeout=timeout)
 

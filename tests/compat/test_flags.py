@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from slime.backends.base import first_weights, teacher_weights
+from slime.config.arguments import parse_args
 from slime.config.derive import portable
-from slime.core.errors import ConfigError
-from tests.args import make_args
+from slime.config.flags.former_names import FORMER_NAMES, FORMER_VALUES
+from slime.config.flags.registry import options
+from slime.core.errors import ConfigError, UserError
+from slime.core.types import ParallelInfo
+from slime.diagnosis.number_checks import check_numbers
+from slime.runlog.checkpoint_folder import CheckpointFolder, CheckpointMeta
+from slime.weights.hf_folder import DiskTransport
+from tests.args import make_args, make_argv
 
 SFT = {
     "rollout_function_path": "slime.rollout.sft_rollout.generate_rollout",
@@ -114,9 +123,6 @@ def test_a_layer_spec_of_the_models_family_is_accepted(tmp_path):
 
 
 def test_other_spellings_of_megatrons_flags(tmp_path):
-    from slime.config.arguments import parse_args
-    from tests.args import make_argv
-
     argv = make_argv(**glm4_run(tmp_path))
     switches = ["--no-check-for-nan-in-loss-and-grad", "--grad-reduce-in-bf16"]
     args = parse_args([*argv, *switches, "--no-position-embedding"])
@@ -124,3 +130,163 @@ def test_other_spellings_of_megatrons_flags(tmp_path):
     assert args.accumulate_allreduce_grads_in_fp32 is False
     with pytest.raises(ConfigError, match="--add-position-embedding is not honoured"):
         parse_args([*argv, "--add-position-embedding"])
+
+
+def test_flags_without_an_effect_say_why():
+    flags = {
+        "ref_micro_batch_size": 4,
+        "rollout_data_transport": "ray",
+        "keep_old_actor": True,
+        "disable_wandb_random_suffix": True,
+    }
+    text = warned(**flags)
+    for name in flags:
+        assert f"--{name.replace('_', '-')} has no effect: " in text
+    asynchronous = {"train_async": True, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}
+    assert "--use-rollout-logprobs" in refused(keep_old_actor=True, **asynchronous)
+    assert "--use-rollout-logprobs" in refused(keep_old_actor=True, update_weights_interval=2)
+
+
+@pytest.mark.parametrize("option", FORMER_NAMES)
+def test_a_flag_of_another_version_is_refused_with_what_to_type(option):
+    assert option not in options()
+    with pytest.raises(ConfigError) as error:
+        parse_args([*make_argv(), option, "1"])
+    assert str(error.value) == f"there is no flag {option}: {FORMER_NAMES[option]}"
+
+
+@pytest.mark.parametrize(("option", "value"), FORMER_VALUES)
+def test_a_value_of_another_version_is_refused_with_what_to_type(option, value):
+    flag = options()[option]
+    assert value not in flag.choices
+    text = refused(**{flag.name: value})
+    assert text.startswith(f"{option}: '{value}' is not one of") and text.endswith(
+        FORMER_VALUES[option, value]
+    )
+
+
+def test_details_are_dumped_into_one_folder(tmp_path):
+    args = make_args(dump_details=tmp_path / "{odd}")
+    filled = args.save_debug_rollout_data.format(rollout_id=3)
+    assert filled == str(tmp_path / "{odd}" / "rollout_data" / "3.pt")
+    filled = args.save_debug_train_data.format(rollout_id=3, rank=1)
+    assert filled == str(tmp_path / "{odd}" / "train_data" / "3_1.pt")
+
+
+def roles(tmp_path, text: str, **overrides: object):
+    (tmp_path / "roles.yaml").write_text(text)
+    path = tmp_path / "roles.yaml"
+    return make_args(megatron_config_path=path, advantage_estimator="ppo", **overrides)
+
+
+def test_flags_of_one_model(tmp_path):
+    text = """
+        actor: {lr: 2.0e-6, weight_decay: 0.2}
+        critic: {lr: 1.0e-5, clip-grad: 0.5}
+        ref: {load: REF, ckpt_step: 7}
+    """.replace("REF", str(tmp_path))
+    args = roles(tmp_path, text, lr=1e-6, weight_decay=0.1, kl_coef=0.1)
+    assert (args.lr, args.critic_lr, args.weight_decay, args.clip_grad) == (2e-6, 1e-5, 0.2, 1.0)
+    assert args.critic_overrides == {"clip_grad": 0.5, "weight_decay": 0.1}
+    assert (args.ref_load, args.ref_ckpt_step) == (str(tmp_path), 7)
+    args = roles(tmp_path, "actor: {lr: 2.0e-6}", lr=1e-6)
+    assert (args.lr, args.critic_lr) == (2e-6, 1e-6)
+
+
+def test_flags_of_one_model_as_a_list(tmp_path):
+    rows = "[{role: critic, overrides: {lr: 1.0e-5, adam_beta2: 0.95}}]"
+    args = roles(tmp_path, f"megatron: {rows}")
+    assert args.critic_lr == 1e-5 and args.critic_overrides == {"adam_beta2": 0.95}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("teacher: {lr: 1}", "there is no role 'teacher'"),
+        ("critic: {no_such: 1}", "there is no flag --no-such"),
+        ("critic: {lr: -1}", "lr must be at least 0"),
+        ("critic: {lr: fast}", "is not a number"),
+        ("critic: 3", "must hold 'flag: value' lines"),
+        ("critic: {micro_batch_size: 7}", "--micro-batch-size of the actor"),
+        ("ref: {lr: 1.0e-6}", "load and ckpt_step only"),
+        ("megatron: [{overrides: {}}]", "needs a 'role'"),
+    ],
+)
+def test_a_wrong_file_of_roles_is_refused(tmp_path, text, words):
+    with pytest.raises(ConfigError) as error:
+        roles(tmp_path, text)
+    assert words in str(error.value) and "roles.yaml" in str(error.value)
+
+
+def test_numbers_that_end_a_run(tmp_path):
+    norms = tmp_path / "norms.json"
+    saving = make_args(ci_test=True, ci_save_grad_norm=norms)
+    good = {"train/log_prob_gap_mean": 0.01, "train/kl_loss": 1e-5, "train/grad_norm": 2.0}
+    for rollout_id in (0, 1):
+        check_numbers(saving, rollout_id, good)
+    comparing = make_args(ci_test=True, ci_load_grad_norm=norms)
+    check_numbers(comparing, 1, {**good, "train/grad_norm": 2.05})
+    lenient = make_args(ci_test=True, ci_disable_kl_checker=True)
+    check_numbers(lenient, 0, {**good, "train/kl_loss": 0.5})
+    check_numbers(saving, 2, {**good, "train/kl_loss": 0.5})  # training has moved the actor
+    check_numbers(make_args(ci_test=True), 0, {"train/loss": 1.0})  # supervised
+    for args, change in (
+        (comparing, {"train/grad_norm": 2.2}),
+        (lenient, {"train/log_prob_gap_mean": 0.11}),
+        (lenient, {"train/log_prob_gap_mean": float("nan")}),
+        (comparing, {"train/kl_loss": -0.01}),
+    ):
+        (name,) = change
+        with pytest.raises(UserError, match=f"--ci-test, rollout 0: {name}"):
+            check_numbers(args, 0, {**good, **change})
+
+
+def test_weights_of_every_update_are_kept(tmp_path):
+    source = tmp_path / "model"
+    source.mkdir()
+    for keep, left in (
+        (False, ["weights_0000002"]),
+        (True, ["weights_0000001", "weights_0000002"]),
+    ):
+        folder = tmp_path / str(keep)
+        transport = DiskTransport(folder, source, keep_files=keep)
+        for version in (1, 2):
+            transport.open([], version)
+            transport.finish()
+        assert sorted(path.name for path in folder.iterdir()) == left
+
+
+def test_evaluation_has_limits_and_keys_of_its_own(tmp_path):
+    data = tmp_path / "aime.jsonl"
+    data.write_text('{"input": "1"}\n')
+    flags = {"max_prompt_len": 5, "min_new_tokens": 2, "max_context_len": 9, "tool_key": "t"}
+    given = {f"eval_{name}": value for name, value in flags.items()}
+    (dataset,) = make_args(eval_interval=1, eval_prompt_data=[data], **given).eval_datasets
+    assert {name: getattr(dataset, name) for name in flags} == flags
+
+
+def test_a_checkpoint_of_a_folder_by_its_number(tmp_path):
+    folder = CheckpointFolder(str(tmp_path))
+    for rollout_id in (3, 5):
+        folder.begin(rollout_id)
+        folder.commit(CheckpointMeta(rollout_id=rollout_id, weight_version=1, train_backend="fsdp"))
+    distilled = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": tmp_path}
+    args = make_args(ref_load=tmp_path, ref_ckpt_step=3, **distilled, opd_teacher_ckpt_step=5)
+    assert first_weights(args, "actor") == first_weights(args, "ref") == str(folder.path(3))
+    assert teacher_weights(args) == str(folder.path(5))
+    with pytest.raises(ConfigError, match=r"--ref-ckpt-step 4: .* has no complete checkpoint"):
+        first_weights(make_args(ref_load=tmp_path, ref_ckpt_step=4), "ref")
+
+
+def test_packed_micro_batches_are_padded_to_the_multiple():
+    pytest.importorskip("megatron.core")
+    from slime.backends.megatron_utils.passes import Passes
+
+    config = SimpleNamespace(
+        virtual_pipeline_model_parallel_size=None, num_moe_experts=None, sequence_parallel=True,
+        fp8=None, multi_latent_attention=False, apply_rope_fusion=False, rotary_interleaved=False, transformer_impl="local",
+    )  # fmt: skip
+    parallel = ParallelInfo(tp_size=2)
+    for multiple, padded in ((None, 6), (8, 16), (3, 6)):
+        passes = Passes(config, parallel, padded=False, multiple=multiple)
+        assert passes._round_up(5) == padded

@@ -72,6 +72,13 @@ def test_without_saved_moments_adam_starts_anew_but_the_schedule_goes_on(two_ran
     assert one_rank["optimizer_files"] == {"with": True, "without": False}
 
 
+def test_saved_moments_need_not_be_loaded(one_rank):
+    """--no-load-optim on a checkpoint with moments is as good as one that was saved without."""
+    assert one_rank["not_loaded"]["train/lr"] == one_rank["no_optim"]["train/lr"]
+    for name, weight in one_rank["no_optim_weights"].items():
+        assert torch.equal(one_rank["not_loaded_weights"][name], weight), name
+
+
 def test_reference_model_can_be_one_of_our_checkpoints(one_rank):
     assert one_rank["ref_kl"] == pytest.approx(0.0, abs=1e-7)
 
@@ -152,6 +159,9 @@ def _loaded_alone(rank: int, case: Case, folder: str) -> dict[str, Any]:
     loaded = whole_weights(actor)
     _train(actor, range(2, 4), 1, rank)
     without = start_actor(args, rank, 1, checkpoint=f"{folder}/no_optim")
+    fresh = start_actor(
+        case.args(num_rollout=4, no_load_optim=True), rank, 1, checkpoint=f"{folder}/sync"
+    )
     kl_flags = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
     same = start_actor(case.args(ref_load=f"{folder}/sync", **kl_flags), rank, 1)
     other = make_tiny_checkpoint(Path(folder, "other"), hidden_size=32)
@@ -159,6 +169,9 @@ def _loaded_alone(rank: int, case: Case, folder: str) -> dict[str, Any]:
         "loaded": loaded,
         "weights": whole_weights(actor),
         "no_optim": _train(without, range(2, 3), 1, rank)[0],
+        "no_optim_weights": whole_weights(without),
+        "not_loaded": _train(fresh, range(2, 3), 1, rank)[0],
+        "not_loaded_weights": whole_weights(fresh),
         "optimizer_files": {
             "with": _has_optimizer(Path(folder, "sync")),
             "without": _has_optimizer(Path(folder, "no_optim")),

@@ -243,6 +243,34 @@ def save_before_the_first_step(rank: int, folder: str, flags: dict[str, Any]) ->
     return not facts.has_optimizer and all(torch.equal(found[n], wanted[n]) for n in wanted)
 
 
+def leave_the_moments(rank: int, folder: str) -> tuple[bool, bool]:
+    """Whether moments that are not loaded are as good as none, and differ from the saved ones."""
+    from slime.backends.megatron_utils.checkpoint import Checkpointer
+    from tests.parity.megatron_model import MegatronTrainer
+
+    checkpoint = Path(folder) / "model"
+    unbroken = MegatronTrainer(args_for(checkpoint, {}))
+    unbroken.load(checkpoint)
+    unbroken.train(tokens())
+    both, model = (new_folder(Path(folder) / name, rank) for name in ("both", "weights"))
+    Checkpointer("qwen3").save(both, 0, unbroken.model, unbroken.optimizer, num_steps=1)
+    Checkpointer("qwen3").save(model, 0, unbroken.model, num_steps=1)
+    fresh, none = (MegatronTrainer(args_for(checkpoint, {})) for _ in range(2))
+    facts = Checkpointer("qwen3").load(both, fresh.model, fresh.optimizer, moments=False)
+    assert not facts.has_optimizer
+    Checkpointer("qwen3").load(model, none.model, none.optimizer)
+    for trainer in (unbroken, fresh, none):
+        trainer.train(tokens())
+    wanted, found, whole = none.exported(), fresh.exported(), unbroken.exported()
+    same = all(torch.equal(found[n], wanted[n]) for n in wanted)
+    return same, not all(torch.equal(found[n], whole[n]) for n in whole)
+
+
+def test_saved_moments_need_not_be_loaded(tmp_path):
+    make_family(tmp_path / "model", "qwen3")
+    assert run_megatron_ranks(leave_the_moments, 4, str(tmp_path)) == [(True, True)] * 4
+
+
 @pytest.mark.parametrize("flags", [{}, PLAIN | {"bf16": True}], ids=["distributed", "plain"])
 def test_a_checkpoint_before_the_first_update(tmp_path, flags):
     """As after a first step that was skipped, or of an actor that waits for its critic."""

@@ -76,7 +76,7 @@ ONE = {
 TWO = {
     "DP": Setting("tied"),
     "TP": Setting("tied", (TP,)),
-    "TP SP": Setting("untied", (SP, FULL_RECOMPUTE)),
+    "TP SP": Setting("untied", (SP, FULL_RECOMPUTE, {"data_pad_size_multiplier": 16})),
     "TP SP padded": Setting("untied", (SP, PADDED)),
     "PP": Setting("tied", (PP, BUDGET)),
     "PP padded": Setting("tied", (PP, PADDED)),
@@ -93,7 +93,7 @@ TWO = {
     "EP all-gather": Setting("moe", (EP, ALL_GATHER)),
     "EP distributed optimizer": Setting("moe", (EP, DIST_OPT)),
     "MoE TP SP": Setting("moe", (SP,)),
-    "MoE CP": Setting("moe", (CP,)),
+    "MoE CP": Setting("moe", (CP, {"data_pad_size_multiplier": 24})),
     "MoE PP": Setting("moe", (PP, DIST_OPT)),
 }
 FOUR = {

@@ -58,7 +58,12 @@ eps-clip=0.2 eps-clip-high eps-clip-c value-clip=0.2 kl-coef=0.0 use-kl-loss kl-
 kl-loss-type=k1 use-unbiased-kl entropy-coef=0.0 gamma=1.0 lambd=1.0 normalize-advantages
 disable-grpo-std-normalization disable-rewards-normalization calculate-per-token-loss
 loss-type=policy_loss custom-loss-function-path custom-advantage-function-path
-disable-compute-advantages-and-returns use-tis tis-clip=2.0
+disable-compute-advantages-and-returns data-pad-size-multiplier megatron-config-path
+ref-micro-batch-size ref-ckpt-step no-load-optim keep-old-actor opd-teacher-ckpt-step
+rollout-buffer-url rollout-data-transport eval-max-context-len eval-max-prompt-len
+eval-min-new-tokens eval-tool-key update-weight-mode=full update-weight-disk-keep-files
+disable-wandb-random-suffix dump-details ci-test ci-train-rollout-logprob-abs-diff-threshold=0.1
+ci-disable-kl-checker ci-save-grad-norm ci-load-grad-norm use-tis tis-clip=2.0
 tis-clip-low=0.0 custom-tis-function-path tis-level=token tis-mode=truncate overlong-buffer-len
 overlong-penalty-factor=1.0 custom-pg-loss-reducer-function-path use-rollout-logprobs
 get-mismatch-metrics num-critic-only-steps=0 critic-load critic-save critic-lr ref-update-interval
@@ -160,7 +165,11 @@ USED_WHILE_RESOLVING = words("""
 offload num_gpus_per_node distributed_backend optimizer qkv_format num_steps_per_rollout eval_prompt_data
 eval_config n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k eval_max_response_len
 eval_input_key eval_label_key prefill_num_servers
+eval_max_context_len eval_max_prompt_len eval_min_new_tokens eval_tool_key
+megatron_config_path dump_details
 """)
+FOR_HOOKS = words("rollout_buffer_url")
+ONLY_CHOICE = words("update_weight_mode")
 
 
 def test_no_flag_is_ignored():
@@ -168,7 +177,8 @@ def test_no_flag_is_ignored():
     files = [p for p in (ROOT / "slime").rglob("*.py") if "config" not in p.parts]
     text = "\n".join(path.read_text() for path in [*files, ROOT / "train.py"])
     read = set(re.findall(r"args\.(\w+)", text)) | set(re.findall(r"[\"'](\w+)[\"']", text))
-    elsewhere = {*USED_WHILE_RESOLVING, "config"}
+    elsewhere = {*USED_WHILE_RESOLVING, *FOR_HOOKS, *ONLY_CHOICE, "config"}
+    elsewhere |= {flag.name for flag in own_flags().values() if flag.ignored}  # a warning says why
     ignored = [
         flag.name
         for flag in own_flags().values()

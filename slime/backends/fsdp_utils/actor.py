@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from slime.backends.backend import HFBucket, ModelName, StepResult
-from slime.backends.base import TrainRayActor, first_weights
+from slime.backends.base import TrainRayActor, first_weights, teacher_weights
 from slime.backends.fsdp_utils.checkpoint import Checkpointer, is_checkpoint
 from slime.backends.fsdp_utils.hf_export import export_hf, hf_buckets
 from slime.backends.fsdp_utils.loading import (
@@ -67,7 +67,7 @@ class FSDPTrainRayActor(TrainRayActor):
             self.frozen["ref"] = self._load_frozen(first_weights(args, "ref"))
         if with_opd_teacher:
             assert args.opd_teacher_load is not None, "with_opd_teacher comes from this flag"
-            self.frozen["teacher"] = self._load_frozen(args.opd_teacher_load)
+            self.frozen["teacher"] = self._load_frozen(teacher_weights(args))
         torch.manual_seed(args.seed + self.rank)
         return 0 if checkpoint is None else self.load(checkpoint) + 1
 
@@ -169,7 +169,8 @@ class FSDPTrainRayActor(TrainRayActor):
 
     def load(self, path: str) -> int:
         facts = self._checkpointer.load_model(path, self.model)
-        self._checkpointer.load_optimizer(path, self.optimizer)
+        with_moments = not self.args.no_load_optim
+        self._checkpointer.load_optimizer(path, self.optimizer, moments=with_moments)
         if self._ref_moves and facts.has_ref:
             self._checkpointer.load_ref(path, self.frozen["ref"])
         return facts.rollout_id

@@ -111,11 +111,13 @@ class Checkpointer:
         self._read(path, _model_tensors(model, without=absent))
         return facts
 
-    def load_optimizer(self, path: str, optimizer: ShardedOptimizer) -> None:
+    def load_optimizer(
+        self, path: str, optimizer: ShardedOptimizer, *, moments: bool = True
+    ) -> None:
         """Load moments, step count and RNG state; moments that were not saved stay at zero."""
         self._check_files(path)
         facts = read_facts(path)
-        if facts.has_optimizer:
+        if facts.has_optimizer and moments:
             _refuse_other_optimizer(facts, optimizer, path)
             self._read(path, _optimizer_tensors(optimizer))
         optimizer.set_num_steps(facts.num_steps)

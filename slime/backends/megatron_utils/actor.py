@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.backend import HFBucket, ModelName, StepResult
-from slime.backends.base import TrainRayActor, first_weights
+from slime.backends.base import TrainRayActor, first_weights, teacher_weights
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
 from slime.backends.offload import Offloaded, return_unused
 from slime.backends.optim import lr_schedule, step_optimizer
@@ -103,7 +103,8 @@ class MegatronTrainRayActor(TrainRayActor):
         prepare_config(self.config)
         if self.rank == 0 and role == "actor":
             logger.info("layers: %s", layers_line(self.config))
-        self.passes = Passes(self.config, self.parallel, padded=padded)
+        multiple = args.data_pad_size_multiplier
+        self.passes = Passes(self.config, self.parallel, padded=padded, multiple=multiple)
         self.head = Head(
             vocab_size=options.true_vocab_size,
             temperature=args.rollout_temperature,
@@ -124,7 +125,7 @@ class MegatronTrainRayActor(TrainRayActor):
             self.frozen["ref"] = HostWeights(self.chunks)
         if with_opd_teacher:
             assert args.opd_teacher_load is not None, "a teacher is requested only with a path"
-            self._fill(args.opd_teacher_load)
+            self._fill(teacher_weights(args))
             self.frozen["teacher"] = HostWeights(self.chunks)
         self._fill(checkpoint or self._released() or first_weights(args, role))
         self.optimizer = ScheduledOptimizer(args, self.model, lr_schedule(args))
@@ -298,7 +299,8 @@ class MegatronTrainRayActor(TrainRayActor):
         if self._ref_moves and is_checkpoint(f"{path}/{_REF}"):
             self._checkpointer.load_model(f"{path}/{_REF}", self.chunks)
             self.update_ref()
-        facts = self._checkpointer.load(path, self.chunks, self.optimizer)
+        with_moments = not self.args.no_load_optim
+        facts = self._checkpointer.load(path, self.chunks, self.optimizer, moments=with_moments)
         if facts.num_steps is None:  # another tool's: as many as its rollouts take here
             steps = (facts.rollout_id + 1) * self.args.num_steps_per_rollout
             self.optimizer.set_num_steps(steps)

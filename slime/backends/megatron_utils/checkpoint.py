@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,10 +138,15 @@ class Checkpointer:
         return self._load(path, chunks, None)
 
     def load(
-        self, path: str | Path, chunks: Chunks, optimizer: ScheduledOptimizer
+        self,
+        path: str | Path,
+        chunks: Chunks,
+        optimizer: ScheduledOptimizer,
+        *,
+        moments: bool = True,
     ) -> CheckpointFacts:
         """Load parameters, optimizer and RNG state; without saved moments they start at zero."""
-        facts = self._load(path, chunks, optimizer)
+        facts = self._load(path, chunks, optimizer, moments=moments)
         if not facts.has_optimizer:
             optimizer.inner.reload_model_params()
         if facts.num_steps is not None:
@@ -152,10 +157,17 @@ class Checkpointer:
         return facts
 
     def _load(
-        self, path: str | Path, chunks: Chunks, optimizer: ScheduledOptimizer | None
+        self,
+        path: str | Path,
+        chunks: Chunks,
+        optimizer: ScheduledOptimizer | None,
+        *,
+        moments: bool = True,
     ) -> CheckpointFacts:
         self._check_files(path)
         facts = read_facts(path)
+        if not moments:
+            facts = replace(facts, has_optimizer=False)
         with_optimizer = optimizer if facts.has_optimizer else None
         stored = _shapes_in(path)
         state = _state(chunks, with_optimizer, stored=stored)

@@ -34,10 +34,18 @@ class Inputs:
 class Passes:
     """Run micro-batches through this rank's model chunks, together with other pipeline ranks."""
 
-    def __init__(self, config: TransformerConfig, parallel: ParallelInfo, *, padded: bool) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        parallel: ParallelInfo,
+        *,
+        padded: bool,
+        multiple: int | None = None,
+    ) -> None:
         self._config = config
         self._parallel = parallel
         self._padded = padded  # --qkv-format bshd
+        self._multiple = multiple  # --data-pad-size-multiplier
         self._angles_by_token = has_packed_rotary(config)
         self._virtual = config.virtual_pipeline_model_parallel_size is not None
         # The all-gather dispatcher of MoE needs the same number of tokens on every rank.
@@ -147,6 +155,8 @@ class Passes:
         """Round up so that sequence shards are equal and fit the tiles of FP8 matmuls."""
         unit = self._parallel.tp_size if self._config.sequence_parallel else 1
         unit *= fp8_multiple(self._config)
+        if self._multiple is not None:
+            unit = math.lcm(unit, self._multiple * self._parallel.tp_size)
         if self._parallel.cp_size > 1:
             unit = math.lcm(unit, 2)
         return -(-length // unit) * unit

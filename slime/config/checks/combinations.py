@@ -71,6 +71,12 @@ def check_algorithm(draft: Draft) -> None:
             "--kl-coef (KL in the rewards) and --kl-loss-coef (KL in the loss) are mutually exclusive: set "
             "one of them to 0"
         )
+    later = draft["train_async"] or draft["update_weights_interval"] > 1
+    if draft["keep_old_actor"] and later:
+        raise ConfigError(
+            "--keep-old-actor: the weights have moved on when these samples are trained on: use "
+            "--use-rollout-logprobs, which has the log-probs of the weights that generated"
+        )
     needed = draft["loss_type"] == "policy_loss" or draft["advantage_estimator"] == "ppo"
     own = draft["loss_type"] == "sft_loss" or draft["custom_advantage_function_path"]
     if draft["disable_compute_advantages_and_returns"] and needed and not own:

@@ -177,6 +177,11 @@ class Algorithm:
         "use the engine's log-probs as old log-probs instead of recomputing them in the trainer",
         unless=_SFT,
     )
+    keep_old_actor: bool = flag(
+        False,
+        "",
+        ignored="the first step's old log-probs are those of the weights that generated the samples",
+    )
     get_mismatch_metrics: bool = flag(
         False, "log the difference between the engine's and the trainer's log-probs in detail"
     )
@@ -227,6 +232,12 @@ class Algorithm:
         "architecture; with --train-backend fsdp also a Hugging Face folder of another "
         "architecture with the same vocabulary",
         needs="use_opd",
+    )
+    opd_teacher_ckpt_step: int | None = flag(
+        None,
+        "number of the checkpoint to load from --opd-teacher-load; default: the latest",
+        min=0,
+        needs="opd_teacher_load",
     )
 
 

@@ -17,6 +17,7 @@ _RESULTS = (
     "deterministic",
     "eval_datasets",
     "engine_models",
+    "critic_overrides",
 )  # derived, and not flags themselves
 
 
@@ -126,6 +127,8 @@ def warn_without_effect(draft: Draft) -> None:
     """Warn about every flag that the user set and that other flags leave without an effect."""
     for name in draft.given_names():
         flag = all_flags()[name]
+        if flag.ignored and draft[name] != flag.default:
+            draft.warn(f"{flag.option} has no effect: {flag.ignored}")
         if flag.needs and not flag.needs.holds(draft):
             note = f": {flag.needs.note}" if flag.needs.note else ""
             draft.warn(f"{flag.option} has no effect without {flag.needs.text}{note}")

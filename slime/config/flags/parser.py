@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from slime.config.flags.former_names import FORMER_NAMES
+from slime.config.flags.former_names import FORMER_NAMES, FORMER_VALUES
 from slime.config.flags.registry import all_flags, options
 from slime.config.flags.spec import Flag, nearest, option_of
 from slime.core.errors import ConfigError
@@ -234,6 +234,8 @@ def _convert_one(flag: Flag, raw: Any, where: str) -> Any:
         near = nearest(str(value), [str(choice) for choice in flag.choices])
         listed = ", ".join(str(choice) for choice in flag.choices)
         hint = f"; did you mean {near}?" if near else ""
+        advice = FORMER_VALUES.get((flag.option, str(value)))
+        hint = f": {advice}" if advice else hint
         raise ConfigError(f"{where}: {_shown(flag, raw)} is not one of {listed}{hint}")
     return value
 

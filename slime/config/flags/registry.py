@@ -43,6 +43,7 @@ class OwnFlags(
     run.Weights,
     run.FaultTolerance,
     run.Tracking,
+    run.Checks,
     algorithm.Sft,
 ):
     """Every group of flags that slime declares itself, in the order of the documentation."""

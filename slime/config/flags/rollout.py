@@ -136,6 +136,14 @@ class Rollout:
         min=1,
         max=65535,
     )
+    rollout_buffer_url: str | None = flag(
+        None,
+        "address of a service with finished trajectories, for a rollout function that reads it",
+        needs=_OWN_ROLLOUT,
+    )
+    rollout_data_transport: str | None = flag(
+        None, "", ignored="rollouts reach the trainer through Ray's object store"
+    )
     max_weight_staleness: int | None = flag(
         None,
         "weight updates that a token may be behind when it is trained on (asynchronous training); "
@@ -218,6 +226,24 @@ class Eval:
         "maximum tokens of a response; default: --rollout-max-response-len",
         min=1,
         needs="eval_interval",
+    )
+    eval_max_context_len: int | None = flag(
+        None,
+        "maximum tokens of prompt and response together; default: --rollout-max-context-len",
+        min=2,
+        needs="eval_interval",
+    )
+    eval_max_prompt_len: int | None = flag(
+        None,
+        "maximum tokens of a prompt; longer prompts are removed from the data",
+        min=1,
+        needs="eval_interval",
+    )
+    eval_min_new_tokens: int | None = flag(
+        None, "minimum tokens of a response", min=0, needs="eval_interval"
+    )
+    eval_tool_key: str | None = flag(
+        None, "key of the tools; default: --tool-key", needs="eval_interval"
     )
     eval_input_key: str = flag(
         None, "key of the prompt; default: --input-key", needs="eval_interval"

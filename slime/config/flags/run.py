@@ -154,6 +154,12 @@ class Weights:
         "folder shared by trainer and engines; default: weights/ in the run folder",
         needs=equals("update_weight_transport", "disk"),
     )
+    update_weight_disk_keep_files: bool = flag(
+        False,
+        "keep the weights of every update; without it only the newest ones",
+        needs=equals("update_weight_transport", "disk"),
+    )
+    update_weight_mode: Literal["full"] = flag("full", "what an update sends: all weights")
     check_weight_update_equal: bool = flag(
         True, "after every update, compare checksums of what the engines hold with what was sent"
     )
@@ -208,6 +214,11 @@ class Tracking:
     wandb_group: str | None = flag(None, "group of the run", needs="use_wandb")
     wandb_project: str | None = flag(None, "project", needs="use_wandb")
     wandb_run_id: str | None = flag(None, "id of the run to resume", needs="use_wandb")
+    disable_wandb_random_suffix: bool = flag(
+        False,
+        "",
+        ignored="a run is named after its folder, without a suffix",
+    )
     use_tensorboard: bool = flag(False, "log to TensorBoard")
     tb_project_name: str | None = flag(
         None,
@@ -228,6 +239,11 @@ class Tracking:
         "write every rank's training rows to this path; '{rollout_id}' and '{rank}' are replaced",
         unless=NO_TRAINER,
     )
+    dump_details: str | None = flag(
+        None,
+        "folder for every rollout and every rank's training rows: --save-debug-rollout-data and "
+        "--save-debug-train-data in one",
+    )
     profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] | None = flag(
         None, "parts of the training to record with torch's profiler", unless=NO_TRAINER
     )
@@ -240,4 +256,28 @@ class Tracking:
         None,
         "fn(rollout_id, args, data, extra_metrics); if it returns True, the default log is skipped",
         needs="eval_interval",
+    )
+
+
+@dataclass(kw_only=True)
+class Checks:
+    """Checks."""
+
+    ci_test: bool = flag(
+        False,
+        "end the run with an error if the engine's and the trainer's log-probs differ, or if the KL to the "
+        "reference is not 0 in the first step",
+        unless=NO_TRAINER,
+    )
+    ci_train_rollout_logprob_abs_diff_threshold: float = flag(
+        0.1, "largest mean distance of these log-probs", min=0, needs="ci_test"
+    )
+    ci_disable_kl_checker: bool = flag(False, "do not check the KL", needs="ci_test")
+    ci_save_grad_norm: str | None = flag(
+        None, "file for the norm of the gradient in each rollout", needs="ci_test"
+    )
+    ci_load_grad_norm: str | None = flag(
+        None,
+        "file of --ci-save-grad-norm from which the norms may differ by 5 percent",
+        needs="ci_test",
     )

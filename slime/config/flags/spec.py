@@ -105,6 +105,7 @@ class Flag:
     excludes: str | None = None  # the flag that cannot be given together with this one
     requires: Condition | None = None  # without it the flag is an error
     needs: Condition | None = None  # without it the flag has no effect
+    ignored: str = ""  # why the flag has no effect at all; scripts of other versions have it
     unless: tuple[Condition, ...] = ()  # with one of these the flag has no effect
 
     @property
@@ -164,6 +165,7 @@ def flag(
     excludes: str | None = None,
     requires: Condition | None = None,
     needs: str | Condition | None = None,
+    ignored: str = "",
     unless: Condition | tuple[Condition, ...] = (),
 ) -> Any:
     """Declare a field of a group; the other parameters are those of `Flag`.
@@ -173,7 +175,7 @@ def flag(
     `needs=is_set("use_tis")`.
     """
     metadata = {
-        "help": help,
+        "help": help or f"no effect: {ignored}",
         "secret": secret,
         "backend": backend,
         "same_values": same_values or {},
@@ -186,6 +188,7 @@ def flag(
         "excludes": excludes,
         "requires": requires,
         "needs": is_set(needs) if isinstance(needs, str) else needs,
+        "ignored": ignored,
         "unless": unless if isinstance(unless, tuple) else (unless,),
     }
     if isinstance(default, list | dict):

@@ -55,6 +55,18 @@ class Model:
         "regular expressions; parameters whose HF or Megatron name matches one are not trained",
     )
     qkv_format: Literal["thd", "bshd"] = flag("thd", "packed sequences (thd) or padded ones (bshd)")
+    data_pad_size_multiplier: int | None = flag(
+        None,
+        "pad packed micro-batches to a multiple of this many tokens times the tensor parallel size; fewer "
+        "different sizes fragment the memory less",
+        min=1,
+        backend="megatron",
+        unless=equals("qkv_format", "bshd", note="whose rows have the length of the longest"),
+    )
+    megatron_config_path: str | None = flag(
+        None,
+        "YAML file with flags of the actor, the critic or the reference alone, such as critic: {lr: 1.0e-5}",
+    )
     custom_megatron_init_path: str | None = flag(
         None, "fn(args), called after Megatron is initialised", backend="megatron"
     )
@@ -113,6 +125,12 @@ class Batches:
     num_steps_per_rollout: int = flag(None, "optimizer steps per rollout", min=1)
     micro_batch_size: int = flag(
         1, "samples per forward pass, without --use-dynamic-batch-size", min=1
+    )
+    ref_micro_batch_size: int | None = flag(
+        None,
+        "",
+        ignored="passes without gradients have the size of --micro-batch-size or "
+        "--log-probs-max-tokens-per-gpu",
     )
     balance_data: bool = flag(
         False, "distribute samples over ranks so that their token counts are balanced"
@@ -199,6 +217,12 @@ class Checkpoint:
         "checkpoint of the reference model; the actor starts from it when --load is empty or "
         "absent",
     )
+    ref_ckpt_step: int | None = flag(
+        None,
+        "number of the checkpoint to load from --ref-load; default: the latest",
+        min=0,
+        requires=is_set("ref_load", note="give the folder of the checkpoints"),
+    )
     load: str | None = flag(
         None, "checkpoint folder to resume from; a new run starts where it is empty or absent"
     )
@@ -207,6 +231,9 @@ class Checkpoint:
         "number of the checkpoint to load from --load; default: the latest",
         min=0,
         requires=is_set("load", note="give the folder of the checkpoints"),
+    )
+    no_load_optim: bool = flag(
+        False, "resume from --load with a fresh optimizer state", needs="load"
     )
     save: str | None = flag(None, "folder for checkpoints", unless=NO_TRAINER)
     save_interval: int | None = flag(
