@@ -58,7 +58,7 @@ eps-clip=0.2 eps-clip-high eps-clip-c value-clip=0.2 kl-coef=0.0 use-kl-loss kl-
 kl-loss-type=k1 use-unbiased-kl entropy-coef=0.0 gamma=1.0 lambd=1.0 normalize-advantages
 disable-grpo-std-normalization disable-rewards-normalization calculate-per-token-loss
 loss-type=policy_loss custom-loss-function-path custom-advantage-function-path
-disable-compute-advantages-and-returns data-pad-size-multiplier megatron-config-path
+custom-config-path disable-compute-advantages-and-returns data-pad-size-multiplier megatron-config-path
 ref-micro-batch-size ref-ckpt-step no-load-optim keep-old-actor opd-teacher-ckpt-step
 rollout-buffer-url rollout-data-transport eval-max-context-len eval-max-prompt-len
 eval-min-new-tokens eval-tool-key update-weight-mode=full update-weight-disk-keep-files
