@@ -70,9 +70,8 @@ if TYPE_CHECKING:
 
 def first_weights(args: Args, role: str) -> str:
     """Return the path of initial weights: a checkpoint, a folder of those, or a HF folder."""
-    start = args.hf_checkpoint
-    if args.ref_load:
-        start = of_step(args.ref_load, args.ref_ckpt_step, "--ref-ckpt-step")
+    ref = args.ref_load and of_step(args.ref_load, args.ref_ckpt_step, "--ref-ckpt-step")
+    start = ref or args.hf_checkpoint
     if role != "critic" or args.critic_load is None or not Path(args.critic_load).exists():
         return start
     return args.critic_load
@@ -142,8 +141,6 @@ class TrainRayActor(Backend):
         if args is not None:
             self.args = args
         self.role = role
-        if role == "critic" and self.args.critic_lr is not None:
-            self.args = self.args.replace(lr=self.args.critic_lr)
         if role == "critic":
             self.args = self.args.replace(**self.args.critic_overrides)
         if device_type() == "cuda":

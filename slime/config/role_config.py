@@ -33,7 +33,10 @@ _OPTIMIZER = {flag.name for flag in flags_of(Optimizer)}
 
 
 def apply_role_config(draft: Draft) -> None:
-    """Set the values of the file. They replace those of the command line, which are for all models."""
+    """Set the values of the file. They replace those of the command line, which are for all models.
+
+    `critic_overrides` then holds what the critic has of its own, --critic-lr among it.
+    """
     path, critic = draft["megatron_config_path"], {}
     roles = _read_roles(path) if path is not None else {}
     for name, value in roles.get("critic", {}).items():
@@ -59,6 +62,8 @@ def apply_role_config(draft: Draft) -> None:
             elif not draft.given(own):
                 _set(draft, own, draft[name])
         _set(draft, name, value)
+    if draft["critic_lr"] is not None:
+        critic["lr"] = draft["critic_lr"]
     draft.derive("critic_overrides", critic)
 
 

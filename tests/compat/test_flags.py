@@ -187,7 +187,7 @@ def test_flags_of_one_model(tmp_path):
     """.replace("REF", str(tmp_path))
     args = roles(tmp_path, text, lr=1e-6, weight_decay=0.1, kl_coef=0.1)
     assert (args.lr, args.critic_lr, args.weight_decay, args.clip_grad) == (2e-6, 1e-5, 0.2, 1.0)
-    assert args.critic_overrides == {"clip_grad": 0.5, "weight_decay": 0.1}
+    assert args.critic_overrides == {"clip_grad": 0.5, "weight_decay": 0.1, "lr": 1e-5}
     assert (args.ref_load, args.ref_ckpt_step) == (str(tmp_path), 7)
     args = roles(tmp_path, "actor: {lr: 2.0e-6}", lr=1e-6)
     assert (args.lr, args.critic_lr) == (2e-6, 1e-6)
@@ -196,7 +196,7 @@ def test_flags_of_one_model(tmp_path):
 def test_flags_of_one_model_as_a_list(tmp_path):
     rows = "[{role: critic, overrides: {lr: 1.0e-5, adam_beta2: 0.95}}]"
     args = roles(tmp_path, f"megatron: {rows}")
-    assert args.critic_lr == 1e-5 and args.critic_overrides == {"adam_beta2": 0.95}
+    assert args.critic_lr == 1e-5 and args.critic_overrides == {"adam_beta2": 0.95, "lr": 1e-5}
 
 
 @pytest.mark.parametrize(
