@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.rollout.context import RolloutContext
-from slime.rollout.engine_pool import EnginePool
+from slime.rollout.engine_pool import SESSION_HEADER, EnginePool
 from slime.rollout.hook_calls import on_main_loop
 from slime.utils import http
 from slime.utils.sync_http import get_json
@@ -21,11 +21,13 @@ async def post(
     """POST JSON and return the parsed reply, with retries.
 
     A request to /generate of the run's router or first engine goes through the pool of engines, which
-    spreads requests over all of them and repeats those of an engine that was lost.
+    spreads requests over all of them and repeats those of an engine that was lost. Requests with the same
+    `X-SMG-Routing-Key` header go to the same engine, for its prefix cache.
     """
     pool = _pool_behind(url)
     if pool is not None:
-        return await on_main_loop(pool.generate(payload))
+        session_id = (headers or {}).get(SESSION_HEADER)
+        return await on_main_loop(pool.generate(payload, session_id=session_id))
     deadline_s = max(max_retries, 1) * _SECONDS_PER_RETRY
     return await http.post(url, payload, deadline_s=deadline_s, headers=headers)
 

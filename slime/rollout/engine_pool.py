@@ -22,7 +22,7 @@ from slime.utils.http import HttpStatusError, is_temporary, post_once
 logger = logging.getLogger(__name__)
 
 _MAX_SESSIONS = 65536
-_SESSION_HEADER = "X-SMG-Routing-Key"  # sglang-router's, for its policy "manual"
+SESSION_HEADER = "X-SMG-Routing-Key"  # sglang-router's, for its policy "manual"
 _SESSION_SLACK = 8  # requests a session's engine may be ahead of the least loaded one
 _BACKOFF_S = (0.2, 10.0)  # first and longest pause of an engine that did not answer
 
@@ -112,7 +112,7 @@ class EnginePool:
                     f"{url}/generate",
                     payload,
                     timeout_s=self.request_timeout_s,
-                    headers={_SESSION_HEADER: session_id} if session_id else None,
+                    headers={SESSION_HEADER: session_id} if session_id else None,
                 )
             )
             self._calls[call] = url

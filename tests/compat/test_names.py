@@ -72,6 +72,17 @@ def test_a_post_to_the_first_engine_is_spread_over_all(engines):
 
     assert len(run(eight())) == 8
     assert all(engine.requests for engine in engines)
+    seen = [len(engine.requests) for engine in engines]
+
+    async def one_session():
+        headers = {"X-SMG-Routing-Key": "session-1"}
+        with RolloutContext(pool=EnginePool(urls)).active():
+            calls = (post(f"{urls[0]}/generate", payload, headers=headers) for _ in range(4))
+            await asyncio.gather(*calls)
+
+    run(one_session())
+    grown = [len(engine.requests) - before for engine, before in zip(engines, seen, strict=True)]
+    assert sorted(grown) == [0, 4]
 
 
 def test_a_post_elsewhere_and_without_a_run(engines):
