@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not find_spec("transformer_engine"), reason="needs TransformerEngine"),
 ]
 
+from slime.backends.megatron_utils.optimizer import grad_buffers  # noqa: E402
 from tests.args import make_args  # noqa: E402
 from tests.fsdp import Case  # noqa: E402
 from tests.gpu.test_megatron_te import ON_ONE_GPU, process_group  # noqa: E402, F401
@@ -260,7 +261,7 @@ def test_a_precision_aware_optimizer_takes_the_memory_it_says(tmp_path: Path, na
     state = adam_of(model).state.values()
     held = sum(tensor.nbytes for entry in state for tensor in entry.values())
     assert held == STATE_BYTES[name] * count
-    grads = {grad.dtype for grad in model.optimizer._grad_buffers()}
+    grads = {grad.dtype for grad in grad_buffers(model.optimizer._chunks)}
     half = OPTIMIZERS[name].get("main_grads_dtype") == "bf16"
     assert grads == {torch.bfloat16 if half else torch.float32}
 
@@ -354,6 +355,9 @@ def test_an_optimizer_in_host_memory_with_transformer_engine(
     wanted = first.exported()
     for other in (plain, second):
         for key, weight in other.exported().items():
-            # Attention's backward pass is not deterministic, and Adam turns a sign into a whole step.
+            # Attention's backward pass is not deterministic, and Adam turns a sign into a whole step;
+            # what is left of that is often one step of bf16, which a small tensor moves few of.
             moved = (weight.float() - start[key].float()).norm()
-            assert (wanted[key].float() - weight.float()).norm() <= 0.05 * moved, key
+            apart = (wanted[key].float() - weight.float()).abs()
+            apart = apart[apart > 2**-7 * weight.float().abs()]
+            assert apart.norm() <= 0.05 * moved, key
