@@ -166,7 +166,7 @@ offload num_gpus_per_node distributed_backend optimizer qkv_format num_steps_per
 eval_config n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k eval_max_response_len
 eval_input_key eval_label_key prefill_num_servers
 eval_max_context_len eval_max_prompt_len eval_min_new_tokens eval_tool_key
-megatron_config_path dump_details custom_config_path
+megatron_config_path dump_details custom_config_path critic_lr
 """)
 FOR_HOOKS = words("rollout_buffer_url")
 ONLY_CHOICE = words("update_weight_mode")

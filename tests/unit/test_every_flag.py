@@ -69,6 +69,7 @@ _READ_BY_NAME = {
     "eval_min_new_tokens": "slime/config/derive.py: _eval_datasets",
     "eval_tool_key": "slime/config/derive.py: _eval_datasets",
     "custom_config_path": "slime/config/arguments.py: resolve",
+    "critic_lr": "slime/config/role_config.py: apply_role_config",
     "megatron_config_path": "slime/config/role_config.py: apply_role_config",
 }
 _REFUSED_OTHERWISE = {
