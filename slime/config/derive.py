@@ -62,6 +62,8 @@ def _derive_megatron(draft: Draft) -> None:
         draft.derive_if_unset("optimizer_offload_fraction", 1.0)
     if draft["moe_enable_deepep"]:
         draft.derive_if_unset("moe_token_dispatcher_type", "flex")
+    if draft["enable_mtp_training"]:
+        draft.derive_if_unset("mtp_loss_scaling_factor", 0.2)
     if draft["use_rollout_routing_replay"]:
         draft.derive("sglang_enable_return_routed_experts", True)
 

@@ -34,6 +34,7 @@ def pack(
     *,
     dummy: bool = False,
     equal_multiple: int | None = None,
+    mtp_layers: int = 0,
 ) -> TrainBatch:
     """Pack the given rows, in this order, for this rank; a `dummy` has weight 0 in the loss.
 
@@ -49,18 +50,25 @@ def pack(
     prompt_lens = [int(n) - r for n, r in zip(layout.lens, response_lens, strict=True)]
     at_response = _ranges(layout.starts + np.array(prompt_lens) - 1, response_lens)
 
-    def response_column(column: list[np.ndarray]) -> torch.Tensor:
+    def whole_column(column: list[np.ndarray]) -> np.ndarray:
         values = np.zeros(layout.total, np.float32)
         values[at_response] = np.concatenate([column[r] for r in rows])
-        return layout.local(values)
+        return values
+
+    def response_column(column: list[np.ndarray]) -> torch.Tensor:
+        return layout.local(whole_column(column))
 
     tokens, labels, position_ids = np.zeros((3, layout.total), np.int64)
     tokens[_ranges(layout.starts, layout.lens)] = np.concatenate([batch.tokens[r] for r in rows])
-    labels[:-1] = tokens[1:]
-    labels[layout.starts + layout.padded - 1] = 0  # the next row's first token
+    labels[:] = layout.next_of(tokens)
     position_ids[:] = _ranges(np.zeros_like(layout.starts), layout.padded)
     columns = {name: getattr(batch, name) for name in _VALUE_COLUMNS}
     zeros = torch.zeros(layout.local_total)
+    ahead: dict[str, torch.Tensor] = {}
+    if mtp_layers:
+        weights = np.zeros(layout.total, np.float32) if dummy else whole_column(batch.loss_weights)
+        ahead["mtp_labels"] = layout.ahead(labels, mtp_layers)
+        ahead["mtp_weights"] = layout.ahead(weights, mtp_layers)
     return TrainBatch(
         tokens=layout.local(tokens),
         position_ids=layout.local(position_ids),
@@ -78,6 +86,7 @@ def pack(
         dummy=dummy,
         routed_experts=_experts(batch, rows, layout),
         **{name: response_column(c) for name, c in columns.items() if c is not None},
+        **ahead,
     )
 
 
@@ -148,6 +157,21 @@ class _Layout:
 
     def local(self, column: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(column if self._index is None else column[self._index])
+
+    def next_of(self, column: np.ndarray) -> np.ndarray:
+        """Return each position's next value in its row; 0 at the last one."""
+        shifted = np.zeros_like(column)
+        shifted[:-1] = column[1:]
+        shifted[self.starts + self.padded - 1] = 0  # the next row's first value
+        return shifted
+
+    def ahead(self, column: np.ndarray, count: int) -> torch.Tensor:
+        """Return this rank's part of the column shifted by 1, 2, ... `count`: [count, T]."""
+        shifted = []
+        for _ in range(count):
+            column = self.next_of(column)
+            shifted.append(self.local(column))
+        return torch.stack(shifted)
 
 
 def _ranges(starts: np.ndarray, lens: Sequence[int] | np.ndarray) -> np.ndarray:

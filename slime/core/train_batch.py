@@ -42,6 +42,12 @@ class TrainBatch:
         loss_mask    = [0, 1, 1, 0, 1, 0]
         loss_weights = [0, .25, .25, 0, .5, 0]   already divided by lengths and global batch
 
+    With multi-token prediction, `mtp_labels[k]` is the token that is k+2 positions ahead and
+    `mtp_weights[k]` its entry of `loss_weights`; both are 0 where the row has ended::
+
+        mtp_labels   = [[6, 0, 0, 0, 0, 0]]
+        mtp_weights  = [[.25, .25, 0, 0, 0, 0]]
+
     With context parallelism each rank holds its zigzag slice of these columns.
     """
 
@@ -67,10 +73,13 @@ class TrainBatch:
     rollout_log_probs: torch.Tensor | None = None  # [T]
     teacher_log_probs: torch.Tensor | None = None  # [T]
     routed_experts: torch.Tensor | None = None  # [T, layers, experts per token]
+    mtp_labels: torch.Tensor | None = None  # [MTP layers, T] int64
+    mtp_weights: torch.Tensor | None = None  # [MTP layers, T] float32
 
     def as_dummy(self) -> TrainBatch:
         zeros = self.loss_mask * 0
-        return replace(self, dummy=True, loss_mask=zeros, loss_weights=zeros)
+        ahead = None if self.mtp_weights is None else self.mtp_weights * 0
+        return replace(self, dummy=True, loss_mask=zeros, loss_weights=zeros, mtp_weights=ahead)
 
     def to(self, device: torch.device | str) -> TrainBatch:
         columns = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -26,6 +26,7 @@ _EXPERTS = {  # GLM-4.5-355B-A32B
     "head_dim": 128,
     "vocab_size": 151552,
     "n_routed_experts": 160,
+    "num_nextn_predict_layers": 1,
     "tie_word_embeddings": False,
     "max_position_embeddings": 131072,
 }

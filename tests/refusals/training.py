@@ -1,6 +1,6 @@
 """Wrong batches, lengths and files, and flags that would not be honoured."""
 
-from tests.refusals.row import Wrong
+from tests.refusals.row import CLUSTER, GLM, TP8, Wrong
 
 BATCHES = [
     Wrong(
@@ -112,9 +112,31 @@ NOT_HONOURED = [
         right="",
     ),
     Wrong(
-        what="layers that would be neither built nor trained",
+        what="MTP layers of a model that has none",
         flags="--mtp-num-layers 1",
         right="--mtp-num-layers 0",
+    ),
+    Wrong(
+        what="more MTP layers than the checkpoint has",
+        flags=f"{GLM} {TP8} --mtp-num-layers 2 --enable-mtp-training",
+        right=f"{GLM} {TP8} --mtp-num-layers 1 --enable-mtp-training",
+        machine=CLUSTER,
+        model="GLM-4.5",
+    ),
+    Wrong(
+        what="training of MTP layers without their number",
+        flags="--enable-mtp-training",
+        right="",
+    ),
+    Wrong(
+        what="a weight of a loss that is not computed",
+        flags="--mtp-loss-scaling-factor 0.2",
+        right="",
+    ),
+    Wrong(
+        what="MTP layers trained by FSDP",
+        flags="--train-backend fsdp --enable-mtp-training",
+        right="--train-backend fsdp",
     ),
     Wrong(
         what="dropout in an attention that has none",

@@ -35,7 +35,7 @@ rollout-num-gpus rollout-num-gpus-per-engine=1 num-gpus-per-node=8 colocate offl
 offload-rollout distributed-backend=nccl distributed-timeout-minutes=10 train-env-vars={}
 update-weight-buffer-size=536870912 update-weights-interval=1 update-weight-transport
 update-weight-disk-dir check-weight-update-equal=True hf-checkpoint model-name
-custom-model-provider-path log-probs-chunk-size=1024 recompute-loss-function
+custom-model-provider-path enable-mtp-training log-probs-chunk-size=1024 recompute-loss-function
 only-train-params-name-list freeze-params-name-list qkv-format=thd custom-megatron-init-path
 custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path
 fsdp-cpu-offload gradient-checkpointing attn-implementation bf16 fp32

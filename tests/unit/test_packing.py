@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -110,6 +112,42 @@ def test_columns_equal_the_naive_ones_whole_and_joined_from_slices(cp_size, mult
         assert part.cu_seqlens.dtype == torch.int32
         assert part.max_seqlen == max(padded)
         assert len(part.tokens) == part.cu_seqlens[-1]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_columns_of_further_tokens_stay_inside_their_row(cp_size):
+    """Position i predicts token i+2 in the first column and i+3 in the second, with their weights."""
+    batch = filled_batch(3)
+    rows = [3, 0, 4]
+    slices = [
+        pack(
+            batch,
+            rows,
+            ParallelInfo(cp_rank=rank, cp_size=cp_size),
+            mtp_layers=2,
+        )
+        for rank in range(cp_size)
+    ]
+    naive = naive_pack(batch, rows, unit=2 * cp_size if cp_size > 1 else 1)
+    ends = (slices[0].cu_seqlens * cp_size).tolist()
+    for depth in range(2):
+        for name, source in (("mtp_labels", "labels"), ("mtp_weights", "loss_weights")):
+            column = join_slices([getattr(one, name)[depth] for one in slices], slices[0])
+            expected = []
+            for start, end in itertools.pairwise(ends):
+                later = naive[source][start:end][depth + 1 :]
+                expected += later + [0] * min(depth + 1, end - start)
+            np.testing.assert_allclose(column.numpy(), expected, rtol=1e-6)
+
+
+def test_a_filler_has_no_weight_for_further_tokens():
+    batch = random_batch(2, seed=3)
+    alone = ParallelInfo()
+    filler = pack(batch, [0, 1], alone, dummy=True, mtp_layers=1)
+    turned = pack(batch, [0, 1], alone, mtp_layers=1)
+    assert turned.mtp_weights.any()
+    assert not filler.mtp_weights.any() and not turned.as_dummy().mtp_weights.any()
+    assert pack(batch, [0, 1], alone).mtp_labels is None
 
 
 def test_zigzag_gives_every_rank_one_early_and_one_late_chunk():

@@ -36,7 +36,7 @@ from megatron.core import parallel_state  # noqa: E402
 
 from slime.backends.megatron_utils.attention import PackedRows  # noqa: E402
 from slime.backends.megatron_utils.checkpoint import Checkpointer, is_checkpoint  # noqa: E402
-from slime.backends.megatron_utils.hf_weights.export import hf_buckets  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.export import hf_buckets, with_copies  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.families import weight_map  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.local_weights import load_hf  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
@@ -52,6 +52,7 @@ from slime.backends.megatron_utils.model_config import (  # noqa: E402
     gpt_options,
     model_config,
     read_config,
+    trained_mtp_layers,
     virtual_stages,
 )
 from slime.backends.megatron_utils.optimizer import ScheduledOptimizer  # noqa: E402
@@ -78,6 +79,8 @@ from slime.backends.megatron_utils.update_weight import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
     from slime.config.arguments import Args
 
 logger = logging.getLogger(__name__)
@@ -94,6 +97,8 @@ class MegatronTrainRayActor(TrainRayActor):
         checkpoint: str | None = None,
     ) -> int:
         super().init(args, role, with_ref, with_opd_teacher)
+        if role == "critic":  # it has no output layer that could predict tokens
+            self.args = self.args.replace(enable_mtp_training=False)
         args = self.args
         hf_config = read_config(args.hf_checkpoint)
         self.parallel = init_parallel(args, virtual_stages(args, hf_config.num_hidden_layers))
@@ -147,10 +152,12 @@ class MegatronTrainRayActor(TrainRayActor):
     def _fill(self, path: str) -> None:
         """Load weights from a checkpoint, the newest one in a folder, or a Hugging Face folder."""
         newest = path if is_checkpoint(path) else find_checkpoint(path)
-        if newest is not None:
-            self._checkpointer.load_model(str(newest), self.chunks)
-        else:
+        if newest is None:
             load_hf(self.chunks, self._weights, HfReader(path))
+            return
+        if trained_mtp_layers(self.args):  # which the checkpoint may lack
+            load_hf(self.chunks, self._weights, HfReader(self.args.hf_checkpoint), only_mtp=True)
+        self._checkpointer.load_model(str(newest), self.chunks)
 
     # ---- training
 
@@ -160,7 +167,14 @@ class MegatronTrainRayActor(TrainRayActor):
         if self.args.qkv_format == "bshd":
             multiple = self.parallel.tp_size if self.config.sequence_parallel else 1
             multiple *= fp8_multiple(self.config)
-        packed = pack(batch, rows, self.parallel, dummy=dummy, equal_multiple=multiple)
+        packed = pack(
+            batch,
+            rows,
+            self.parallel,
+            dummy=dummy,
+            equal_multiple=multiple,
+            mtp_layers=trained_mtp_layers(self.args),
+        )
         return packed.to(current_device())
 
     def unpack(self, column: torch.Tensor, batch: TrainBatch) -> list[np.ndarray]:
@@ -232,17 +246,27 @@ class MegatronTrainRayActor(TrainRayActor):
         result = StepResult()
 
         def loss(chunk: Any, hidden: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
+            model = unwrapped(chunk)
+            hidden, *further = hidden.chunk(1 + trained_mtp_layers(self.args))
+            ahead = self._mtp_loss(model, further, batch, result) if further else 0.0
             if self.uses_logits:
-                logits = self.head.logits(unwrapped(chunk), hidden, batch)
-                return self.custom_loss(batch, logits, result)
+                logits = self.head.logits(model, hidden, batch)
+                return self.custom_loss(batch, logits, result) + ahead
             values, entropy = self.head.log_probs(
-                unwrapped(chunk), hidden, batch, with_entropy=self.role == "actor"
+                model, hidden, batch, with_entropy=self.role == "actor"
             )
-            return self.loss(batch, values, entropy, result)
+            return self.loss(batch, values, entropy, result) + ahead
 
         self.optimizer.zero_grad()
         self.passes.train(self.model, micro_batches, loss)
         return result
+
+    def _mtp_loss(
+        self, chunk: GPTModel, states: list[torch.Tensor], batch: TrainBatch, result: StepResult
+    ) -> torch.Tensor:
+        output = self.head.mtp_loss(chunk, states, batch)
+        result.add(output.metrics)
+        return output.loss * self.args.mtp_loss_scaling_factor
 
     def _read(self, chunk: Any, hidden: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
         return self.head.log_probs(unwrapped(chunk), hidden, batch, with_entropy=False)[0]
@@ -317,6 +341,9 @@ class MegatronTrainRayActor(TrainRayActor):
         writes, dtype = self.rank == 0, serving_dtype(self.args)
         buckets = hf_buckets(self.chunks, self._weights, FILE_BYTES, dtype=dtype, keep=writes)
         source = self.args.hf_checkpoint
+        if writes and self._weights.copies:
+            names = HfReader(source).names()
+            buckets = with_copies(buckets, self._weights.copies, names)
         everything = chain(buckets, self._untrained(writes))
         write_hf_folder(path, source, dtype, everything, writes=writes, info=info)
         dist.barrier()

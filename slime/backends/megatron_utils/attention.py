@@ -83,7 +83,7 @@ class PackedAttention(MegatronModule):
             x.transpose(0, 1).reshape(-1, *x.shape[2:]) for x in (query, key, value)
         )
         out = self._attend(query, key, value, rows)
-        return out.view(count, length, -1).transpose(0, 1).contiguous()
+        return out.reshape(count, length, -1).transpose(0, 1).contiguous()
 
     def sharded_state_dict(
         self,

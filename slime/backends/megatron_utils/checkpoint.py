@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 _FACTS = "trainer.json"
 _HEAD = "output_layer.weight"
+_MTP = "mtp."
 _FP8 = "fp8"  # scales of delayed scaling
 # Optimizer state per parameter and each layer under its own name: independent of the layout.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True}
@@ -133,7 +134,8 @@ class Checkpointer:
     def load_model(self, path: str | Path, chunks: Chunks) -> CheckpointFacts:
         """Load the parameters and return the facts of the checkpoint.
 
-        A critic may start from an actor's checkpoint; its value head then starts at zero.
+        A critic may start from an actor's checkpoint; its value head then starts at zero. Where the
+        checkpoint has no multi-token-prediction layers, those of the model stay as they are.
         """
         return self._load(path, chunks, None)
 
@@ -174,6 +176,8 @@ class Checkpointer:
         if optimizer is not None and is_delayed(_config(chunks)):
             state[_FP8] = fp8_state_to_load(list(_by_key(chunks).values()), stored)
         headless = _drop_value_head(state, chunks, path)
+        if with_optimizer is None and not has_mtp_layers(stored):
+            headless = _drop_mtp_layers(state) or headless
         _refuse_other_sizes(state, facts, path, stored)
         _refuse_other_optimizer(state, path, stored)
         loaded = read_tensors(state, path)
@@ -290,6 +294,19 @@ def _drop_value_head(state: dict[str, Any], chunks: Chunks, path: str | Path) ->
                 head.weight.zero_()
             return True
     return False
+
+
+def has_mtp_layers(stored: Iterable[str]) -> bool:
+    """Return whether multi-token-prediction layers are among these names."""
+    return any(name.startswith(_MTP) for name in stored)
+
+
+def _drop_mtp_layers(state: dict[str, Any]) -> bool:
+    """Remove multi-token-prediction layers; return whether there were any."""
+    names = [(key, name) for key in state for name in state[key] if name.startswith(_MTP)]
+    for key, name in names:
+        del state[key][name]
+    return bool(names)
 
 
 def _refuse_other_sizes(

@@ -37,7 +37,7 @@ from slime.backends.megatron_utils.optimizer import (  # noqa: E402
     ScheduledOptimizer,
     grad_buffers,
 )
-from slime.backends.megatron_utils.parallel import decoder_layers, init_parallel  # noqa: E402
+from slime.backends.megatron_utils.parallel import all_layers, init_parallel  # noqa: E402
 from slime.backends.megatron_utils.passes import prepare_config  # noqa: E402
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) 
         moe_token_dispatcher_type="alltoall",
         use_precision_aware_optimizer=aware,
         attention_backend="auto",
+        enable_mtp_training=args.enable_mtp_training and not critic,
     )
     hf_config = read_config(args.hf_checkpoint)
     with _as_rank(rank, world_size), InterceptTorch(_with_short_types), use_device(_META):
@@ -78,7 +79,7 @@ def _count(
 ) -> RankModel:
     params = [p for chunk in chunks for p in chunk.parameters()]
     buffers = [b for chunk in chunks for b in chunk.buffers()]
-    layers = [layer for chunk in chunks for layer in decoder_layers(chunk)]
+    layers = [layer for chunk in chunks for layer in all_layers(chunk)]
     sparse = sum(isinstance(layer.mlp, MoELayer) for layer in layers)
     own = {tensor.untyped_storage()._cdata for tensor in params}
     copies = [shard for shard, _ in moments if shard.untyped_storage()._cdata not in own]

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from slime.backends.kernels.fused_ops import swiglu
 from slime.backends.kernels.grouped_linear import Groups, expert_rows, grouped_linear, make_groups
-from slime.backends.megatron_utils.parallel import decoder_layers
+from slime.backends.megatron_utils.parallel import all_layers
 from slime.utils.compiled import compiled_on_gpu
 
 
@@ -27,7 +27,7 @@ def use_gated_mlps(model: GPTModel) -> None:
     config = model.config
     plain = config.activation_func_clamp_value is None and not config.add_bias_linear
     if config.gated_linear_unit and config.activation_func is F.silu and plain:
-        for layer in decoder_layers(model):
+        for layer in all_layers(model):
             if type(layer.mlp) is MLP:
                 layer.mlp.__class__ = GatedMLP
 

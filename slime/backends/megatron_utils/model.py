@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from slime.backends.megatron_utils.hf_weights.rules import WeightMap
 from slime.backends.megatron_utils.layers import ValueHead, block_spec
 from slime.backends.megatron_utils.mlp import use_gated_mlps
 from slime.backends.megatron_utils.model_config import GptOptions, flag_fields
+from slime.backends.megatron_utils.mtp import mtp_spec, prepare_mtp, with_mtp_states
 from slime.backends.megatron_utils.parallel import tensor_group
 from slime.backends.megatron_utils.rope import (
     PackedRotary,
@@ -29,7 +31,7 @@ from slime.backends.megatron_utils.rope import (
 )
 from slime.backends.param_names import Freezing, names_of, refuse_nothing_trained
 from slime.config import hook_types
-from slime.core.types import TrainBatch
+from slime.core.types import LossOutput, MetricSum, TrainBatch
 from slime.utils.device import current_device
 from slime.utils.load_function import load_function
 
@@ -117,6 +119,7 @@ def _build(
             rotary_percent=options.rotary_percent,
             rotary_base=base,
             vp_stage=vp_stage,
+            mtp_block_spec=mtp_spec(config, spec, vp_stage),  # pyright: ignore[reportArgumentType]
         )
         if options.rotary_frequencies is not None:
             device = model.rotary_pos_emb.inv_freq.device
@@ -137,6 +140,9 @@ def _replace_modules(model: Any, config: TransformerConfig, *, value_head: bool)
     model.to(current_device())  # routers are created on the CPU
     # Log-probs are computed from hidden states in chunks, so the last stage returns no logits.
     model._postprocess = _hidden_states
+    if getattr(model, "mtp_process", False):
+        prepare_mtp(model)
+        model._postprocess = partial(with_mtp_states, model)
 
 
 def _hidden_states(*, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
@@ -158,18 +164,46 @@ class Head:
         hidden = _whole(chunk, hidden, len(batch.tokens))
         if isinstance(chunk.output_layer, ValueHead):
             return chunk.output_layer(hidden), None
-        group = tensor_group()
         return log_probs_from_hidden(
             hidden,
             _output_weight(chunk),
             batch.labels,
             temperature=self.temperature,
-            chunk_size=self.chunk_size,
             with_entropy=with_entropy,
             mask=batch.loss_mask,
-            tp_group=group if group.size() > 1 else None,
-            vocab_size=self.vocab_size,
+            **self._options(),
         )
+
+    def mtp_loss(
+        self, chunk: GPTModel, states: Sequence[torch.Tensor], batch: TrainBatch
+    ) -> LossOutput:
+        """Return the cross-entropy of further tokens, averaged over the MTP layers.
+
+        `states` are the hidden states of each. A token has the weight that it has in the loss of
+        the policy. Nothing flows into the output layer, and --rollout-temperature does not apply.
+        """
+        assert batch.mtp_labels is not None and batch.mtp_weights is not None
+        losses = []
+        for hidden, labels, weights in zip(
+            states, batch.mtp_labels, batch.mtp_weights, strict=True
+        ):
+            hidden = _whole(chunk, hidden, len(batch.tokens))
+            weight = _output_weight(chunk).detach()
+            log_probs, _ = log_probs_from_hidden(
+                hidden, weight, labels, mask=weights, **self._options()
+            )
+            losses.append(-(log_probs * weights).sum())
+        total = torch.stack(losses).sum()
+        sums = MetricSum(total=float(total.detach()), count=float(batch.mtp_weights.sum()))
+        return LossOutput(loss=total / len(losses), metrics={"mtp_loss": sums})
+
+    def _options(self) -> dict[str, Any]:
+        group = tensor_group()
+        return {
+            "chunk_size": self.chunk_size,
+            "tp_group": group if group.size() > 1 else None,
+            "vocab_size": self.vocab_size,
+        }
 
     def logits(self, chunk: GPTModel, hidden: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
         """Return logits / temperature [T, V] in the model's dtype, equal on all tensor ranks."""

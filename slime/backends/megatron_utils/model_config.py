@@ -101,6 +101,7 @@ def config_fields(model: Architecture, args: Args) -> dict[str, Any]:
         **_precision(args),
         "transformer_impl": "transformer_engine" if te else "local",
         "moe_grouped_gemm": te and model.fields["num_moe_experts"] is not None,
+        "mtp_num_layers": trained_mtp_layers(args) or None,
     }
     if not model.fields["multi_latent_attention"]:
         scale = yarn_mscale(model.rope.attention_factor)
@@ -119,6 +120,11 @@ def gpt_options(hf_config: PretrainedConfig, args: Args) -> GptOptions:
         rotary_percent=model.rope.percent,
         rotary_frequencies=model.rope.frequencies,
     )
+
+
+def trained_mtp_layers(args: Args) -> int:
+    """Return how many multi-token-prediction layers are built; others are carried over unchanged."""
+    return args.mtp_num_layers or 0 if args.enable_mtp_training else 0
 
 
 def padded_vocab_size(vocab_size: int, args: Args) -> int:

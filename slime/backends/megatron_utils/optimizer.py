@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,9 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from slime.backends.megatron_utils.adam import install_adam
 from slime.backends.megatron_utils.model_config import flag_fields
+from slime.backends.megatron_utils.mtp import MTP_MARK
 from slime.backends.megatron_utils.muon import TensorParallelMuon, make_muon
+from slime.backends.megatron_utils.parallel import unwrapped
 from slime.backends.optim import LrSchedule
 from slime.utils.device import device_type
 
@@ -45,6 +47,7 @@ class ScheduledOptimizer:
         self.has_moments = False  # after the first update or a load, the same on all ranks
         self._weight_decay = args.weight_decay
         self._chunks = chunks
+        self._has_mtp = bool(unwrapped(chunks[0]).config.mtp_num_layers)  # on any stage
         config = optimizer_config(args)
         self._gathers_late = config.overlap_param_gather
         self.inner = make_optimizer(config, chunks, args.optimizer)
@@ -77,14 +80,21 @@ class ScheduledOptimizer:
 
     @torch.no_grad()
     def step(self) -> float:
-        """Clip and update; return the norm before clipping. Update nothing if it is not finite."""
+        """Clip and update; return the norm before clipping. Update nothing if it is not finite.
+
+        Multi-token-prediction layers have a norm of their own, which leaves the policy's updates
+        as they are without them.
+        """
         self._set_groups()
         if self.inner.prepare_grads():
             return float("nan")
         norm = float(self.inner.get_grad_norm() or 0.0)
-        if not math.isfinite(norm):
-            return norm
-        self._clip(norm)
+        mtp_norm = self._mtp_norm() if self._has_mtp else 0.0
+        if not math.isfinite(norm + mtp_norm):
+            return norm + mtp_norm
+        self._clip(norm, lambda param: not _is_mtp(param))
+        if self._has_mtp:
+            self._clip(mtp_norm, _is_mtp)
         self.inner.step_with_ready_grads()
         if isinstance(self.inner, LayerWiseDistributedOptimizer):
             _share_params(self.inner)
@@ -120,11 +130,26 @@ class ScheduledOptimizer:
             if inner is not None:
                 yield inner
 
-    def _clip(self, norm: float) -> None:
+    def _params(self) -> Iterator[tuple[OptimizerConfig, list[torch.Tensor]]]:
+        """Yield the main parameters of each optimizer of the chain."""
         for optimizer in self.inner.chained_optimizers:
-            config = optimizer.config
             is_stub = getattr(optimizer, "is_stub_optimizer", False)
-            params: list[torch.Tensor] = [] if is_stub else [*optimizer.get_parameters()]
+            yield optimizer.config, [] if is_stub else [*optimizer.get_parameters()]
+
+    def _mtp_norm(self) -> float:
+        """Return the norm of the gradients that the mark `MTP_MARK` excludes from the norm."""
+        params: list[Any] = [param for _, params in self._params() for param in params]
+        marks = [getattr(param, "shared", False) for param in params]
+        for param, mark in zip(params, marks, strict=True):
+            param.shared = mark != MTP_MARK
+        norm = float(self.inner.get_grad_norm() or 0.0)
+        for param, mark in zip(params, marks, strict=True):
+            param.shared = mark
+        return norm
+
+    def _clip(self, norm: float, of: Callable[[torch.Tensor], bool]) -> None:
+        for config, everything in self._params():
+            params = [param for param in everything if of(param)]
             if params and config.clip_grad > 0:
                 clip_grad_by_total_norm_fp32(
                     params,
@@ -137,6 +162,10 @@ class ScheduledOptimizer:
         for group in self.inner.param_groups:
             group["lr"] = self.lr * group.get("lr_mult", 1.0)
             group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
+
+
+def _is_mtp(param: torch.Tensor) -> bool:
+    return getattr(param, "shared", False) == MTP_MARK
 
 
 def grad_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[torch.Tensor]:

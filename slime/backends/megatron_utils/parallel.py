@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import megatron.core
 import torch
@@ -109,6 +109,12 @@ def unwrapped(chunk: torch.nn.Module) -> GPTModel:
 
 def decoder_layers(chunk: GPTModel) -> list[TransformerLayer]:
     return list(cast("list[TransformerLayer]", chunk.decoder.layers))
+
+
+def all_layers(chunk: GPTModel) -> list[TransformerLayer]:
+    """Return the decoder layers and those inside the chunk's multi-token-prediction layers."""
+    further = cast("list[Any]", chunk.mtp.layers if getattr(chunk, "mtp_process", False) else [])
+    return decoder_layers(chunk) + [layer.transformer_layer for layer in further]
 
 
 def parallel_info() -> ParallelInfo:

@@ -29,6 +29,7 @@ class Inputs:
     tokens: torch.Tensor  # [1, T'] packed, [B, S] padded
     position_ids: torch.Tensor
     rows: PackedRows | None  # None if padded
+    ahead: torch.Tensor | None = None  # [MTP layers, *tokens.shape], the tokens 1, 2, ... ahead
 
 
 class Passes:
@@ -66,7 +67,7 @@ class Passes:
             def reduce(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
                 return loss(chunk, hidden, current.batch), torch.tensor(1, dtype=torch.int), {}
 
-            return _forward(chunk, current), reduce
+            return _forward(chunk, current, current.ahead), reduce
 
         self._run(step, chunks, batches, forward_only=False)
 
@@ -144,12 +145,22 @@ class Passes:
         if batch.routed_experts is not None:
             rows.routed_experts = F.pad(batch.routed_experts, (0, 0, 0, 0, 0, extra), value=-1)
         tokens = F.pad(batch.tokens, (0, extra)).unsqueeze(0)
-        return Inputs(batch=batch, tokens=tokens, position_ids=position_ids.unsqueeze(0), rows=rows)
+        ahead = _tokens_ahead(batch)
+        return Inputs(
+            batch=batch,
+            tokens=tokens,
+            position_ids=position_ids.unsqueeze(0),
+            rows=rows,
+            ahead=None if ahead is None else F.pad(ahead, (0, extra)).unsqueeze(1),
+        )
 
     def _padded_inputs(self, batch: TrainBatch) -> Inputs:
         shape = (len(batch.rows), -1)  # all rows are padded to the same length
         tokens, position_ids = batch.tokens.view(shape), batch.position_ids.view(shape)
-        return Inputs(batch=batch, tokens=tokens, position_ids=position_ids, rows=None)
+        ahead = _tokens_ahead(batch)
+        if ahead is not None:
+            ahead = ahead.view(len(ahead), *tokens.shape)
+        return Inputs(batch=batch, tokens=tokens, position_ids=position_ids, rows=None, ahead=ahead)
 
     def _round_up(self, length: int) -> int:
         """Round up so that sequence shards are equal and fit the tiles of FP8 matmuls."""
@@ -162,13 +173,21 @@ class Passes:
         return -(-length // unit) * unit
 
 
-def _forward(chunk: Any, inputs: Inputs) -> torch.Tensor:
+def _forward(chunk: Any, inputs: Inputs, ahead: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the hidden states; with `ahead` those of multi-token-prediction layers after them."""
     return chunk(
         input_ids=inputs.tokens,
         position_ids=inputs.position_ids,
         attention_mask=None,
         packed_seq_params=inputs.rows,
+        labels=ahead,
     )
+
+
+def _tokens_ahead(batch: TrainBatch) -> torch.Tensor | None:
+    if batch.mtp_labels is None:
+        return None
+    return torch.cat([batch.labels.unsqueeze(0), batch.mtp_labels[:-1]])
 
 
 def fp8_multiple(config: TransformerConfig) -> int:

@@ -280,6 +280,8 @@ def _warn_about_draft_model(draft: Draft) -> None:
     if not algorithm or algorithm.upper() in _DRAFTLESS:
         return
     path = draft["sglang_speculative_draft_model_path"]
+    if draft["enable_mtp_training"] and not path and draft["update_weight_transport"] == "tensor":
+        return  # SGLang loads the tensors of such an update into its draft model too
     what = f"the draft model {path}" if path else "the model's own draft layers"
     draft.warn(
         f"--sglang-speculative-algorithm {algorithm}: {what} keep(s) the initial weights; responses stay "

@@ -56,8 +56,8 @@ REFUSED: tuple[Reason, ...] = (
         ),
     ),
     Reason(
-        why="layers that predict further tokens are neither built nor trained",
-        flags=("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_standalone"),
+        why="multi-token-prediction layers are on the last pipeline stage",
+        flags=("mtp_standalone",),
     ),
     Reason(
         why="packed micro-batches differ in length, and a CUDA graph has one",

@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.config.checks.file_checks import read_hf_config
 from slime.config.checks.megatron_support import asks_for_something, check_megatron_flags
-from slime.config.checks.model_types import check_fsdp_type, check_model_type, check_rope
+from slime.config.checks.model_types import MTP, check_fsdp_type, check_model_type, check_rope
 from slime.config.checks.precision_checks import check_fp8, check_kernels, check_precision_aware
 from slime.config.flags.draft import Draft
 from slime.config.flags.registry import all_flags
@@ -47,6 +47,7 @@ def check_model(draft: Draft) -> None:
     check_against_config(draft, config)
     check_expert_flags(draft, config)
     check_parallel(draft, config)
+    check_mtp(draft, config)
     check_precision_aware(draft)
     check_fp8(draft, config)
     check_recompute(draft)
@@ -146,6 +147,50 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
             f"--expert-model-parallel-size {ep}: the model of --hf-checkpoint has no experts: remove "
             "it"
         )
+
+
+def check_mtp(draft: Draft, config: dict[str, Any]) -> None:
+    """Check the flags of multi-token-prediction (MTP) layers against the model and the layout."""
+    layers, trains = draft["mtp_num_layers"], draft["enable_mtp_training"]
+    if draft.given("mtp_loss_scaling_factor") and not trains:
+        raise ConfigError(
+            "--mtp-loss-scaling-factor weighs the loss of --enable-mtp-training: add that, or remove it"
+        )
+    if not layers:
+        return
+    held = config.get("num_nextn_predict_layers") or 0 if config.get("model_type") in MTP else 0
+    if not 0 < layers <= held and _found(config, "num_layers") is not None:
+        raise ConfigError(
+            f"--mtp-num-layers {layers}: the model of --hf-checkpoint has {held} MTP layers "
+            "(num_nextn_predict_layers in config.json): "
+            + (f"use {held}, or remove it" if held else "remove it")
+        )
+    if trains:
+        _check_mtp_layout(draft, config)
+    else:
+        draft.warn(
+            "--mtp-num-layers: MTP layers keep their weights and are saved unchanged; "
+            "--enable-mtp-training trains them"
+        )
+
+
+def _check_mtp_layout(draft: Draft, config: dict[str, Any]) -> None:
+    pp = draft["pipeline_model_parallel_size"]
+    for name, why in _NOT_WITH_MTP.items():
+        if draft[name]:
+            raise ConfigError(f"--enable-mtp-training with {option_of(name)}: {why}: remove one")
+    if pp > 1 and config.get("tie_word_embeddings"):
+        raise ConfigError(
+            f"--enable-mtp-training with --pipeline-model-parallel-size {pp}: the last stage would hold "
+            "the tied embedding twice: use --pipeline-model-parallel-size 1"
+        )
+
+
+_NOT_WITH_MTP = {
+    "custom_model_provider_path": "the function builds the model without MTP layers",
+    "pipeline_model_parallel_layout": "MTP layers are on the last stage, behind its decoder layers",
+    "fp8_format": "MTP layers are trained in bf16 or fp32",
+}
 
 
 def check_recompute(draft: Draft) -> None:

@@ -19,6 +19,7 @@ TRAINED = (
     "qwen3",
     "qwen3_moe",
 )
+MTP = ("deepseek_v3", "glm4_moe", "mimo")  # may have multi-token-prediction layers
 LATENT = ("deepseek_v3",)  # multi-head latent attention
 _ROPES = ("default", "linear", "llama3", "yarn")
 _PACKED_LAYERS = {"full_attention", "sliding_attention"}

@@ -37,6 +37,13 @@ class Model:
         "fn(pre_process, post_process, vp_stage=None) that builds the model",
         backend="megatron",
     )
+    enable_mtp_training: bool = flag(
+        False,
+        "train the model's multi-token-prediction (MTP) layers on the responses; only they learn "
+        "from it",
+        backend="megatron",
+        requires=is_set("mtp_num_layers", note="give the number of MTP layers to train"),
+    )
     log_probs_chunk_size: int = flag(
         1024,
         "tokens whose logits are computed at a time; -1: all of a micro-batch",

@@ -33,6 +33,7 @@ from slime.backends.megatron_utils.conversion.setup import (  # noqa: E402
     process_group,
     progress,
 )
+from slime.backends.megatron_utils.hf_weights.export import with_copies  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.families import padded_weight_map  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.rules import Rule, WeightMap, canonical  # noqa: E402
@@ -42,6 +43,7 @@ Bucket = list[NamedTensor]
 
 _ALL_LAYERS = re.compile(r"^decoder\.layers\.(?!\d)")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_MTP = re.compile(r"^mtp\.layers\.(\d+)\.")
 _EXPERTS = ".mlp.experts.experts."
 _EMBEDDING = "embedding.word_embeddings.weight"
 _READ_BYTES = 1 << 30  # read from a checkpoint at a time
@@ -54,7 +56,7 @@ def main(argv: list[str]) -> int:
     config = read_config(options.origin_hf_dir)
     with process_group():
         stored = StoredTensors(source)
-        weights = padded_weight_map(config, stored.shape(_EMBEDDING)[0])
+        weights = padded_weight_map(config, stored.shape(_EMBEDDING)[0], stored.num_mtp_layers())
         units = [
             unit
             for rule, layer in weights.in_layer_order()
@@ -64,9 +66,10 @@ def main(argv: list[str]) -> int:
         dtype = config.dtype or torch.bfloat16
         assert isinstance(dtype, torch.dtype), "transformers converts a name to the dtype"
         with progress("converting", total, shown=True) as count:
+            origin = HfReader(options.origin_hf_dir)
             buckets = _buckets(units, stored, dtype, count)
-            untrained = _untrained(weights, HfReader(options.origin_hf_dir))
-            everything = chain(buckets, untrained)
+            buckets = with_copies(buckets, weights.copies, origin.names())
+            everything = chain(buckets, _untrained(weights, origin))
             # Weights are written unquantized, whatever the format of the original.
             write_hf_folder(
                 str(output), options.origin_hf_dir, dtype, everything, writes=True, quantized=False
@@ -185,6 +188,11 @@ class StoredTensors:
 
     def num_experts(self, name: str) -> int:
         return self._find(name)[0].experts or 1
+
+    def num_mtp_layers(self) -> int:
+        """Return how many multi-token-prediction layers were trained."""
+        found = [_MTP.match(name) for name in self._places]
+        return max((int(match[1]) + 1 for match in found if match), default=0)
 
     def nbytes(self, name: str) -> int:
         place = self._find(name)[0]

@@ -7,7 +7,7 @@ so every rank gets every full tensor, and only one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,11 @@ HfTensor = tuple[str, torch.Tensor]
 
 
 def export_hf(
-    chunks: Sequence[torch.nn.Module], weights: WeightMap, dtype: torch.dtype | None = None
+    chunks: Sequence[torch.nn.Module],
+    weights: WeightMap,
+    dtype: torch.dtype | None = None,
+    *,
+    with_mtp: bool = True,
 ) -> Iterator[HfTensor]:
     """Yield (Hugging Face name, full tensor) on every rank, in layer order.
 
@@ -37,7 +41,8 @@ def export_hf(
     """
     gather = _Gather(chunks, weights, dtype)
     for rule, layer in weights.in_layer_order():
-        yield from gather.tensors(rule, layer)
+        if with_mtp or not rule.is_mtp:
+            yield from gather.tensors(rule, layer)
 
 
 def hf_buckets(
@@ -47,14 +52,16 @@ def hf_buckets(
     *,
     dtype: torch.dtype | None = None,
     keep: bool = True,
+    with_mtp: bool = True,
 ) -> Iterator[list[HfTensor]]:
     """Yield the same in lists of at most `max_bytes`, or of one larger tensor.
 
     Without `keep` the lists are empty, but as many, on ranks that only take part in gathers.
+    Without `with_mtp` the multi-token-prediction layers are left out.
     """
     bucket: list[HfTensor] = []
     size = 0
-    for name, tensor in export_hf(chunks, weights, dtype):
+    for name, tensor in export_hf(chunks, weights, dtype, with_mtp=with_mtp):
         if size and size + tensor.nbytes > max_bytes:
             yield bucket
             bucket, size = [], 0
@@ -63,6 +70,22 @@ def hf_buckets(
             bucket.append((name, tensor))
     if size:
         yield bucket
+
+
+def with_copies(
+    buckets: Iterable[list[HfTensor]], copies: dict[str, str], names: Container[str]
+) -> Iterator[list[HfTensor]]:
+    """Yield the buckets and, for those `names` that are copies of a tensor, the tensor again."""
+    for bucket in buckets:
+        yield bucket
+        again = [
+            (copy, tensor)
+            for name, tensor in bucket
+            for copy, original in copies.items()
+            if original == name and copy in names
+        ]
+        if again:
+            yield again
 
 
 @dataclass(frozen=True)

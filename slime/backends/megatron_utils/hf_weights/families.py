@@ -6,8 +6,8 @@ configuration to `architecture.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from transformers import PretrainedConfig
@@ -21,10 +21,11 @@ from slime.backends.megatron_utils.hf_weights.mappings import (
     Qkv,
     Sharding,
     StackedExperts,
+    SwappedInputs,
     Vocab,
 )
 from slime.backends.megatron_utils.hf_weights.rules import Rule, WeightMap
-from slime.backends.megatron_utils.model_config import padded_vocab_size
+from slime.backends.megatron_utils.model_config import padded_vocab_size, trained_mtp_layers
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -36,28 +37,83 @@ _EXPERT = "mlp.experts.local_experts.{expert}."
 
 def weight_map(config: PretrainedConfig, args: Args) -> WeightMap:
     """Return the rules of a model; raise UserError for a model type that is not supported."""
-    return padded_weight_map(config, padded_vocab_size(config.vocab_size, args))
+    padded = padded_vocab_size(config.vocab_size, args)
+    return padded_weight_map(config, padded, trained_mtp_layers(args))
 
 
-def padded_weight_map(config: PretrainedConfig, padded_vocab: int) -> WeightMap:
-    """Return the rules of a model whose embedding is padded to `padded_vocab` rows."""
+def padded_weight_map(
+    config: PretrainedConfig, padded_vocab: int, mtp_layers: int = 0
+) -> WeightMap:
+    """Return the rules of a model whose embedding is padded to `padded_vocab` rows.
+
+    Of its multi-token-prediction layers, the first `mtp_layers` are parameters of Megatron's model.
+    """
     architecture(config)  # UserError, with the supported model types, for any other
     family = _FAMILIES[config.model_type]
     first, *last = _ends(config, padded_vocab)
+    rules = family.layer_rules(config)
+    mtp = family.mtp
     return WeightMap(
         model_type=config.model_type,
         num_layers=config.num_hidden_layers,
-        rules=(first, *family.layer_rules(config), *last),
-        untrained=family.untrained(config),
+        rules=(first, *rules, *last, *(mtp.rules(config, rules, mtp_layers) if mtp else ())),
+        untrained=mtp.prefixes(config)[mtp_layers:] if mtp else (),
+        copies=mtp.copies(config, mtp_layers) if mtp else {},
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mtp:
+    """Hugging Face names of multi-token-prediction layers: DeepSeek's, except where given."""
+
+    prefix: str = ""  # with {layer}; default: that of a decoder layer, numbered after the last
+    enorm: str = "enorm"  # of the embedding of the next token
+    hnorm: str = "hnorm"  # of the hidden state
+    eh_proj: str = "eh_proj"  # from both, side by side, to a hidden state
+    final_layernorm: str = "shared_head.norm"
+    hidden_first: bool = False  # in the input of eh_proj
+
+    def prefixes(self, config: PretrainedConfig) -> tuple[str, ...]:
+        count = getattr(config, "num_nextn_predict_layers", None) or 1
+        if self.prefix:
+            return tuple(self.prefix.format(layer=layer) for layer in range(count))
+        first = config.num_hidden_layers
+        return tuple(H.format(layer=layer) for layer in range(first, first + count))
+
+    def rules(
+        self, config: PretrainedConfig, decoder: list[Rule], num_layers: int
+    ) -> Iterator[Rule]:
+        """Yield the rules of the first layers; each has a decoder layer of the model inside."""
+        for layer, hf in enumerate(self.prefixes(config)[:num_layers]):
+            own = f"mtp.layers.{layer}."
+            for name in ("enorm", "hnorm", "final_layernorm"):
+                yield Rule(f"{own}{name}.weight", (f"{hf}{getattr(self, name)}.weight",), Plain())
+            both = SwappedInputs() if self.hidden_first else Plain("column")
+            yield Rule(f"{own}eh_proj.weight", (f"{hf}{self.eh_proj}.weight",), both)
+            for rule in decoder:
+                yield replace(
+                    rule,
+                    megatron=rule.megatron.replace(M, f"{own}transformer_layer."),
+                    hf=tuple(name.replace(H, hf) for name in rule.hf),
+                )
+
+    def copies(self, config: PretrainedConfig, num_layers: int) -> dict[str, str]:
+        """Return the copies that a checkpoint may have of the embedding and the output layer."""
+        head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        shared = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": head}
+        return {
+            f"{hf}{name}.weight": original
+            for hf in self.prefixes(config)[:num_layers]
+            for name, original in shared.items()
+        }
 
 
 @dataclass(frozen=True)
 class Family:
-    """The rules of one layer, and the prefixes of Hugging Face tensors that are not trained."""
+    """The rules of one decoder layer, and names of multi-token-prediction layers if it has such."""
 
     layer_rules: Callable[[PretrainedConfig], list[Rule]]
-    untrained: Callable[[PretrainedConfig], tuple[str, ...]] = lambda config: ()
+    mtp: Mtp | None = None
 
 
 def _llama(config: PretrainedConfig) -> list[Rule]:
@@ -78,7 +134,7 @@ def _qwen3_moe(config: PretrainedConfig) -> list[Rule]:
 
 
 def _mimo(config: PretrainedConfig) -> list[Rule]:
-    """Return the rules of Qwen2; the multi-token-prediction layers of MiMo are not trained."""
+    """Return the rules of Qwen2, with biases or without."""
     return [*_attention(config, qkv_bias=bool(config.attention_bias)), *_mlp()]
 
 
@@ -219,12 +275,6 @@ def _expert_bias() -> list[Rule]:
     return [Rule(f"{M}mlp.router.expert_bias", hf, Plain(), fp32=True)]
 
 
-def _mtp_layers(config: PretrainedConfig) -> tuple[str, ...]:
-    """Return prefixes of multi-token-prediction layers, numbered after the last layer."""
-    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 1
-    return tuple(f"model.layers.{layer}." for layer in range(first, first + count))
-
-
 def _plain(megatron: str, hf: str, sharding: Sharding = None) -> Rule:
     """Return the rule of a tensor of a layer that is the same in Hugging Face and Megatron."""
     return Rule(M + megatron, (H + hf,), Plain(sharding))
@@ -242,10 +292,20 @@ _FAMILIES = {
     "llama": Family(_llama),
     "qwen2": Family(_qwen2),
     "qwen3": Family(_qwen3),
-    "mimo": Family(_mimo, untrained=lambda config: ("model.mtp_layers.",)),
+    "mimo": Family(
+        _mimo,
+        Mtp(
+            prefix="model.mtp_layers.{layer}.",
+            enorm="token_layernorm",
+            hnorm="hidden_layernorm",
+            eh_proj="input_proj",
+            final_layernorm="final_layernorm",
+            hidden_first=True,
+        ),
+    ),
     "glm4": Family(_glm4),
     "gpt_oss": Family(_gpt_oss),
     "qwen3_moe": Family(_qwen3_moe),
-    "glm4_moe": Family(_glm4_moe, untrained=_mtp_layers),
-    "deepseek_v3": Family(_deepseek_v3, untrained=_mtp_layers),
+    "glm4_moe": Family(_glm4_moe, Mtp()),
+    "deepseek_v3": Family(_deepseek_v3, Mtp()),
 }

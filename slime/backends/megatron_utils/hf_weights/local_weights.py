@@ -81,13 +81,17 @@ def load_hf(
     reader: TensorReader,
     *,
     on_tensor: Callable[[LocalWeight], None] | None = None,
+    only_mtp: bool = False,
 ) -> None:
     """Load every local weight of `chunks`, reading only the shards of this rank.
+
+    With `only_mtp`, load those of multi-token-prediction layers.
 
     Before anything is changed, raise UserError for a tensor that is missing or has another shape.
     """
     layout = current_layout()
-    targets = list(local_weights(chunks, weights, layout))
+    found = local_weights(chunks, weights, layout)
+    targets = [weight for weight in found if weight.match.rule.is_mtp or not only_mtp]
     for weight in targets:
         check_shape(weight, reader, layout)
     for weight in targets:

@@ -96,6 +96,31 @@ class Plain(Mapping):
         return [whole]
 
 
+class SwappedInputs(Plain):
+    """A column-parallel weight whose input is two halves, in the other order in Hugging Face."""
+
+    def __init__(self) -> None:
+        super().__init__("column")
+
+    def fill(
+        self,
+        target: torch.Tensor,
+        reader: TensorReader,
+        names: list[str],
+        shard: Shard,
+        expert: int = 0,
+    ) -> None:
+        super().fill(target, reader, names, shard)
+        target.copy_(_swapped(target))
+
+    def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        return [_swapped(whole)]
+
+
+def _swapped(weight: torch.Tensor) -> torch.Tensor:
+    return weight.roll(weight.shape[1] // 2, dims=1)
+
+
 class Vocab(Mapping):
     """Rows of the vocabulary, padded with zeros so that every rank holds equally many."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from slime.backends.megatron_utils.hf_weights.mappings import Mapping
@@ -40,6 +40,11 @@ class Rule:
     def per_expert(self) -> bool:
         return "{expert}" in self.megatron
 
+    @property
+    def is_mtp(self) -> bool:
+        """Whether it belongs to a multi-token-prediction layer."""
+        return self.megatron.startswith("mtp.")
+
     def name(self, layer: int = 0, expert: int = 0) -> str:
         return self.megatron.format(layer=layer, expert=expert)
 
@@ -69,12 +74,16 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightMap:
-    """All rules of one model; `untrained` are prefixes of tensors that Megatron does not hold."""
+    """All rules of one model; `untrained` are prefixes of tensors that Megatron does not hold.
+
+    `copies` are further names under which a checkpoint may hold a tensor: {copy: original}.
+    """
 
     model_type: str
     num_layers: int
     rules: tuple[Rule, ...]
     untrained: tuple[str, ...] = ()
+    copies: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_tied(self) -> bool:
@@ -121,7 +130,8 @@ _TRANSFORMER_ENGINE = [
         re.compile(r"self_attention\.linear_kv_up_proj\.layer_norm_weight$"),
         "self_attention.kv_layernorm.weight",
     ),
-    (re.compile(r"(?<=\d\.)mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
+    # (?<=r\.): of the `transformer_layer` in a multi-token-prediction layer
+    (re.compile(r"(?<=\d\.|r\.)mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
     (
         re.compile(r"mlp\.experts\.linear_fc([12])\.(weight|bias)(\d+)$"),
         r"mlp.experts.local_experts.\3.linear_fc\1.\2",

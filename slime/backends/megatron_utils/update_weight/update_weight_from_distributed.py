@@ -62,6 +62,7 @@ class UpdateWeight:
             self.args.update_weight_buffer_size,
             dtype=serving_dtype(self.args),
             keep=dist.get_rank() == 0 or self.transport == "tensor",
+            with_mtp=serves_mtp(self.args),
         )
 
     def _sources(self) -> list[Any]:
@@ -70,6 +71,13 @@ class UpdateWeight:
         states = self._getter()
         states = [states] if isinstance(states, Mapping) else list(states)
         return [_WithState(c, s) for c, s in zip(self._chunks, states, strict=True)]
+
+
+def serves_mtp(args: Args) -> bool:
+    """Return whether engines draft with the multi-token-prediction layers of the model."""
+    algorithm = (args.sglang_speculative_algorithm or "").upper()
+    own_layers = algorithm in ("EAGLE", "NEXTN") and not args.sglang_speculative_draft_model_path
+    return args.rollout_engine == "sglang" and own_layers
 
 
 class UpdateWeightFromDistributed(UpdateWeight):
