@@ -115,6 +115,12 @@ class Args(OwnFlags):
         host, _, port = urlsplit(url).netloc.rpartition(":")
         self.__dict__.update(sglang_router_ip=host, sglang_router_port=int(port))
 
+    def set_model_routers(self, urls: dict[str, str]) -> None:
+        """Set `sglang_model_routers` to {name: (ip, port)} of each served model, for hooks."""
+        places = {name: urlsplit(url) for name, url in urls.items()}
+        routers = {name: (place.hostname, place.port) for name, place in places.items()}
+        self.__dict__.update(sglang_model_routers=routers)
+
     def to_dict(self, redact: bool = True) -> dict[str, Any]:
         """Return every value that is set, by name; without `redact` also secrets."""
         hidden = ("_origins", "warnings")

@@ -112,7 +112,8 @@ class EngineActor:
             self._wait(url, label)
             facts = {"port": ports.server, "pid": self.process.pid}
             self._file.with_suffix(".port").write_text(json.dumps(facts))
-            role = self.args.sglang_disaggregation_mode or "regular"
+            mode = self.args.sglang_disaggregation_mode
+            role = mode if mode in ("prefill", "decode") else "regular"
             return EngineInfo(
                 url=url,
                 device_ids=tuple(devices),

@@ -82,9 +82,12 @@ class RolloutManager:
         """
         for name, address in models.items():
             self.pools[name].set_urls(address.urls, address.router)
-        address = models.get(default_model(self.args).name)
-        if address is not None and address.urls:
-            self.args.set_router(address.router or address.urls[0])
+        up = {name: address for name, address in models.items() if address.urls}
+        urls = {name: address.router or address.urls[0] for name, address in up.items()}
+        self.args.set_model_routers(urls)
+        default = default_model(self.args).name
+        if default in urls:
+            self.args.set_router(urls[default])
 
     def _make_pool(self, token: str) -> EnginePool:
         return EnginePool(

@@ -23,7 +23,9 @@ async def score(args: Any, sample: Sample) -> float:
     if sample.index % 4:
         reply = await get_model_pool("judge").generate(payload)
     else:
-        reply = await http.post(get_model_url(args, "judge"), payload)
+        url, (host, port) = get_model_url(args, "judge"), args.sglang_model_routers["judge"]
+        assert url == f"http://{host}:{port}/generate"
+        reply = await http.post(url, payload)
     facts = reply["meta_info"]
     sample.metadata["judge"] = {
         "version": facts["weight_version"],

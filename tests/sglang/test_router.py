@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import urllib.error
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
+from slime.config.arguments import parse_args
 from slime.config.engine_groups import engines_of
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo
@@ -17,7 +21,7 @@ from slime.serving.router import ExternalRouter, Router, make_router
 from slime.utils import http
 from slime.utils.addresses import find_port
 from slime.utils.sync_http import get_json
-from tests.args import make_args
+from tests.args import make_args, make_argv
 from tests.engines import TOKEN, EngineServer, engine_server
 
 PARAMS = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
@@ -140,6 +144,75 @@ def test_a_router_of_somebody_else_gets_the_engines_of_this_run_and_loses_them_a
     assert len(reply["output_ids"]) == 2
     external.stop()
     assert workers(router) == {others[0].url} and router.alive()
+
+
+class Half(ThreadingHTTPServer):
+    """Stands in for a prefill or decode server; `requests` are the bodies of /generate."""
+
+    def __init__(self, answer: int) -> None:
+        super().__init__(("127.0.0.1", 0), HalfHandler)
+        self.answer, self.requests = answer, []
+        Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class HalfHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Half
+
+    def do_GET(self) -> None:
+        self.reply({"model_path": "m", "served_model_name": "m"})
+
+    def do_POST(self) -> None:
+        self.server.requests.append(
+            json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        )
+        self.reply({"output_ids": [self.server.answer], "meta_info": {}})
+
+    def reply(self, content: dict) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None: ...
+
+
+def test_a_split_router_sends_a_request_to_both_halves_and_returns_the_reply_of_decode(tmp_path):
+    """Decode learns from the router at which address of the prefill engine the KV cache is."""
+    (tmp_path / "logs").mkdir()
+    words = make_argv(
+        rollout_engine="sglang", prefill_num_servers=1, rollout_num_gpus=2, run_dir=str(tmp_path)
+    )
+    args = parse_args(words, offline=True)  # the transfer package is missing here
+    router = make_router(args, engines_of(args), "127.0.0.1", TOKEN)
+    assert router is not None
+    router.start()
+    prefill, decode = Half(answer=1), Half(answer=2)
+    try:
+        router.set_workers(
+            [
+                EngineInfo(url=prefill.url, role="prefill", bootstrap_port=8998),
+                EngineInfo(url=decode.url, role="decode"),
+            ]
+        )
+        pool = EnginePool([], token=TOKEN)
+        pool.set_urls([prefill.url, decode.url], router.url)
+        reply = http.run(pool.generate({"input_ids": [5, 6], "sampling_params": PARAMS}))
+        assert reply["output_ids"] == [2]
+        [first], [second] = prefill.requests, decode.requests
+        assert first["bootstrap_room"] == second["bootstrap_room"]
+        assert {r["bootstrap_port"] for r in (first, second)} == {8998}
+        assert {r["bootstrap_host"] for r in (first, second)} == {"127.0.0.1"}
+    finally:
+        router.stop()
+        prefill.shutdown()
+        decode.shutdown()
 
 
 def test_a_router_with_a_port_of_the_users_listens_there(engines, tmp_path):
