@@ -13,6 +13,7 @@ import pickle
 import re
 import subprocess
 import sys
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -156,13 +157,16 @@ def _count_in_child(requests: list[CountRequest]) -> list[ModelCount | UserError
     lines = done.stdout.decode().splitlines()
     answers = [line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER)]
     if done.returncode or not answers:
-        raise UserError(f"counting the model failed:\n{done.stderr.decode()[-2000:]}")
+        last = (done.stderr.decode().strip().splitlines() or ["no message"])[-1]
+        raise UserError(f"counting the model ended with status {done.returncode}: {last}")
     return [_read(answer) for answer in json.loads(answers[-1])]
 
 
 def _read(answer: dict) -> ModelCount | UserError:
-    if "error" in answer:
-        return ConfigError(answer["error"])
+    if "refused" in answer:
+        return ConfigError(answer["refused"])
+    if "failed" in answer:
+        return UserError(answer["failed"])
     return ModelCount.from_json(answer)
 
 
@@ -177,10 +181,21 @@ def main() -> None:
 
 
 def _answer(request: CountRequest) -> dict:
+    """Return the count as JSON, or why there is none: a run builds the same model and fails likewise.
+
+    Only the user's own function may build another model on a GPU than here.
+    """
     try:
         return _count(request).to_json()
     except UserError as error:
-        return {"error": str(error)}
+        return {"refused": str(error)}
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        said = " ".join(str(error).split())
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        own = request.args.custom_model_provider_path is not None
+        text = f"the model cannot be built: {type(error).__name__}: {said} ({where})"
+        return {"failed" if own else "refused": text}
 
 
 def _count(request: CountRequest) -> ModelCount:

@@ -18,56 +18,70 @@ from slime.config.flags.rollout import ASYNC_ROLLOUT, PLAIN_ROLLOUT
 from slime.config.installed import is_installed
 from slime.core.errors import ConfigError
 from slime.data.prompt_data import check_prompts
+from slime.ray.checkpointing import Checkpointer
 from slime.rollout.data_source import data_format_of
 from slime.rollout.evaluation import dataset_args, eval_format
 from slime.rollout.hooks import check_hooks
 from slime.runlog.earlier_runs import name_owner
+from slime.runlog.run_folder import check_run_folder
 
 
 def check_inputs(args: Args) -> None:
     check_hooks(args)
-    check_weights(args.hf_checkpoint)
-    _check_freezing(args)
+    _check_model(args)
     for model in args.engine_models:
         check_weights(model.model_path, f"{args.sglang_config}: {model.name}")
-    if not args.debug_train_only:
-        check_tokenizer(args.hf_checkpoint)
-    if args.apply_chat_template:
-        check_chat_template(args.hf_checkpoint)
     _check_data(args)
 
 
 def check_what_is_here(args: Args) -> None:
-    """Check hooks and those files that exist here, for a run that may be meant for another machine."""
+    """Check as a start does, for a run that may be meant for another machine, and write nothing.
+
+    That is all of a start's checks but those of files that do not exist here.
+    """
     check_hooks(args)
     if any(Path(args.hf_checkpoint).glob("*.safetensors*")):
-        check_weights(args.hf_checkpoint)
-        _check_freezing(args)
-        if args.apply_chat_template:
-            check_chat_template(args.hf_checkpoint)
+        _check_model(args)
     _check_data(args, only_existing=True)
-
-
-def _check_freezing(args: Args) -> None:
-    """Check the patterns against the tensors of the checkpoint, without loading any."""
-    if args.only_train_params_name_list is not None or args.freeze_params_name_list:
-        check_freezing(args, weight_names(args.hf_checkpoint))
+    here = args.load is None or Path(args.load).exists()
+    loaded = Checkpointer(args).loaded if here else None
+    check_run_folder(args, loaded=loaded)
+    _check_folders(args, only_existing=True)
 
 
 def check_outputs(args: Args) -> None:
     """Check the folders of checkpoints, the first of which may be hours away."""
-    for flag, folder in (("--save", args.save), ("--critic-save", args.critic_save)):
-        if folder and not args.debug_rollout_only:
-            check_writable(folder, flag)
-    if args.save_hf and not args.debug_rollout_only:
-        folder = Path(args.save_hf.format(rollout_id=0))
-        check_writable(folder if folder.is_file() else folder.parent, "--save-hf")
-        if folder.is_mount():
-            raise ConfigError(
-                f"--save-hf {folder} is a mount point, which an export cannot replace: name a folder "
-                f"inside it, such as {folder / 'hf'}"
-            )
+    _check_folders(args)
     name_owner(args)
+
+
+def _check_model(args: Args) -> None:
+    """Check the files of --hf-checkpoint, and the names of its tensors, without loading any."""
+    check_weights(args.hf_checkpoint)
+    if args.only_train_params_name_list is not None or args.freeze_params_name_list:
+        check_freezing(args, weight_names(args.hf_checkpoint))
+    if not args.debug_train_only:
+        check_tokenizer(args.hf_checkpoint)
+    if args.apply_chat_template:
+        check_chat_template(args.hf_checkpoint)
+
+
+def _check_folders(args: Args, *, only_existing: bool = False) -> None:
+    """Check that the folders of checkpoints and exports can be written to."""
+    if args.debug_rollout_only:
+        return
+    folders = [("--save", args.save), ("--critic-save", args.critic_save)]
+    export = Path(args.save_hf.format(rollout_id=0)) if args.save_hf else None
+    if export is not None:
+        folders.append(("--save-hf", str(export if export.is_file() else export.parent)))
+    for flag, folder in folders:
+        if folder and not (only_existing and not Path(folder).exists()):
+            check_writable(folder, flag)
+    if export is not None and export.is_mount():
+        raise ConfigError(
+            f"--save-hf {export} is a mount point, which an export cannot replace: name a folder "
+            f"inside it, such as {export / 'hf'}"
+        )
 
 
 def _check_data(args: Args, *, only_existing: bool = False) -> None:

@@ -71,15 +71,20 @@ def open_run_folder(args: Args, *, loaded: Path | None = None) -> Path:
     `loaded` is the checkpoint that the run continues from. Results of earlier attempts are kept.
     """
     run_dir = Path(args.run_dir)
-    if run_dir.is_file():
-        raise ConfigError(f"--run-dir {run_dir} is a file; name a folder")
-    if check_earlier_results(args, _given(args), loaded):
+    if check_run_folder(args, loaded=loaded):
         set_aside(run_dir)
     check_writable(run_dir, "--run-dir")
     (run_dir / "logs").mkdir(exist_ok=True)
     write_config(args, run_dir)
     _record_start(run_dir)
     return run_dir
+
+
+def check_run_folder(args: Args, *, loaded: Path | None = None) -> bool:
+    """Refuse a folder of something else, writing nothing; return whether to set earlier results aside."""
+    if Path(args.run_dir).is_file():
+        raise ConfigError(f"--run-dir {args.run_dir} is a file; name a folder")
+    return check_earlier_results(args, _given(args), loaded)
 
 
 def write_config(args: Args, run_dir: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import train
 from tests.args import make_argv
+from tests.tiny import make_tiny_checkpoint
 
 
 @dataclass
@@ -22,10 +23,52 @@ CASES = [
     Case({"label_key": "nolabel"}, "no key 'nolabel'; the keys are input, label"),
     Case({"custom_rm_path": "nomod.f"}, "--custom-rm-path nomod.f: module 'nomod' does not exist"),
     Case({"custom_rm_path": "json.nofn"}, "--custom-rm-path json.nofn"),
+    Case({"custom_rm_path": "os.path.exists"}, "--custom-rm-path os.path.exists"),
+    Case({"custom_generate_function_path": "json.dumps"}, "--custom-generate-function-path"),
+    Case({"data_source_path": "json.dumps"}, "--data-source-path json.dumps"),
     Case({"rollout_batch_size": None}, "slime: --rollout-batch-size is missing"),
     Case({"num_rollout": None}, "slime: how long to train is missing"),
     Case({"rollout_temperature": 0}, "slime: --rollout-temperature must be above 0"),
 ]
+
+
+@pytest.fixture
+def refusal(tmp_path, capsys):
+    """Return what a dry run and then a start say; both must exit with 2, before Ray."""
+
+    def run(**flags: Any) -> str:
+        argv = make_argv(**{"run_dir": str(tmp_path / "run"), **flags})
+        assert train.main([*argv, "--dry-run"]) == 2
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert train.main(argv) == 2
+        assert capsys.readouterr().err.strip().splitlines()[-1] == said
+        return said
+
+    return run
+
+
+def test_folders_of_something_else_are_refused_as_at_a_start(refusal, tmp_path):
+    model = str(make_tiny_checkpoint(tmp_path / "model"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    (tmp_path / "file").touch()
+    said = refusal(hf_checkpoint=model, run_dir=str(tmp_path / "other"))
+    assert "is not the folder of a slime run" in said
+    assert "--run-dir" in refusal(hf_checkpoint=model, run_dir=str(tmp_path / "file"))
+    assert "--save" in refusal(hf_checkpoint=model, save=str(tmp_path / "file"))
+    said = refusal(hf_checkpoint=model, load=str(tmp_path / "other"), ckpt_step=3)
+    assert "--ckpt-step 3" in said
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused_as_at_a_start(refusal, tmp_path):
+    model = make_tiny_checkpoint(tmp_path / "model", with_tokenizer=False)
+    assert "holds no tokenizer" in refusal(hf_checkpoint=str(model))
+
+
+def test_patterns_that_match_nothing_are_refused_as_at_a_start(refusal, tmp_path):
+    model = str(make_tiny_checkpoint(tmp_path / "model"))
+    said = refusal(hf_checkpoint=model, freeze_params_name_list=["vision"])
+    assert "--freeze-params-name-list vision matches no parameter" in said
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case.flags))

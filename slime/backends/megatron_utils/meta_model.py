@@ -45,7 +45,12 @@ if TYPE_CHECKING:
 
 _META = torch.device("meta")
 # These need packages or a GPU. FP8 and FP4 are counted as bf16; the others do not change memory.
-_WITHOUT = {"moe_enable_deepep": False, "moe_grouped_gemm": False, **dict.fromkeys(NEEDS_TE)}
+_WITHOUT = {
+    "moe_enable_deepep": False,
+    "moe_grouped_gemm": False,
+    "gradient_accumulation_fusion": False,
+    **dict.fromkeys(NEEDS_TE),
+}
 
 
 def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) -> RankModel:

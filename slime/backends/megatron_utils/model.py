@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.hf_weights.local_weights import current_layou
 from slime.backends.megatron_utils.hf_weights.rules import WeightMap
 from slime.backends.megatron_utils.layers import ValueHead, block_spec
 from slime.backends.megatron_utils.mlp import use_gated_mlps
-from slime.backends.megatron_utils.model_config import GptOptions, flag_fields
+from slime.backends.megatron_utils.model_config import GptOptions, flag_fields, refusals_of_megatron
 from slime.backends.megatron_utils.mtp import mtp_spec, prepare_mtp, with_mtp_states
 from slime.backends.megatron_utils.parallel import tensor_group
 from slime.backends.megatron_utils.rope import (
@@ -84,7 +84,8 @@ def wrap_chunks(
     """Wrap the chunks so that gradients are summed over the data-parallel ranks."""
     fields = flag_fields(args, DistributedDataParallelConfig)
     fields.setdefault("grad_reduce_in_fp32", args.main_grads_dtype != "bf16")
-    ddp_config = DistributedDataParallelConfig(**fields)
+    with refusals_of_megatron():
+        ddp_config = DistributedDataParallelConfig(**fields)
     return [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
@@ -105,22 +106,23 @@ def _build(
         model = provider(first, last, vp_stage=vp_stage)
     else:
         # megatron-core annotates the spec and the base more narrowly than it uses them.
-        spec: Any = block_spec(config, vp_stage)
         base: Any = options.rotary_base
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            vocab_size=options.vocab_size,
-            max_sequence_length=options.max_sequence_length,
-            pre_process=first,
-            post_process=last,
-            share_embeddings_and_output_weights=options.tied and not critic,
-            position_embedding_type="rope",
-            rotary_percent=options.rotary_percent,
-            rotary_base=base,
-            vp_stage=vp_stage,
-            mtp_block_spec=mtp_spec(config, spec, vp_stage),  # pyright: ignore[reportArgumentType]
-        )
+        with refusals_of_megatron():
+            spec: Any = block_spec(config, vp_stage)
+            model = GPTModel(
+                config=config,
+                transformer_layer_spec=spec,
+                vocab_size=options.vocab_size,
+                max_sequence_length=options.max_sequence_length,
+                pre_process=first,
+                post_process=last,
+                share_embeddings_and_output_weights=options.tied and not critic,
+                position_embedding_type="rope",
+                rotary_percent=options.rotary_percent,
+                rotary_base=base,
+                vp_stage=vp_stage,
+                mtp_block_spec=mtp_spec(config, spec, vp_stage),  # pyright: ignore[reportArgumentType]
+            )
         if options.rotary_frequencies is not None:
             device = model.rotary_pos_emb.inv_freq.device
             model.rotary_pos_emb.inv_freq = torch.tensor(options.rotary_frequencies, device=device)

@@ -11,6 +11,9 @@ import functools
 import json
 import logging
 import math
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -69,10 +72,32 @@ def model_config(hf_config: PretrainedConfig, args: Args) -> TransformerConfig:
     _check_expert_biases(model, args)
     fields = config_fields(model, args)
     kind = MLATransformerConfig if model.fields["multi_latent_attention"] else GptConfig
-    try:
+    with refusals_of_megatron():
         return kind(**fields)
-    except (AssertionError, ValueError) as error:
-        raise ConfigError(f"megatron-core refuses the model or its layout: {error}") from None
+
+
+@contextmanager
+def refusals_of_megatron() -> Iterator[None]:
+    """Raise ConfigError with one sentence for what megatron-core raises about a flag or the model.
+
+    It also does so for packages that a flag needs. Errors of the device, such as too little memory, pass.
+    """
+    try:
+        yield
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        if isinstance(error, RuntimeError) and type(error) not in (
+            RuntimeError,
+            NotImplementedError,
+        ):  # of the device or of the process group
+            raise
+        said = " ".join(str(error).split()) or f"{type(error).__name__} in {_place(error)}"
+        raise ConfigError(f"megatron-core refuses the model or its layout: {said}") from error
+
+
+def _place(error: BaseException) -> str:
+    """Return the file and line that raised, for assertions without a text."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno} ({frame.line})"
 
 
 def flag_fields(args: Args, config_class: type) -> dict[str, Any]:

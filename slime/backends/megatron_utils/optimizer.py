@@ -15,7 +15,7 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from slime.backends.megatron_utils.adam import install_adam
-from slime.backends.megatron_utils.model_config import flag_fields
+from slime.backends.megatron_utils.model_config import flag_fields, refusals_of_megatron
 from slime.backends.megatron_utils.mtp import MTP_MARK
 from slime.backends.megatron_utils.muon import TensorParallelMuon, make_muon
 from slime.backends.megatron_utils.parallel import unwrapped
@@ -179,7 +179,8 @@ def make_optimizer(config: OptimizerConfig, chunks: list[Any], kind: str) -> Cha
     gloo_groups = device_type() == "cuda"
     if kind in ("muon", "dist_muon"):
         return make_muon(config, chunks, gloo_groups=gloo_groups, spread=kind == "dist_muon")
-    chain: Any = get_megatron_optimizer(config, chunks, use_gloo_process_groups=gloo_groups)
+    with refusals_of_megatron():
+        chain: Any = get_megatron_optimizer(config, chunks, use_gloo_process_groups=gloo_groups)
     if kind == "sgd":
         for optimizer in chain.chained_optimizers:
             optimizer.init_state_fn = _zero_momentum

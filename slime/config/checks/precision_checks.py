@@ -84,7 +84,7 @@ def check_fp8(draft: Draft, config: dict[str, Any]) -> None:
     """Refuse FP8 that the card, CUDA or the model's sizes do not allow; `config` is config.json."""
     if not draft["fp8_format"]:
         for name in draft.given_names():
-            if name.startswith("fp8_") and draft[name] not in (None, False):
+            if name.startswith("fp8_") and draft[name] is not None and draft[name] is not False:
                 raise ConfigError(
                     f"{option_of(name)} has no effect without FP8: add --fp8-format hybrid, or remove "
                     f"{option_of(name)}"
@@ -148,6 +148,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 TE_ATTENTION = ("fused", "unfused")
+_APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
 FUSIONS = ("moe_permute_fusion", "moe_router_fusion")
 _OF_MEGATRONS_LOSS = ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl")
 _REPLAYS = ("use_routing_replay", "use_rollout_routing_replay")
@@ -203,6 +204,11 @@ def check_fusions(draft: Draft) -> None:
                 "without Megatron's loss"
             )
     te = is_installed("transformer_engine") and not has_local_layers(draft)
+    if draft["gradient_accumulation_fusion"] and not te and not is_installed(_APEX_KERNEL):
+        draft.lacking(
+            "--gradient-accumulation-fusion needs a kernel of Apex, or TransformerEngine's layers: remove "
+            "it, or install one of them"
+        )
     if te and "layernorm" in (draft["recompute_modules"] or ()):
         draft.warn(
             "--recompute-modules layernorm reaches the norms before experts only: TransformerEngine fuses "
