@@ -1,6 +1,7 @@
 """Whole runs of the Megatron trainer: apart or colocated they learn the same, a killed one continues."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from tests.e2e import gates, runs
+from tests.parity.mtp_models import make_mtp_model
 from tests.tiny import make_tiny_checkpoint
 
 pytest.importorskip("megatron.core")
@@ -115,3 +117,26 @@ def test_training_repeats_the_engines_experts(tiny_data, tmp_path):
     trained = runs.metrics(tmp_path / "run", "train")
     assert len(trained) == 2
     assert all(record["train/log_prob_gap_max"] < 1e-4 for record in trained)
+
+
+def test_mtp_layers_learn_beside_the_policy(tiny_model, tiny_data, tmp_path):
+    """Every update is proven by checksums: the engine, which has no such layers, is sent the rest."""
+    model = make_mtp_model(tmp_path / "m", "glm4_moe")
+    for file in tiny_model.glob("*token*"):
+        shutil.copy(file, model)
+    flags = {
+        "train_backend": "megatron",
+        "pipeline_model_parallel_size": 2,
+        "actor_num_gpus_per_node": 2,
+        "mtp_num_layers": 1,
+        "enable_mtp_training": True,
+        "num_rollout": 4,
+        "save": tmp_path / "saved",
+        "save_interval": 4,
+    }
+    status, output = runs.run(runs.command(model, tiny_data, tmp_path / "run", **flags))
+    assert status == 0, output
+    trained = runs.metrics(tmp_path / "run", "train")
+    losses = [record["train/mtp_loss"] for record in trained]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.1, losses
+    assert all(record["train/log_prob_gap_max"] < 1e-3 for record in trained)
