@@ -24,11 +24,18 @@ def main() -> int:
     parser.add_argument("--save-dir", type=Path, required=True)
     parser.add_argument("--strategy", choices=["block", "channel", "tensor"], default="block")
     parser.add_argument("--block-size", type=int, nargs=2, default=[128, 128])
+    parser.add_argument(
+        "--scale-fmt", choices=["ue8m0"], help="ue8m0: scales of blocks rounded up to powers of two"
+    )
     parser.add_argument("--max-workers", type=int, default=1, help="files converted at a time")
     options = parser.parse_args()
     if min(*options.block_size, options.max_workers) < 1:
         parser.error("--block-size and --max-workers must be at least 1")
-    layout = Fp8Format(strategy=options.strategy, block=tuple(options.block_size))
+    if options.scale_fmt and options.strategy != "block":
+        parser.error(f"--scale-fmt {options.scale_fmt} is for --strategy block")
+    layout = Fp8Format(
+        strategy=options.strategy, block=tuple(options.block_size), scale_fmt=options.scale_fmt
+    )
     try:
         convert_to_fp8(
             options.model_dir,

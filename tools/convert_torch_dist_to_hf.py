@@ -1,7 +1,9 @@
 """torch_dist checkpoint -> Hugging Face folder, tensor by tensor.
 
     python tools/convert_torch_dist_to_hf.py --input-dir DIR/iter_0000019 --output-dir DIR \
-        --origin-hf-dir DIR
+        --origin-hf-dir DIR --max-workers 4
+
+--input-dir may be a folder of Megatron's own tools (`release` or `iter_...`); --help lists the options.
 """
 
 import sys

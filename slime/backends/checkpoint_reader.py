@@ -14,6 +14,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from slime.core.errors import ConfigError
 from slime.runlog.checkpoint_folder import check_share, damaged
@@ -101,6 +105,87 @@ class DataReader(FileSystemReader):
                 raise ConfigError(
                     f"{file}: {name} is stored as a pickled object and not as a tensor"
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A part of a stored tensor, as large as the slice in every dimension that `offsets` does not name.
+
+    Slice(key="experts.fc1", offsets=(3,), shape=(64, 32), dtype=torch.bfloat16)
+    is expert 3 of a stored tensor [8, 64, 32].
+    """
+
+    key: str
+    offsets: tuple[int, ...]  # in the leading dimensions, of which one index each is read
+    shape: tuple[int, ...]  # of the other dimensions
+    dtype: torch.dtype
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        rest = len(self.shape)
+        return ChunkStorageMetadata(
+            offsets=torch.Size([*self.offsets, *[0] * rest]),
+            sizes=torch.Size([*[1] * len(self.offsets), *self.shape]),
+        )
+
+
+def read_slices(folder: str | Path, wanted: dict[str, Slice]) -> dict[str, torch.Tensor]:
+    """Read parts of tensors without a process group; raise ConfigError if the files do not hold one."""
+    reader = DataReader(folder)
+    reader.refuse_objects(one.key for one in wanted.values())
+    index = reader.read_metadata()
+    plan = _SlicePlanner()
+    for name, one in wanted.items():
+        stored = index.state_dict_metadata.get(one.key)
+        chunk = one.chunk
+        items = (
+            create_read_items_for_chunk_list(one.key, stored, [chunk])
+            if isinstance(stored, TensorStorageMetadata)
+            else []
+        )
+        if sum(torch.Size(item.lengths).numel() for item in items) != chunk.sizes.numel():
+            raise ConfigError(f"{folder} does not hold all of {one.key}, which {name} is read from")
+        plan.items += items
+        plan.targets[one.key, tuple(chunk.offsets)] = torch.empty(chunk.sizes, dtype=one.dtype)
+    reader.set_up_storage_reader(index, is_coordinator=True)
+    reader.read_data(LoadPlan(plan.items), plan).wait()
+    return {
+        name: plan.targets[one.key, tuple(one.chunk.offsets)].view(one.shape)
+        for name, one in wanted.items()
+    }
+
+
+class _SlicePlanner(LoadPlanner):
+    """Copy what is read to the tensors of `read_slices`."""
+
+    def __init__(self) -> None:
+        self.items: list[planner.ReadItem] = []
+        self.targets: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan(self.items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: planner.ReadItem, value: io.BytesIO) -> None:
+        raise ConfigError(f"{read_item.dest_index.fqn} is stored as a pickled object")
+
+    def resolve_tensor(self, read_item: planner.ReadItem) -> torch.Tensor:
+        place = read_item.dest_index
+        target = self.targets[place.fqn, tuple(place.offset or ())]
+        for axis, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            target = target.narrow(axis, start, length)
+        return target
+
+    def commit_tensor(self, read_item: planner.ReadItem, tensor: torch.Tensor) -> None: ...
 
 
 def refuse_foreign_optimizer(folder: Path) -> None:

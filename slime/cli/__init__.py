@@ -87,7 +87,7 @@ def _to_hf(argv: list[str]) -> int:
 
 
 _CONVERT_USAGE = """usage: slime convert hf-to-torch-dist [MODEL_ARGS] --hf-checkpoint DIR --save DIR
-       slime convert torch-dist-to-hf --input-dir DIR --output-dir DIR --origin-hf-dir DIR
+       slime convert torch-dist-to-hf --input-dir DIR --output-dir DIR --origin-hf-dir DIR [--max-workers N]
 
 The first runs in one process, or in several: torchrun --nproc-per-node N tools/convert_hf_to_torch_dist.py"""
 

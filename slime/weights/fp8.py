@@ -29,6 +29,7 @@ from slime.core.errors import UserError
 from slime.data.tokenizer import load_hf_config
 
 Strategy = Literal["block", "channel", "tensor"]
+ScaleFormat = Literal["ue8m0"]
 Named = tuple[str, torch.Tensor]
 
 FP8 = torch.float8_e4m3fn
@@ -50,6 +51,7 @@ _KEPT = (
 class Fp8Format:
     strategy: Strategy
     block: tuple[int, int] = (128, 128)
+    scale_fmt: ScaleFormat | None = None  # ue8m0: scales are powers of two, as Blackwell multiplies
 
     @property
     def scale_suffix(self) -> str:
@@ -76,6 +78,8 @@ def quantize(tensor: torch.Tensor, layout: Fp8Format) -> tuple[torch.Tensor, tor
     """Return the FP8 values and float32 scales of a matrix."""
     wide = tensor.detach().float()
     scale = _scale(_largest(wide, layout))
+    if layout.scale_fmt == "ue8m0":
+        scale = _next_power_of_two(scale)
     values = (wide / _spread(scale, layout, wide.shape)).clamp(-_LARGEST, _LARGEST).to(FP8)
     return values, scale
 
@@ -92,7 +96,10 @@ def format_of(config: dict[str, Any]) -> Fp8Format | None:
     if method == "fp8":
         block = declared.get("weight_block_size")
         if block:
-            return Fp8Format(strategy="block", block=(block[0], block[1]))
+            powers = declared.get("scale_fmt") == "ue8m0"
+            return Fp8Format(
+                strategy="block", block=(block[0], block[1]), scale_fmt="ue8m0" if powers else None
+            )
         return Fp8Format(strategy="tensor")
     if method == "compressed-tensors":
         weights = [group["weights"] for group in declared["config_groups"].values()]
@@ -121,13 +128,40 @@ def declaration(layout: Fp8Format, kept_modules: list[str]) -> dict[str, Any]:
             },
         }
     block = {"weight_block_size": list(layout.block)} if layout.strategy == "block" else {}
+    scale_fmt = {"scale_fmt": layout.scale_fmt} if layout.scale_fmt else {}
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "modules_to_not_convert": kept_modules,
         **block,
+        **scale_fmt,
     }
+
+
+def refuse_unreadable(folder: Path, config: dict[str, Any]) -> None:
+    """Raise UserError that names the format of quantized weights other than FP8 and MXFP4."""
+    declared = config.get("quantization_config") or {}
+    method = declared.get("quant_method")
+    if method in (None, "fp8", "mxfp4") or format_of(config) is not None:
+        return
+    raise UserError(
+        f"{folder} holds weights in {_quantization_name(declared)}, which slime does not read: give the "
+        "checkpoint in bfloat16 or FP8 that they were made from"
+    )
+
+
+def _quantization_name(declared: dict[str, Any]) -> str:
+    """Return "INT4 (AWQ)", "INT4 (pack-quantized of compressed-tensors)", ..."""
+    method = str(declared["quant_method"])
+    if method != "compressed-tensors":
+        bits = declared.get("bits") or declared.get("w_bit")
+        return f"INT{bits} ({method.upper()})" if bits else method
+    groups = list((declared.get("config_groups") or {}).values())
+    weights = (groups[0].get("weights") or {}) if groups else {}
+    kind = "FP" if weights.get("type") == "float" else "INT"
+    layout = declared.get("format") or (groups[0].get("format") if groups else None)
+    return f"{kind}{weights.get('num_bits', '')} ({layout or 'unknown format'} of {method})"
 
 
 def _largest(wide: torch.Tensor, layout: Fp8Format) -> torch.Tensor:
@@ -145,6 +179,13 @@ def _largest(wide: torch.Tensor, layout: Fp8Format) -> torch.Tensor:
 
 def _scale(largest: torch.Tensor) -> torch.Tensor:
     return torch.where(largest > 0, largest / _LARGEST, torch.ones_like(largest))
+
+
+def _next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """Round up, exactly: a scale is mantissa x 2^exponent with a mantissa in [0.5, 1)."""
+    mantissa, exponent = torch.frexp(scale)
+    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
+    return torch.ldexp(torch.ones_like(scale), exponent)
 
 
 def _spread(scale: torch.Tensor, layout: Fp8Format, shape: torch.Size) -> torch.Tensor:
@@ -234,13 +275,16 @@ def _read_config(source: Path) -> dict:
     config = json.loads(path.read_text())
     if format_of(config) is not None:
         raise UserError(f"--model-dir {source} is in FP8 already")
+    refuse_unreadable(source, config)
     return config
 
 
 def _check_settings(target: Path, layout: Fp8Format) -> None:
     """Raise UserError unless the folder is new or was begun by a conversion with the same settings."""
     target.mkdir(parents=True, exist_ok=True)
-    settings = {"strategy": layout.strategy, "block": list(layout.block)}
+    settings: dict[str, Any] = {"strategy": layout.strategy, "block": list(layout.block)}
+    if layout.scale_fmt:
+        settings["scale_fmt"] = layout.scale_fmt
     path = target / _SETTINGS
     if path.exists():
         before = json.loads(path.read_text())

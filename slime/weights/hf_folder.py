@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -49,13 +51,26 @@ def write_hf_folder(
         for _ in buckets:
             pass
         return
-    try:
-        folder = begin_export(path)
-        files = WeightFiles(folder, Path(source))
+    with new_hf_folder(path, source, dtype, info=info, quantized=quantized) as files:
         for bucket in buckets:
             files.add(bucket)
+
+
+@contextmanager
+def new_hf_folder(
+    path: str,
+    source: str,
+    dtype: torch.dtype,
+    *,
+    info: ExportInfo | None = None,
+    quantized: bool = True,
+) -> Iterator[WeightFiles]:
+    """Give the files of a new folder to be added to; rename it to `path` when the block ends without error."""
+    try:
+        files = WeightFiles(begin_export(path), Path(source))
+        yield files
         files.write_index()
-        _correct_config(folder / "config.json", dtype, quantized=quantized)
+        _correct_config(files.folder / "config.json", dtype, quantized=quantized)
         commit_export(path, info or ExportInfo())
     except BaseException:
         discard_export(path)
@@ -115,6 +130,24 @@ class DiskTransport(WeightTransport):
             self._files = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class WeightFile:
+    """A safetensors file that was written."""
+
+    name: str
+    tensors: list[str]
+    nbytes: int
+
+
+def write_weight_file(folder: Path, number: int, named: HFTensors) -> WeightFile:
+    """Write `model-00001.safetensors` for number 1."""
+    name = f"model-{number:05d}.safetensors"
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in named}
+    save_file(_unshared(tensors), folder / name, metadata={"format": "pt"})
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    return WeightFile(name=name, tensors=list(tensors), nbytes=nbytes)
+
+
 class WeightFiles:
     """The safetensors files of a model in `folder`, beside what `source` has besides weights."""
 
@@ -127,12 +160,13 @@ class WeightFiles:
                 shutil.copy(path, folder / path.name)
 
     def add(self, named: HFTensors) -> None:
+        self.add_written(write_weight_file(self.folder, self._count + 1, named))
+
+    def add_written(self, file: WeightFile) -> None:
+        """Add a file that `write_weight_file` wrote, in this process or another."""
         self._count += 1
-        file = f"model-{self._count:05d}.safetensors"
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in named}
-        save_file(_unshared(tensors), self.folder / file, metadata={"format": "pt"})
-        self._weight_map.update(dict.fromkeys(tensors, file))
-        self.nbytes += sum(tensor.nbytes for tensor in tensors.values())
+        self._weight_map.update(dict.fromkeys(file.tensors, file.name))
+        self.nbytes += file.nbytes
 
     def write_index(self) -> None:
         index = {"metadata": {"total_size": self.nbytes}, "weight_map": self._weight_map}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from slime.config.arguments import Args
 from slime.config.env import child_env
@@ -38,12 +40,13 @@ def torchrun(count: int, *command: str) -> subprocess.CompletedProcess:
     return run(*launcher, *command)
 
 
-def to_hf(checkpoint: Path, output: Path, origin: Path) -> subprocess.CompletedProcess:
+def to_hf(checkpoint: Path, output: Path, origin: Path, *flags: str) -> subprocess.CompletedProcess:
     return run(
         "tools/convert_torch_dist_to_hf.py",
         f"--input-dir={checkpoint}",
         f"--output-dir={output}",
         f"--origin-hf-dir={origin}",
+        *flags,
     )
 
 
@@ -151,6 +154,122 @@ def test_torchrun_spreads_uneven_stages_and_holds_no_more_than_its_share(tmp_pat
 
 
 SLACK = 8e6  # the index, rounding by the allocator (1e6 seen); one more tensor would be 25e6
+
+
+CHUNK = 8000
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A Hugging Face folder and its torch_dist checkpoint."""
+    root = tmp_path_factory.mktemp("converted")
+    origin = make_family(root / "hf", "glm4_moe", dtype="bfloat16")
+    done = run(
+        "tools/convert_hf_to_torch_dist.py",
+        f"--hf-checkpoint={origin}",
+        f"--save={root / 'saved'}",
+    )
+    assert done.returncode == 0, done.stderr
+    return origin, root / "saved"
+
+
+def test_files_of_several_workers_equal_those_of_one(converted, tmp_path: Path) -> None:
+    origin, saved = converted
+    for name, flags in (("one", []), ("three", ["--max-workers=3"])):
+        done = to_hf(saved, tmp_path / name, origin, f"--chunk-size={CHUNK}", *flags)
+        assert done.returncode == 0, done.stderr
+    contents = [
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
+        for name in ("one", "three")
+    ]
+    assert contents[0] == contents[1]
+    assert_same(origin, tmp_path / "three")
+    files = list((tmp_path / "three").glob("*.safetensors"))
+    assert len(files) > 10
+    for file in files:
+        sizes = [tensor.nbytes for tensor in load_file(file).values()]
+        # The untrained tensors may be wider than the model, and one rule writes several tensors.
+        assert sum(sizes) <= 2 * CHUNK or len(sizes) <= 2
+
+
+def test_a_killed_worker_is_said_and_leaves_nothing(converted, tmp_path: Path) -> None:
+    origin, saved = converted
+    command = [
+        "tools/convert_torch_dist_to_hf.py", f"--input-dir={saved}", f"--output-dir={tmp_path / 'out'}",
+        f"--origin-hf-dir={origin}", f"--chunk-size={CHUNK}", "--max-workers=2",
+    ]  # fmt: skip
+    tool = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=child_env(OMP_NUM_THREADS="1"),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    workers: list[psutil.Process] = []
+    while not workers and tool.poll() is None:
+        children = psutil.Process(tool.pid).children()
+        workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    workers[0].kill()
+    _, said = tool.communicate(timeout=120)
+    assert tool.returncode == 1 and "a worker process ended with status -9" in said, said
+    assert "lower --max-workers or --chunk-size" in said and "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_that_the_checkpoint_lacks(converted, tmp_path: Path) -> None:
+    origin, saved = tmp_path / "hf", converted[1]
+    shutil.copytree(converted[0], origin)
+    extra = {"model.extra.weight": torch.ones(3, dtype=torch.bfloat16)}
+    save_file(extra, origin / "model-extra.safetensors", metadata={"format": "pt"})
+    index = origin / "model.safetensors.index.json"
+    names = {name: file.name for file in origin.glob("*.safetensors") for name in load_file(file)}
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    done = to_hf(saved, tmp_path / "out", origin)
+    assert done.returncode == 0, done.stderr
+    assert "has no model.extra.weight (1 tensors" in done.stderr
+    assert "model.extra.weight" not in tensors_in(tmp_path / "out")
+    (tmp_path / "forced").mkdir()
+    (tmp_path / "forced" / "old.txt").write_text("x")
+    flags = ["--add-missing-from-origin-hf", "--force", "--model-name=glm4-moe"]
+    done = to_hf(saved, tmp_path / "forced", origin, *flags)
+    assert done.returncode == 0 and "has no" not in done.stderr, done.stderr
+    assert_same(origin, tmp_path / "forced")
+    assert not (tmp_path / "forced" / "old.txt").exists()
+    assert not list(tmp_path.glob("*.previous"))
+
+
+def test_bad_options_of_the_way_back_are_one_sentence(converted, tmp_path: Path) -> None:
+    origin, saved = converted
+    int4 = tmp_path / "int4"
+    shutil.copytree(origin, int4)
+    config = json.loads((int4 / "config.json").read_text())
+    weights = {"num_bits": 4, "type": "int", "strategy": "group"}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": weights}},
+    }
+    (int4 / "config.json").write_text(json.dumps(config))
+    folders = [f"--input-dir={saved}", f"--output-dir={tmp_path / 'out'}"]
+    cases = [
+        (["--vocab-size=7"], 2, "config.json says"),
+        (["--model-name=qwen3"], 2, "is of a glm4_moe"),
+        (["--max-workers=0"], 2, "must be at least 1"),
+        ([f"--output-dir={saved.parent}"], 2, "--output-dir is --origin-hf-dir, or holds it"),
+        ([f"--input-dir={tmp_path}"], 2, "is no checkpoint and has no complete one in it"),
+        ([f"--origin-hf-dir={int4}"], 1, "INT4 (pack-quantized of compressed-tensors)"),
+    ]
+    lines = [[*folders, f"--origin-hf-dir={origin}", *flags] for flags, *_ in cases]
+    script = (
+        "import sys, json; from slime.cli import main\n"
+        "print(json.dumps([main(['convert', 'torch-dist-to-hf', *argv]) for argv in json.loads(sys.argv[1])]))"
+    )
+    done = run("-c", script, json.dumps(lines))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [status for _, status, _ in cases]
+    said = [line for line in done.stderr.splitlines() if line.startswith("slime: ")]
+    assert all(sentence in line for (*_, sentence), line in zip(cases, said, strict=True)), said
+    assert not (tmp_path / "out").exists()
 
 
 BAD_INPUT = [  # flags after --hf-checkpoint and --save, and the sentence

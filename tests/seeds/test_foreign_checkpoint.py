@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from slime.config.env import child_env
 from slime.core.errors import ConfigError
 from slime.ray.checkpointing import Checkpointer
 from tests.args import make_args
@@ -57,6 +61,27 @@ def test_optimizer_state_of_another_tool_is_refused(written, model):
     with pytest.raises(ConfigError, match=f"--ref-load {load} in place of --load"):
         Checkpointer(_args(model, load=load, save=load))
     assert (written["optimizer"] / TRACKER).read_text() == "20"
+
+
+def test_weights_of_another_tool_are_converted(written, model, tmp_path):
+    """The folder with the tracker, as the documents give it to --load."""
+    command = [
+        "tools/convert_torch_dist_to_hf.py", f"--input-dir={written['optimizer']}",
+        f"--output-dir={tmp_path / 'hf'}", f"--origin-hf-dir={model}",
+    ]  # fmt: skip
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=root, env=child_env(), capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "has no" not in done.stderr, done.stderr
+    files = (tmp_path / "hf").glob("*.safetensors")
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    (expected,) = run_megatron_ranks(_some_weights, 1)
+    assert found.keys() == {
+        name for file in model.glob("*.safetensors") for name in load_file(file)
+    }
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].float(), tensor[: len(found[name])].to(found[name]).float())
 
 
 def test_fsdp_says_which_backend_reads_it(written, model):
@@ -134,6 +159,23 @@ def _write(rank: int, folders: dict[str, Path]) -> None:
             state["optimizer"] = {"exp_avg": ShardedTensor.from_rank_offsets(name, moments)}
         dist_checkpointing.save(state, str(folder))
     parallel_state.destroy_model_parallel()
+
+
+def _some_weights(rank: int) -> dict[str, torch.Tensor]:
+    """Return weights that have the same form in Hugging Face's names."""
+    from megatron.core import parallel_state
+
+    weights = dict(_megatron_model().named_parameters())
+    parallel_state.destroy_model_parallel()
+    gate, up = weights["decoder.layers.1.mlp.linear_fc1.weight"].detach().chunk(2)
+    same = {
+        "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+        "model.norm.weight": "decoder.final_layernorm.weight",
+        "model.layers.0.mlp.down_proj.weight": "decoder.layers.0.mlp.linear_fc2.weight",
+    }
+    layer = "model.layers.1.mlp"
+    split = {f"{layer}.gate_proj.weight": gate, f"{layer}.up_proj.weight": up}
+    return {name: weights[here].detach() for name, here in same.items()} | split
 
 
 def _load(rank: int, args: Any, checkpoint: str | None) -> tuple[int, int, list[str]]:

@@ -1,6 +1,8 @@
 """8-bit weights against a loop over elements, and the tool that writes checkpoints of them."""
 
 import json
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime.backends.megatron_utils.hf_weights.reader import HfReader
 from slime.core.errors import UserError
 from slime.weights.fp8 import (
     FP8,
@@ -74,6 +77,44 @@ def test_a_config_says_which_layout_it_is(layout):
     assert layout.strategy != "block" or found.block == layout.block
     assert format_of({}) is None
     assert format_of({"quantization_config": {"quant_method": "awq"}}) is None
+
+
+def test_ue8m0_scales_are_the_next_powers_of_two():
+    layout = Fp8Format(strategy="block", block=(1, 2), scale_fmt="ue8m0")
+    tops = [448.0, 449.0, 448 * 2.0**-9, 3.0, 0.0]
+    matrix = torch.tensor([[top, -top / 3] for top in tops])
+    values, scale = quantize(matrix, layout)
+    expected = [2.0 ** math.ceil(math.log2(top / 448)) if top else 1.0 for top in tops]
+    assert scale.flatten().tolist() == expected == [1.0, 2.0, 2.0**-9, 2.0**-7, 1.0]
+    assert values.float().abs().max() <= 448 and not values.float().isnan().any()
+    error = (dequantize(values, scale, layout) - matrix).abs()
+    assert (error <= matrix.abs() / 16 * 1.001).all()
+    config = {"quantization_config": declaration(layout, [])}
+    assert config["quantization_config"]["scale_fmt"] == "ue8m0" and format_of(config) == layout
+
+
+def packed(kind: str, bits: int, layout: str) -> dict:
+    groups = {"group_0": {"weights": {"type": kind, "num_bits": bits, "strategy": "group"}}}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("declared", "name"),
+    [
+        (packed("int", 4, "pack-quantized"), "INT4 (pack-quantized of compressed-tensors)"),
+        (packed("float", 4, "nvfp4-pack-quantized"), "FP4 (nvfp4-pack-quantized of"),
+        ({"quant_method": "awq", "bits": 4}, "INT4 (AWQ)"),
+        ({"quant_method": "gptq", "bits": 4}, "INT4 (GPTQ)"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+    ],
+)
+def test_other_quantized_weights_are_named_for_what_they_are(model, tmp_path, declared, name):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": declared}))
+    for read in (lambda: convert_to_fp8(model, tmp_path / "fp8", SMALL), lambda: HfReader(model)):
+        with pytest.raises(UserError, match=re.escape(f"holds weights in {name}")):
+            read()
+    assert not (tmp_path / "fp8").exists()
 
 
 @pytest.fixture

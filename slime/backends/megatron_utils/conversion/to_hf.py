@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import argparse
+import os
 import re
-from collections.abc import Iterable, Iterator
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from math import prod
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
-from slime.backends.checkpoint_reader import FileCheck
+from slime.backends.checkpoint_reader import FileCheck, Slice, read_slices
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
 from slime.core.errors import ConfigError, UserError
-from slime.runlog.checkpoint_folder import CheckpointFolder
+from slime.runlog.checkpoint_folder import find_checkpoint
 from slime.weights.buckets import NamedTensor
-from slime.weights.hf_folder import FILE_BYTES, write_hf_folder
+from slime.weights.hf_folder import WeightFile, new_hf_folder, write_weight_file
 
 install_cpu_adapter()
 
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
 
-from slime.backends.megatron_utils.checkpoint import (  # noqa: E402
-    read_tensors,
-    refuse_other_format,
-)
+from slime.backends.megatron_utils.checkpoint import refuse_other_format  # noqa: E402
 from slime.backends.megatron_utils.conversion.setup import (  # noqa: E402
-    ByteCount,
     process_group,
     progress,
+)
+from slime.backends.megatron_utils.conversion.to_hf_options import (  # noqa: E402
+    check_model,
+    parse_options,
 )
 from slime.backends.megatron_utils.hf_weights.export import with_copies  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.families import padded_weight_map  # noqa: E402
@@ -51,30 +55,30 @@ _READ_BYTES = 1 << 30  # read from a checkpoint at a time
 
 def main(argv: list[str]) -> int:
     """Run `--input-dir CHECKPOINT --output-dir FOLDER --origin-hf-dir FOLDER`."""
-    options = _options(argv)
+    options = parse_options(argv)
     source, output = _checkpoint(options.input_dir), Path(options.output_dir)
-    config = read_config(options.origin_hf_dir)
+    plan = Plan(
+        source=str(source),
+        origin=options.origin_hf_dir,
+        file_bytes=options.chunk_size,
+        add_missing=options.add_missing_from_origin_hf,
+    )
     with process_group():
-        stored = StoredTensors(source)
-        weights = padded_weight_map(config, stored.shape(_EMBEDDING)[0], stored.num_mtp_layers())
-        units = [
-            unit
-            for rule, layer in weights.in_layer_order()
-            for unit in _units_of(rule, layer, stored)
-        ]
-        total = sum(stored.nbytes(name) for unit in units for name in unit.names)
-        dtype = config.dtype or torch.bfloat16
-        assert isinstance(dtype, torch.dtype), "transformers converts a name to the dtype"
-        with progress("converting", total, shown=True) as count:
-            origin = HfReader(options.origin_hf_dir)
-            buckets = _buckets(units, stored, dtype, count)
-            buckets = with_copies(buckets, weights.copies, origin.names())
-            everything = chain(buckets, _untrained(weights, origin))
-            # Weights are written unquantized, whatever the format of the original.
-            write_hf_folder(
-                str(output), options.origin_hf_dir, dtype, everything, writes=True, quantized=False
-            )
-    print(f"{output}: {config.model_type} of {source}")
+        conversion = Conversion(plan)
+        check_model(options, conversion.config)
+        conversion.report_missing()
+        total = sum(conversion.nbytes(part) for file in conversion.files for part in file)
+        # Weights are written unquantized, whatever the format of the original.
+        with (
+            progress("converting", total, shown=True) as count,
+            new_hf_folder(str(output), plan.origin, conversion.dtype, quantized=False) as files,
+        ):
+            for file in _write_files(conversion, files.folder, options.max_workers):
+                files.add_written(file)
+                count.advance(file.nbytes)
+            if options.force:
+                shutil.rmtree(output, ignore_errors=True)
+    print(f"{output}: {conversion.config.model_type} of {source}")
     return 0
 
 
@@ -86,6 +90,95 @@ class Unit:
     layer: int
     expert: int
     names: tuple[str, ...]
+
+    @property
+    def hf_names(self) -> list[str]:
+        return self.rule.hf_names(self.layer, self.expert)
+
+
+Part = Unit | str  # of a file: a unit, or the name of a tensor that is copied from the original
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a conversion reads, and the size of its files; a worker process gets this alone."""
+
+    source: str
+    origin: str
+    file_bytes: int
+    add_missing: bool
+
+
+class Conversion:
+    """The files of a conversion, planned from names and sizes, so that every process plans the same."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.config = plan, read_config(plan.origin)
+        self.stored, self.origin = StoredTensors(plan.source), HfReader(plan.origin)
+        weights = self.weights = padded_weight_map(
+            self.config, self.stored.shape(_EMBEDDING)[0], self.stored.num_mtp_layers()
+        )
+        dtype = self.config.dtype or torch.bfloat16
+        assert isinstance(dtype, torch.dtype), "transformers converts a name to the dtype"
+        self.dtype = dtype
+        units = [
+            unit
+            for rule, layer in weights.in_layer_order()
+            for unit in _units_of(rule, layer, self.stored)
+        ]
+        self.missing = _missing(weights, units, self.origin)
+        copied = [name for name in self.origin.names() if weights.is_untrained(name)]
+        copied += self.missing if plan.add_missing else []
+        self.files = list(_batches([*units, *copied], self.nbytes, plan.file_bytes))
+
+    def report_missing(self) -> None:
+        if self.missing and not self.plan.add_missing:
+            print(
+                f"{self.plan.source} has no {self.missing[0]} ({len(self.missing)} tensors of the original in "
+                "all): --add-missing-from-origin-hf copies them",
+                file=sys.stderr,
+            )
+
+    def write(self, number: int, folder: Path) -> WeightFile:
+        """Write the file of this number, from 0, holding it and about 1 GiB more in memory."""
+        bucket: Bucket = []
+        for batch in _batches(self.files[number], self._stored_bytes, _READ_BYTES):
+            names = [name for part in batch if isinstance(part, Unit) for name in part.names]
+            tensors = self.stored.read(names) if names else {}
+            for part in batch:
+                if isinstance(part, Unit):
+                    bucket += _hf_tensors(part, tensors, self.dtype)
+                else:
+                    bucket.append((part, self.origin.read(part)))
+        written = with_copies([bucket], self.weights.copies, self.origin.names())
+        return write_weight_file(folder, number + 1, [one for part in written for one in part])
+
+    def nbytes(self, part: Part) -> int:
+        """Return the size of a part once converted, or somewhat more."""
+        if isinstance(part, str):
+            return prod(self.origin.shape(part)) * self.dtype.itemsize
+        size = torch.float32.itemsize if part.rule.fp32 else self.dtype.itemsize
+        return sum(prod(self.stored.shape(name)) * size for name in part.names)
+
+    def _stored_bytes(self, part: Part) -> int:
+        if isinstance(part, str):
+            return self.nbytes(part)
+        return sum(self.stored.nbytes(name) for name in part.names)
+
+
+def _batches(parts: list[Part], size_of: Callable[[Part], int], limit: int) -> Iterator[list[Part]]:
+    """Yield the parts in order, in lists of at most `limit` bytes or of one part."""
+    batch: list[Part] = []
+    size = 0
+    for part in parts:
+        nbytes = size_of(part)
+        if batch and size + nbytes > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(part)
+        size += nbytes
+    if batch:
+        yield batch
 
 
 def _units_of(rule: Rule, layer: int, stored: StoredTensors) -> Iterator[Unit]:
@@ -101,63 +194,99 @@ def _units_of(rule: Rule, layer: int, stored: StoredTensors) -> Iterator[Unit]:
             yield Unit(rule, layer, expert, (name,))
 
 
-def _buckets(
-    units: list[Unit], stored: StoredTensors, dtype: torch.dtype, count: ByteCount
-) -> Iterator[Bucket]:
-    """Yield lists of Hugging Face tensors, each about the size of a file."""
-    bucket: Bucket = []
-    for batch in _batches(units, stored):
-        tensors = stored.read([name for unit in batch for name in unit.names])
-        for unit in batch:
-            bucket += _hf_tensors(unit, tensors, dtype)
-            count.advance(sum(tensors[name].nbytes for name in unit.names))
-        if sum(tensor.nbytes for _, tensor in bucket) > FILE_BYTES - _READ_BYTES:
-            yield bucket
-            bucket = []
-    yield bucket
-
-
-def _batches(units: list[Unit], stored: StoredTensors) -> Iterator[list[Unit]]:
-    batch: list[Unit] = []
-    size = 0
-    for unit in units:
-        nbytes = sum(stored.nbytes(name) for name in unit.names)
-        if batch and size + nbytes > _READ_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(unit)
-        size += nbytes
-    if batch:
-        yield batch
+def _missing(weights: WeightMap, units: list[Unit], origin: HfReader) -> list[str]:
+    """Return the tensors of the original that neither the checkpoint holds nor Megatron leaves untrained."""
+    known = {name for unit in units for name in unit.hf_names}
+    known |= {name for rule in weights.rules if rule.load_only for name in rule.hf_names()}
+    known |= {copy for copy, original in weights.copies.items() if original in known}
+    return [name for name in origin.names() if name not in known and not weights.is_untrained(name)]
 
 
 def _hf_tensors(unit: Unit, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Bucket:
     rule = unit.rule
-    names = rule.hf_names(unit.layer, unit.expert)
     parts = [rule.mapping.to_hf(tensors[name]) for name in unit.names]
     whole = [
         torch.stack(of_one) if rule.stacked else of_one[0] for of_one in zip(*parts, strict=True)
     ]
     kind = torch.float32 if rule.fp32 else dtype
-    return [(name, tensor.to(kind)) for name, tensor in zip(names, whole, strict=True)]
+    return [(name, tensor.to(kind)) for name, tensor in zip(unit.hf_names, whole, strict=True)]
 
 
-def _untrained(weights: WeightMap, reader: HfReader) -> Iterator[Bucket]:
-    """Yield untrained tensors one at a time, as their number is not bounded."""
-    for name in reader.names():
-        if weights.is_untrained(name):
-            yield [(name, reader.read(name))]
+# ---- several files at a time
+
+
+def _write_files(conversion: Conversion, folder: Path, max_workers: int) -> Iterator[WeightFile]:
+    """Yield the files in order, written by this process or by that many others.
+
+    Worker i writes the files i, i + workers, ...: each holds one file at a time.
+    """
+    numbers = range(len(conversion.files))
+    workers = min(max_workers, len(numbers))
+    if workers == 1:
+        yield from (conversion.write(number, folder) for number in numbers)
+        return
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    started: list[tuple[SpawnProcess, Connection]] = []
+    try:
+        for first in range(workers):
+            share = list(numbers[first::workers])
+            started.append(_start_worker(conversion.plan, folder, share, threads))
+        for number in numbers:
+            yield _received(*started[number % workers])
+    finally:
+        for process, _ in started:
+            process.terminate()
+            process.join()
+
+
+def _start_worker(
+    plan: Plan, folder: Path, numbers: list[int], threads: int
+) -> tuple[SpawnProcess, Connection]:
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    arguments = (plan, folder, numbers, threads, sender)
+    process = context.Process(target=_write_in_worker, args=arguments, daemon=True)
+    process.start()
+    sender.close()  # the worker's copy is the only one: its end is the end of the pipe
+    return process, receiver
+
+
+def _write_in_worker(
+    plan: Plan, folder: Path, numbers: list[int], threads: int, sender: Connection
+) -> None:
+    torch.set_num_threads(threads)
+    try:
+        with process_group():
+            conversion = Conversion(plan)
+            for number in numbers:
+                sender.send(conversion.write(number, folder))
+    except UserError as error:
+        sender.send(error)
+
+
+def _received(process: SpawnProcess, receiver: Connection) -> WeightFile:
+    try:
+        result = receiver.recv()
+    except EOFError:
+        process.join()
+        raise UserError(
+            f"a worker process ended with status {process.exitcode}, if -9 for lack of memory: each holds a "
+            "file and 1 GiB more; lower --max-workers or --chunk-size"
+        ) from None
+    if isinstance(result, UserError):
+        raise result
+    return result
 
 
 def _checkpoint(folder: str) -> Path:
-    """Return the folder of a checkpoint: `folder` itself, or the newest one in it."""
+    """Return the folder of a checkpoint: `folder` itself, or the one that a run would load from it."""
     path = Path(folder)
     if (path / "metadata.json").is_file():
         return path
-    saved = CheckpointFolder(path)
-    if not saved.rollout_ids():
+    found = find_checkpoint(folder)
+    if found is None:
         raise ConfigError(f"--input-dir: {folder} is no checkpoint and has no complete one in it")
-    return saved.path(saved.rollout_ids()[-1])
+    return found
 
 
 class StoredTensors:
@@ -200,9 +329,7 @@ class StoredTensors:
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Read several tensors at once, as every read scans the checkpoint's whole index."""
-        wanted = {name: self._sharded(name) for name in names}
-        loaded = read_tensors(wanted, self._folder, check_coverage=False)
-        return {name: loaded[name] for name in wanted}
+        return read_slices(self._folder, {name: self._slice(name) for name in names})
 
     def _add(self, key: str, tensor: ShardedTensor) -> None:
         shape = tuple(tensor.global_shape)
@@ -215,7 +342,10 @@ class StoredTensors:
             experts, shape = shape[0], shape[1:]
             name = name.replace(_EXPERTS, ".mlp.experts.local_experts.*.")
         place = _StoredTensor(key, layers, experts, shape, tensor.dtype)
-        self._places[canonical(name)] = place
+        # The names of TransformerEngine's norms are recognised behind the number of a layer.
+        known = canonical(name.replace(".layers.*.", ".layers.0.")) if layers else canonical(name)
+        name = _LAYER.sub("decoder.layers.*.", known) if layers else known
+        self._places[name] = place
 
     def _find(self, name: str) -> tuple[_StoredTensor, int, int]:
         """Return where a tensor is stored, and the indices of its layer and expert there."""
@@ -230,14 +360,11 @@ class StoredTensors:
         name = re.sub(r"\.local_experts\.\d+\.", ".local_experts.*.", name)
         return name if name in self._places else _LAYER.sub("decoder.layers.*.", name)
 
-    def _sharded(self, name: str) -> ShardedTensor:
+    def _slice(self, name: str) -> Slice:
         place, layer, expert = self._find(name)
-        axes = [(n, i) for n, i in ((place.layers, layer), (place.experts, expert)) if n]
-        offsets = [(axis, index, count) for axis, (count, index) in enumerate(axes)]
-        data = torch.empty(place.shape, dtype=place.dtype)
-        return ShardedTensor.from_rank_offsets(
-            place.key, data, *offsets, prepend_axis_num=len(axes)
-        )
+        axes = ((place.layers, layer), (place.experts, expert))
+        offsets = tuple(index for count, index in axes if count)
+        return Slice(key=place.key, offsets=offsets, shape=place.shape, dtype=place.dtype)
 
 
 @dataclass(frozen=True)
@@ -247,23 +374,3 @@ class _StoredTensor:
     experts: int | None  # size of the next dimension
     shape: tuple[int, ...]  # of one layer and expert
     dtype: torch.dtype
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
-def _options(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(prog="convert_torch_dist_to_hf.py", description=__doc__)
-    parser.add_argument("--input-dir", required=True, help="iter_... folder, or the one it is in")
-    parser.add_argument("--output-dir", required=True, help="where the Hugging Face folder goes")
-    parser.add_argument(
-        "--origin-hf-dir", required=True, help="config, tokenizer, untrained tensors"
-    )
-    options = parser.parse_args(argv)
-    if not (Path(options.origin_hf_dir) / "config.json").is_file():
-        raise ConfigError(f"--origin-hf-dir: {options.origin_hf_dir}/config.json does not exist")
-    if Path(options.output_dir).resolve() == Path(options.origin_hf_dir).resolve():
-        raise ConfigError("--output-dir is --origin-hf-dir: choose another folder")
-    return options

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from slime.core.errors import UserError
-from slime.weights.fp8 import Fp8Format, dequantize, format_of
+from slime.weights.fp8 import Fp8Format, dequantize, format_of, refuse_unreadable
 
 _OPEN_FILES = 4
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -92,8 +92,12 @@ class _SafetensorFiles:
 
 
 def _fp8_format(folder: Path) -> Fp8Format | None:
-    config = folder / "config.json"
-    return format_of(json.loads(config.read_text())) if config.is_file() else None
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    config = json.loads(path.read_text())
+    refuse_unreadable(folder, config)
+    return format_of(config)
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:
