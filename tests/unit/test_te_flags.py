@@ -85,6 +85,26 @@ def test_packed_attention_serves_every_machine(megatron, install, backend, packa
     assert not about(megatron(attention_backend=backend, context_parallel_size=2), "attention")
 
 
+@pytest.mark.parametrize("value", [0, 1])
+def test_a_setting_of_fp8_without_fp8_is_refused(megatron, install, value):
+    install(TE)
+    said = refusal(megatron, fp8_margin=value)
+    assert "--fp8-margin has no effect without FP8: add --fp8-format hybrid" in said
+
+
+def test_the_name_of_a_model_does_not_choose_its_type(megatron):
+    (said,) = about(megatron(model_name="deepseek_v3"), "--model-name")
+    assert "deepseek_v3 only names the run's folder" in said and "type qwen3_moe" in said
+    assert not about(megatron(model_name="Qwen3-MoE-30B"), "--model-name")
+
+
+def test_fused_gradient_accumulation_needs_its_kernel(megatron, install):
+    flags = {"gradient_accumulation_fusion": True}
+    assert "--gradient-accumulation-fusion needs a kernel of Apex" in refusal(megatron, **flags)
+    install("fused_weight_gradient_mlp_cuda")
+    assert megatron(**flags).gradient_accumulation_fusion
+
+
 @pytest.mark.parametrize("name", ["moe_permute_fusion", "moe_router_fusion"])
 def test_a_fusion_without_transformer_engine_is_a_warning(megatron, install, name):
     option = "--" + name.replace("_", "-")

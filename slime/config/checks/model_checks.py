@@ -44,6 +44,7 @@ def check_model(draft: Draft) -> None:
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         check_rope(config["model_type"], rope.get("rope_type") or rope.get("type") or "default")
     check_spec(draft, config)
+    _warn_about_name(draft, config.get("model_type"))
     check_against_config(draft, config)
     check_expert_flags(draft, config)
     check_parallel(draft, config)
@@ -74,6 +75,20 @@ def check_spec(draft: Draft, config: dict[str, Any]) -> None:
             f"--spec {' '.join(given)}: the layers are built from config.json of --hf-checkpoint, whose "
             f"model_type is {model_type}: remove it, or build the model in --custom-model-provider-path"
         )
+
+
+def _warn_about_name(draft: Draft, model_type: str | None) -> None:
+    """Say that --model-name does not choose the type of the model, if it names another."""
+    name = draft["model_name"]
+    if name and model_type and _letters(model_type) not in _letters(name):
+        draft.warn(
+            f"--model-name {name} only names the run's folder: the model is of type {model_type}, as "
+            "config.json of --hf-checkpoint says"
+        )
+
+
+def _letters(text: str) -> str:
+    return "".join(c for c in text.lower() if c.isalnum())
 
 
 def check_against_config(draft: Draft, config: dict[str, Any]) -> None:
