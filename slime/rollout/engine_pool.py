@@ -70,10 +70,15 @@ class EnginePool:
         return list(self._engines)
 
     def next_url(self) -> str:
-        """Return an address to send a request to: the router's, or the engines' in turn."""
+        """Return an address to send a request to: the router's, or the engines' in turn.
+
+        Raises ConnectionError while none is up, which costs a hook its sample and not the run.
+        """
         urls = self._urls
         if not urls:
-            raise EngineUnreachableError("there is no engine to generate with at the moment")
+            raise ConnectionError(
+                "no engine of this model is up; `generate` of its pool waits for one"
+            )
         self._turn += 1
         return urls[self._turn % len(urls)]
 

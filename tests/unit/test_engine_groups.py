@@ -10,9 +10,11 @@ import yaml
 
 from slime.config.arguments import parse_args, placement_lines
 from slime.config.engine_groups import default_model, engines_of, models_of
-from slime.core.errors import ConfigError
+from slime.core.errors import ConfigError, UserError
 from slime.ray.engine_actor import engine_command
 from slime.ray.placement_group import Node, node_of_bundle, plan_layout
+from slime.rollout.context import RolloutContext
+from slime.rollout.engine_pool import EnginePool
 from tests.args import make_args, make_argv
 
 REGULAR = {"worker_type": "regular", "num_gpus": 1}
@@ -229,3 +231,19 @@ def test_a_frozen_sglang_engine_that_sleeps_keeps_a_copy_of_its_weights(tmp_path
     )
     specs = engines_of(parse_args(words, offline=True))
     assert [spec.args.sglang_enable_weights_cpu_backup for spec in specs] == [None, True]
+
+
+def test_addresses_of_a_model_take_turns_and_none_is_no_error_of_the_user():
+    """A hook may ask while its only engine is replaced: its sample fails, the run goes on."""
+    pool = EnginePool(["http://a", "http://b"])
+    assert {pool.next_url() for _ in range(2)} == {"http://a", "http://b"}
+    pool.set_urls(["http://a", "http://b"], "http://router")
+    assert pool.next_url() == "http://router"
+    pool.set_urls([])
+    with pytest.raises(ConnectionError) as caught:
+        pool.next_url()
+    assert not isinstance(caught.value, UserError)
+    context = RolloutContext(pool=pool, models={"policy": pool})
+    assert context.model("policy") is pool
+    with pytest.raises(UserError, match="no engine serves a model named 'judge'; models: policy"):
+        context.model("judge")
