@@ -10,7 +10,6 @@ import pytest
 from slime.config.arguments import Args, resolve
 from slime.config.flags.draft import Draft
 from slime.config.flags.parser import read_command_line
-from slime.config.flags.registry import options
 from slime.core.errors import ConfigError
 from tests.compat.command_lines import LAUNCHERS, REFUSED, SCRIPTS, rows
 from tests.parity.model_facts import MODELS
@@ -18,7 +17,6 @@ from tests.parity.test_model_scripts import model_args
 
 ROWS = [*rows(SCRIPTS), *rows(LAUNCHERS)]
 TRAINED = [row for row in ROWS if ":" not in row[1]]
-KNOWN = "--enable-mtp-training" in options()
 COMMON = """
 --prompt-data DATA --input-key input --label-key label --apply-chat-template --rollout-shuffle
 --num-rollout 3 --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 1024
@@ -53,7 +51,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 def facts(name: str) -> dict:
-    return MODELS[name]().to_dict()
+    mtp = {"num_nextn_predict_layers": 1} if name.startswith("mimo") else {}
+    return {**MODELS[name]().to_dict(), **mtp}
 
 
 def resolved(folder: Path, model: str, words: list[str]) -> Args:
@@ -72,7 +71,7 @@ def resolved(folder: Path, model: str, words: list[str]) -> Args:
 
 @pytest.mark.parametrize(
     ("name", "model", "words"),
-    [row for row in TRAINED if row[0] not in REFUSED and (KNOWN or "mimo" not in row[1])],
+    [row for row in TRAINED if row[0] not in REFUSED],
 )
 def test_a_line_of_a_model_that_is_trained_resolves(folder, name, model, words):
     assert resolved(folder, model, words).hf_checkpoint == str(folder / model)
