@@ -302,6 +302,7 @@ class StoredTensors:
             raise UserError(f"{folder} is not a torch_dist checkpoint: it has no metadata.json")
         FileCheck()(folder)
         refuse_other_format(folder)
+        dist_checkpointing.load_common_state_dict(self._folder)  # refuses objects, as a run does
         self._places: dict[str, _StoredTensor] = {}
         for key, tensor in dist_checkpointing.load_tensors_metadata(self._folder).items():
             if key.startswith(("optimizer.", "chained_", "fp8.")) or "_extra_state" in key:
