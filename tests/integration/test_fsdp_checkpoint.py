@@ -79,6 +79,13 @@ def test_saved_moments_need_not_be_loaded(one_rank):
         assert torch.equal(one_rank["not_loaded_weights"][name], weight), name
 
 
+def test_moments_that_started_anew_are_resumed_with_the_updates_they_have_seen(one_rank):
+    """By the number of the run's steps Adam would take their first updates for small."""
+    unbroken, resumed = one_rank["anew"]
+    for name, weight in unbroken.items():
+        assert torch.equal(resumed[name], weight), name
+
+
 def test_reference_model_can_be_one_of_our_checkpoints(one_rank):
     assert one_rank["ref_kl"] == pytest.approx(0.0, abs=1e-7)
 
@@ -162,6 +169,8 @@ def _loaded_alone(rank: int, case: Case, folder: str) -> dict[str, Any]:
     fresh = start_actor(
         case.args(num_rollout=4, no_load_optim=True), rank, 1, checkpoint=f"{folder}/sync"
     )
+    fresh_metrics = _train(fresh, range(2, 3), 1, rank)[0]
+    fresh_weights = whole_weights(fresh)
     kl_flags = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
     same = start_actor(case.args(ref_load=f"{folder}/sync", **kl_flags), rank, 1)
     other = make_tiny_checkpoint(Path(folder, "other"), hidden_size=32)
@@ -170,8 +179,9 @@ def _loaded_alone(rank: int, case: Case, folder: str) -> dict[str, Any]:
         "weights": whole_weights(actor),
         "no_optim": _train(without, range(2, 3), 1, rank)[0],
         "no_optim_weights": whole_weights(without),
-        "not_loaded": _train(fresh, range(2, 3), 1, rank)[0],
-        "not_loaded_weights": whole_weights(fresh),
+        "not_loaded": fresh_metrics,
+        "not_loaded_weights": fresh_weights,
+        "anew": _saved_and_resumed(fresh, args, f"{folder}/anew"),
         "optimizer_files": {
             "with": _has_optimizer(Path(folder, "sync")),
             "without": _has_optimizer(Path(folder, "no_optim")),
@@ -180,6 +190,16 @@ def _loaded_alone(rank: int, case: Case, folder: str) -> dict[str, Any]:
         "other_architecture": _refusal(Case(model=str(other)), f"{folder}/sync"),
         "no_checkpoint": _refusal(Case(model=str(other)), folder, load=True),
     }
+
+
+def _saved_and_resumed(actor: Any, args: Any, folder: str) -> list[dict[str, torch.Tensor]]:
+    """Return the weights after one more rollout, of the actor itself and of one that was resumed."""
+    Path(folder).mkdir()
+    actor.save_to(folder, 2, force_sync=True)
+    resumed = start_actor(args, 0, 1, checkpoint=folder)
+    for one in (actor, resumed):
+        _train(one, range(3, 4), 1, 0)
+    return [whole_weights(actor), whole_weights(resumed)]
 
 
 def _has_optimizer(path: Path) -> bool:

@@ -243,8 +243,8 @@ def save_before_the_first_step(rank: int, folder: str, flags: dict[str, Any]) ->
     return not facts.has_optimizer and all(torch.equal(found[n], wanted[n]) for n in wanted)
 
 
-def leave_the_moments(rank: int, folder: str) -> tuple[bool, bool]:
-    """Whether moments that are not loaded are as good as none, and differ from the saved ones."""
+def leave_the_moments(rank: int, folder: str) -> tuple[bool, bool, bool]:
+    """Whether moments that are not loaded are as good as none, differ from the saved ones, and resume."""
     from slime.backends.megatron_utils.checkpoint import Checkpointer
     from tests.parity.megatron_model import MegatronTrainer
 
@@ -263,12 +263,20 @@ def leave_the_moments(rank: int, folder: str) -> tuple[bool, bool]:
         trainer.train(tokens())
     wanted, found, whole = none.exported(), fresh.exported(), unbroken.exported()
     same = all(torch.equal(found[n], wanted[n]) for n in wanted)
-    return same, not all(torch.equal(found[n], whole[n]) for n in whole)
+    differ = not all(torch.equal(found[n], whole[n]) for n in whole)
+    anew = new_folder(Path(folder) / "anew", rank)
+    Checkpointer("qwen3").save(anew, 1, fresh.model, fresh.optimizer, num_steps=2)
+    resumed = MegatronTrainer(args_for(checkpoint, {}))
+    Checkpointer("qwen3").load(anew, resumed.model, resumed.optimizer)
+    for trainer in (fresh, resumed):
+        trainer.train(tokens())
+    wanted, found = fresh.exported(), resumed.exported()
+    return same, differ, all(torch.equal(found[n], wanted[n]) for n in wanted)
 
 
 def test_saved_moments_need_not_be_loaded(tmp_path):
     make_family(tmp_path / "model", "qwen3")
-    assert run_megatron_ranks(leave_the_moments, 4, str(tmp_path)) == [(True, True)] * 4
+    assert run_megatron_ranks(leave_the_moments, 4, str(tmp_path)) == [(True, True, True)] * 4
 
 
 @pytest.mark.parametrize("flags", [{}, PLAIN | {"bf16": True}], ids=["distributed", "plain"])

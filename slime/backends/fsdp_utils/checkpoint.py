@@ -41,6 +41,7 @@ class CheckpointFacts:
     model_type: str
     shapes: dict[str, list[int]]
     optimizer: str = "adam"
+    moment_steps: int | None = None  # updates in the moments; None: num_steps of them
     has_ref: bool = False  # contains a reference model, updated by --ref-update-interval
 
 
@@ -71,7 +72,12 @@ class Checkpointer:
         folder = Path(path)
         if dist.get_rank() == 0:
             facts = _facts(model, rollout_id, optimizer.num_steps, with_optimizer)
-            facts = replace(facts, has_ref=ref is not None, optimizer=optimizer.kind)
+            facts = replace(
+                facts,
+                has_ref=ref is not None,
+                optimizer=optimizer.kind,
+                moment_steps=optimizer.moment_steps,
+            )
             (folder / _FACTS).write_text(json.dumps(asdict(facts)) + "\n")
         torch.save(_rng_state(), folder / f"rng_{dist.get_rank()}.pt")
         tensors = _model_tensors(model)
@@ -117,10 +123,12 @@ class Checkpointer:
         """Load moments, step count and RNG state; moments that were not saved stay at zero."""
         self._check_files(path)
         facts = read_facts(path)
+        moment_steps = 0
         if facts.has_optimizer and moments:
             _refuse_other_optimizer(facts, optimizer, path)
             self._read(path, _optimizer_tensors(optimizer))
-        optimizer.set_num_steps(facts.num_steps)
+            moment_steps = facts.num_steps if facts.moment_steps is None else facts.moment_steps
+        optimizer.set_num_steps(facts.num_steps, moment_steps)
         _restore_rng(Path(path) / f"rng_{dist.get_rank()}.pt")
 
     def load_ref(self, path: str, ref: ShardedModel) -> None:

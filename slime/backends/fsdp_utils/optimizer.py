@@ -43,6 +43,7 @@ class ShardedOptimizer:
         self.schedule = lr_schedule(args)
         self.clip = args.clip_grad
         self.num_steps = 0
+        self.moment_steps = 0  # updates that the moments have seen: fewer if they were not loaded
         self._local = {name: _local(param) for name, param in params.items()}
         by_muon = matrices & params.keys() if self.kind == "muon" else set()
         others = [name for name in params if name not in by_muon]
@@ -68,6 +69,7 @@ class ShardedOptimizer:
                 group["lr"] = self.lr
             part.step()
         self.num_steps += 1
+        self.moment_steps += 1
         self.drop_grads()
         return norm
 
@@ -79,12 +81,12 @@ class ShardedOptimizer:
                 tensors[f"{name}.{moment}"] = shard_of(self.params[name], local)
         return tensors
 
-    def set_num_steps(self, num_steps: int) -> None:
-        self.num_steps = num_steps
+    def set_num_steps(self, num_steps: int, moment_steps: int) -> None:
+        self.num_steps, self.moment_steps = num_steps, moment_steps
         for part in self._parts:
             for state in part.state.values():
                 if "step" in state:
-                    state["step"].fill_(num_steps)
+                    state["step"].fill_(moment_steps)
 
     def storages(self) -> list[torch.Tensor]:
         """Return the tensors that can be offloaded between steps."""
@@ -146,7 +148,7 @@ class ShardedOptimizer:
                     if kept and not state:
                         state |= {moment: torch.zeros_like(local) for moment in kept}
                         if isinstance(part, torch.optim.AdamW):
-                            steps = torch.tensor(float(self.num_steps), device=local.device)
+                            steps = torch.tensor(float(self.moment_steps), device=local.device)
                             state["step"] = steps
                     yield names[local], {moment: state[moment] for moment in kept}
 

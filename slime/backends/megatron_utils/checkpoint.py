@@ -72,6 +72,11 @@ class CheckpointFacts:
     has_optimizer: bool
     model_type: str
     layout: list[int]  # tensor, pipeline, context, expert, data parallel sizes
+    moment_steps: int | None = None  # updates in the moments; None: num_steps of them
+
+    @property
+    def num_updates(self) -> int:
+        return (self.num_steps or 0) if self.moment_steps is None else self.moment_steps
 
 
 class Checkpointer:
@@ -108,6 +113,7 @@ class Checkpointer:
             has_optimizer=optimizer is not None,
             model_type=self._model_type,
             layout=_layout(),
+            moment_steps=None if optimizer is None else optimizer.moment_steps,
         )
         state = _state(chunks, optimizer)
         request = dist_checkpointing.save(
@@ -154,6 +160,7 @@ class Checkpointer:
         if facts.num_steps is not None:
             optimizer.set_num_steps(facts.num_steps)
         optimizer.has_moments = facts.has_optimizer
+        optimizer.moment_steps = facts.num_updates if facts.has_optimizer else 0
         if facts.layout == _layout():
             _restore_rng(Path(path) / f"rng_{dist.get_rank()}.pt")
         return facts
@@ -184,7 +191,7 @@ class Checkpointer:
         for key, chunk in _by_key(chunks).items():
             _fill_in(chunk, loaded[key], headless=headless)
         if with_optimizer is not None:
-            load_optimizer_state(with_optimizer.inner, loaded["optimizer"], facts.num_steps or 0)
+            load_optimizer_state(with_optimizer.inner, loaded["optimizer"], facts.num_updates)
         load_fp8_state(list(_by_key(chunks).values()), loaded.get(_FP8, {}))
         return facts
 

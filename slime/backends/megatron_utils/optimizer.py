@@ -44,6 +44,7 @@ class ScheduledOptimizer:
         install_adam()
         self.schedule = schedule
         self.num_steps = 0
+        self.moment_steps = 0  # updates that the moments have seen: fewer if they were not loaded
         self.has_moments = False  # after the first update or a load, the same on all ranks
         self._weight_decay = args.weight_decay
         self._chunks = chunks
@@ -99,6 +100,7 @@ class ScheduledOptimizer:
         if isinstance(self.inner, LayerWiseDistributedOptimizer):
             _share_params(self.inner)
         self.num_steps += 1
+        self.moment_steps += 1
         self.has_moments = True
         if self._gathers_late:  # weights are read before the next forward pass
             for chunk in self._chunks:
