@@ -61,7 +61,7 @@ _ENDS = {
 
 def names_of(hf_name: str, *, tied: bool = False) -> list[str]:
     """Return all names of a parameter; with `tied` embeddings those of the output layer are the embedding's."""
-    names = [hf_name, *_megatron_names(hf_name)]
+    names = [hf_name, *_megatron_names(hf_name), *_stacked_names(hf_name), *_expert_names(hf_name)]
     if tied and _text_name(hf_name) == _EMBEDDING:
         names += [_HEAD, *_megatron_names(_HEAD)]
     return names
@@ -83,6 +83,23 @@ def _megatron_names(hf_name: str) -> list[str]:
         match = re.fullmatch(pattern, layer[2])
         found += [match.expand(template) for template in templates] if match else []
     return [f"decoder.layers.{layer[1]}.{name}" for name in found]
+
+
+def _stacked_names(hf_name: str) -> list[str]:
+    """Return the name of the tensor that holds this weight of all experts in the FSDP trainer."""
+    found = re.fullmatch(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.weight", hf_name)
+    if found is None:
+        return []
+    return [f"{found[1]}.{'down_proj' if found[2] == 'down' else 'gate_up_proj'}"]
+
+
+def _expert_names(hf_name: str) -> list[str]:
+    """Return the names that a checkpoint has for the first expert of a tensor of all experts."""
+    found = re.fullmatch(r"(.*\.experts)\.(gate_up|down)_proj", hf_name)
+    if found is None:
+        return []
+    parts = ("gate", "up") if found[2] == "gate_up" else ("down",)
+    return [f"{found[1]}.0.{part}_proj.weight" for part in parts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,13 +148,14 @@ class Freezing:
         kept = [name for name in hf_names if self.is_trained(names_of(name, tied=tied))]
         return kept or refuse_nothing_trained(hf_names)
 
-    def check_fused(self, hf_names: list[str]) -> None:
-        """Raise ConfigError if only a part of one of Megatron's parameters would be trained."""
+    def check_fused(self, hf_names: list[str], backend: str) -> None:
+        """Raise ConfigError if only a part of one of the trainer's parameters would be trained."""
+        fused_names = _megatron_names if backend == "megatron" else _stacked_names
         parts: dict[str, dict[str, bool]] = {}
         tied = _HEAD not in hf_names
         for hf_name in hf_names:
             names = names_of(hf_name, tied=tied)
-            for fused in names[1:]:
+            for fused in fused_names(hf_name):
                 parts.setdefault(fused, {})[hf_name] = self.is_trained(names)
         for fused, trained in parts.items():
             if len(set(trained.values())) > 1:
@@ -145,8 +163,8 @@ class Freezing:
                 fixed = next(name for name, is_trained in trained.items() if not is_trained)
                 raise ConfigError(
                     f"--only-train-params-name-list and --freeze-params-name-list train {moved} and "
-                    f"not {fixed}, which are one parameter in Megatron ({fused}): name all of its parts, or "
-                    "use --train-backend fsdp"
+                    f"not {fixed}, which are one parameter with --train-backend {backend} ({fused}): name all "
+                    "of its parts"
                 )
 
 
@@ -155,8 +173,7 @@ def check_freezing(args: Args, hf_names: list[str]) -> None:
     freezing = Freezing.of(args)
     if freezing.is_set and hf_names:
         freezing.trained(hf_names)
-        if args.train_backend == "megatron":
-            freezing.check_fused(hf_names)
+        freezing.check_fused(hf_names, args.train_backend)
 
 
 def refuse_nothing_trained(hf_names: list[str]) -> NoReturn:

@@ -100,10 +100,47 @@ def test_a_part_of_a_fused_parameter_cannot_be_frozen_in_megatron():
     check_freezing(make_args(train_backend="fsdp", **flags), UNTIED)
     with pytest.raises(ConfigError) as error:
         check_freezing(make_args(train_backend="megatron", **flags), UNTIED)
-    assert "one parameter in Megatron (decoder.layers.0.self_attention.linear_qkv.weight)" in str(
-        error.value
-    )
-    assert "--train-backend fsdp" in str(error.value)
+    assert "which are one parameter with --train-backend megatron" in str(error.value)
+    assert "(decoder.layers.0.self_attention.linear_qkv.weight)" in str(error.value)
+
+
+EXPERTS = [
+    "model.layers.0.mlp.down_proj.weight",
+    *(
+        f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight"
+        for expert in range(2)
+        for part in ("gate", "up", "down")
+    ),
+    "lm_head.weight",
+]
+STACKED = [
+    "model.layers.0.mlp.down_proj.weight",
+    "model.layers.1.mlp.experts.gate_up_proj",
+    "model.layers.1.mlp.experts.down_proj",
+    "lm_head.weight",
+]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "frozen"),
+    [
+        (r"down_proj\.weight$", [0, 2]),
+        (r"experts\.gate_up_proj", [1]),
+        (r"experts\.\d+\.", [1, 2]),
+    ],
+)
+def test_patterns_of_a_checkpoint_freeze_the_stacked_experts_of_fsdp(pattern, frozen):
+    args = make_args(train_backend="fsdp", freeze_params_name_list=[pattern])
+    check_freezing(args, EXPERTS)
+    trained = Freezing.of(args).trained(STACKED)
+    assert trained == [name for i, name in enumerate(STACKED) if i not in frozen]
+
+
+@pytest.mark.parametrize("pattern", [r"experts\.1\.", r"experts\.\d+\.gate_proj"])
+def test_one_expert_of_a_stack_cannot_be_frozen_in_fsdp(pattern):
+    args = make_args(train_backend="fsdp", freeze_params_name_list=[pattern])
+    with pytest.raises(ConfigError, match="one parameter with --train-backend fsdp"):
+        check_freezing(args, EXPERTS)
 
 
 def test_a_start_checks_the_patterns_against_the_checkpoint(tmp_path):

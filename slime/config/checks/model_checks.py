@@ -202,6 +202,8 @@ def _check_mtp_layout(draft: Draft, config: dict[str, Any]) -> None:
 
 
 _NOT_WITH_MTP = {
+    "freeze_params_name_list": "its names are those of the layers without MTP",
+    "only_train_params_name_list": "its names are those of the layers without MTP",
     "custom_model_provider_path": "the function builds the model without MTP layers",
     "pipeline_model_parallel_layout": "MTP layers are on the last stage, behind its decoder layers",
     "fp8_format": "MTP layers are trained in bf16 or fp32",
