@@ -143,7 +143,11 @@ def read_slices(folder: str | Path, wanted: dict[str, Slice]) -> dict[str, torch
             if isinstance(stored, TensorStorageMetadata)
             else []
         )
-        if sum(torch.Size(item.lengths).numel() for item in items) != chunk.sizes.numel():
+        covered = torch.zeros(chunk.sizes, dtype=torch.bool)
+        for item in items:
+            pairs = zip(item.dest_offsets, item.lengths, strict=True)
+            covered[tuple(slice(start, start + length) for start, length in pairs)] = True
+        if not covered.all():
             raise ConfigError(f"{folder} does not hold all of {one.key}, which {name} is read from")
         plan.items += items
         plan.targets[one.key, tuple(chunk.offsets)] = torch.empty(chunk.sizes, dtype=one.dtype)

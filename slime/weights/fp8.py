@@ -43,6 +43,8 @@ _KEPT = (
     "mlp.gate.",
     "shared_expert_gate",
     "eh_proj",
+    "input_proj",
+    "shared_head",
     "visual",
 )
 

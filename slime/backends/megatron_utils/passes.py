@@ -175,12 +175,13 @@ class Passes:
 
 def _forward(chunk: Any, inputs: Inputs, ahead: torch.Tensor | None = None) -> torch.Tensor:
     """Return the hidden states; with `ahead` those of multi-token-prediction layers after them."""
+    further = {} if ahead is None else {"labels": ahead}
     return chunk(
         input_ids=inputs.tokens,
         position_ids=inputs.position_ids,
         attention_mask=None,
         packed_seq_params=inputs.rows,
-        labels=ahead,
+        **further,
     )
 
 

@@ -57,6 +57,8 @@ def main(argv: list[str]) -> int:
     """Run `--input-dir CHECKPOINT --output-dir FOLDER --origin-hf-dir FOLDER`."""
     options = parse_options(argv)
     source, output = _checkpoint(options.input_dir), Path(options.output_dir)
+    if options.force and _holds_something_else(output):
+        raise UserError(f"--force: {output} holds no model: it is not replaced, remove it by hand")
     plan = Plan(
         source=str(source),
         origin=options.origin_hf_dir,
@@ -76,10 +78,14 @@ def main(argv: list[str]) -> int:
             for file in _write_files(conversion, files.folder, options.max_workers):
                 files.add_written(file)
                 count.advance(file.nbytes)
-            if options.force:
-                shutil.rmtree(output, ignore_errors=True)
+            if options.force and output.exists():
+                shutil.rmtree(output)
     print(f"{output}: {conversion.config.model_type} of {source}")
     return 0
+
+
+def _holds_something_else(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists()
 
 
 @dataclass(frozen=True)
