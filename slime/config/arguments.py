@@ -9,6 +9,7 @@ Flags are declared in `slime/config/flags/`; nothing outside this module and tha
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from typing import Any
@@ -56,6 +57,7 @@ class Args(OwnFlags):
     eval_datasets: list[EvalDataset]
     engine_models: list[ServedModel]  # of --sglang-config; empty: one group of equal engines
     critic_overrides: dict[str, Any]  # flags of the optimizer with another value for the critic
+    role_replaced: dict[str, Any]  # given values that --megatron-config-path replaced
     warnings: tuple[str, ...]
 
     def __init__(
@@ -86,7 +88,7 @@ class Args(OwnFlags):
             raise AttributeError(name)
         if name in all_flags():
             return None
-        near = nearest(name, all_flags())
+        near = _nearest_flag(name)
         hint = f"; did you mean {near}?" if near else ""
         raise AttributeError(f"there is no flag for args.{name}{hint}")
 
@@ -104,7 +106,7 @@ class Args(OwnFlags):
         """Return a copy with other values, marked as derived."""
         for name in values:
             if name not in vars(self) and name not in all_flags():
-                near = nearest(name, all_flags())
+                near = _nearest_flag(name)
                 hint = f"; did you mean {near}?" if near else f": set it with args.{name} = ..."
                 raise AttributeError(f"args.{name} is no flag{hint}")
         origins: dict[str, Origin] = {**self._origins, **dict.fromkeys(values, "derived")}
@@ -112,14 +114,12 @@ class Args(OwnFlags):
 
     def set_router(self, url: str) -> None:
         """Set --sglang-router-ip and -port to the router or engine that came up, for hooks that post there."""
-        host, _, port = urlsplit(url).netloc.rpartition(":")
-        self.__dict__.update(sglang_router_ip=host, sglang_router_port=int(port))
+        host, port = _place(url)
+        self.__dict__.update(sglang_router_ip=host, sglang_router_port=port)
 
     def set_model_routers(self, urls: dict[str, str]) -> None:
         """Set `sglang_model_routers` to {name: (ip, port)} of each served model, for hooks."""
-        places = {name: urlsplit(url) for name, url in urls.items()}
-        routers = {name: (place.hostname, place.port) for name, place in places.items()}
-        self.__dict__.update(sglang_model_routers=routers)
+        self.__dict__.update(sglang_model_routers={name: _place(url) for name, url in urls.items()})
 
     def to_dict(self, redact: bool = True) -> dict[str, Any]:
         """Return every value that is set, by name; without `redact` also secrets."""
@@ -173,9 +173,9 @@ def read_given(argv: list[str]) -> tuple[dict[str, Any], dict[str, Origin]]:
 
 def resolve(draft: Draft) -> Args:
     """Derive the values that were not given and check everything."""
-    if draft["custom_config_path"] is not None:
-        own = read_custom_config(draft["custom_config_path"])
-        _add_custom(draft, own, f"--custom-config-path {draft['custom_config_path']}")
+    own = draft["custom_config_path"]
+    if own is not None and draft.need_file(own, "--custom-config-path"):
+        _add_custom(draft, read_custom_config(own), f"--custom-config-path {own}")
     apply_role_config(draft)
     check_values(draft)
     derive(draft)
@@ -193,6 +193,20 @@ def _add_custom(draft: Draft, values: dict[str, Any], where: str) -> None:
             raise ConfigError(f"{where}: args.{name} is taken already: choose another name")
         draft.values[name] = value
         draft.origins[name] = "custom"
+
+
+@functools.cache
+def _nearest_flag(name: str) -> str | None:
+    """Cached, since hooks ask for settings of their own again and again: getattr(args, name, default)."""
+    return nearest(name, all_flags())
+
+
+def _place(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    if parts.port is not None:
+        host = host.rpartition(":")[0]
+    return host, parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def resolved_lines(args: Args) -> list[str]:

@@ -263,7 +263,7 @@ _CHECKPOINTS = ("save", "critic_save", *_RESUMED_FROM)
 _PATTERNS = ("save_hf", "save_debug_rollout_data", "save_debug_train_data")
 _INPUTS = (
     "hf_checkpoint", "ref_load", "opd_teacher_load", "eval_config", "sglang_config",
-    "megatron_config_path",
+    "megatron_config_path", "custom_config_path",
     "ci_load_grad_norm",
 )  # fmt: skip
 _DATA = ("prompt_data", "eval_prompt_data")

@@ -32,13 +32,22 @@ _OF_ROLE = {
 _OPTIMIZER = {flag.name for flag in flags_of(Optimizer)}
 
 
+# Where a run starts: the command line has the last word, as it has when a run is resumed.
+_STARTS = ("load", "critic_load", "ref_load", "ckpt_step", "ref_ckpt_step")
+
+
 def apply_role_config(draft: Draft) -> None:
     """Set the values of the file. They replace those of the command line, which are for all models.
 
-    `critic_overrides` then holds what the critic has of its own, --critic-lr among it.
+    `critic_overrides` then holds what the critic has of its own, --critic-lr among it, and
+    `role_replaced` what the command line had, so that a repeated run reads both again.
     """
-    path, critic = draft["megatron_config_path"], {}
-    roles = _read_roles(path) if path is not None else {}
+    path, critic, roles = draft["megatron_config_path"], {}, {}
+    if path is not None and draft.need_file(path, _OPTION):
+        roles = _read_roles(path)
+    draft.derive("role_replaced", {})
+    if "critic" in roles and draft["advantage_estimator"] != "ppo":
+        draft.warn(f"{path}: critic has no effect without --advantage-estimator ppo")
     for name, value in roles.get("critic", {}).items():
         flag = _OF_ROLE["critic"].get(name)
         if flag is not None:
@@ -55,7 +64,7 @@ def apply_role_config(draft: Draft) -> None:
             raise ConfigError(f"{path}: ref: {name}: the reference has load and ckpt_step only")
         _set(draft, _OF_ROLE["ref"][name], value)
     for name, value in roles.get("actor", {}).items():
-        if name in _OPTIMIZER and draft.given(name):  # the critic keeps that of the command line
+        if name in _OPTIMIZER:  # the critic keeps what it has without the file
             own = _OF_ROLE["critic"].get(name)
             if own is None:
                 critic.setdefault(name, draft[name])
@@ -68,7 +77,13 @@ def apply_role_config(draft: Draft) -> None:
 
 
 def _set(draft: Draft, name: str, value: Any) -> None:
-    draft.values[name], draft.origins[name] = value, "config"
+    if draft.given(name):
+        if name in _STARTS:
+            if draft[name] != value:
+                draft.warn(f"{option_of(name)} {draft[name]} counts, not {value} of {_OPTION}")
+            return
+        draft["role_replaced"].setdefault(name, draft[name])
+    draft.values[name], draft.origins[name] = value, "role file"
 
 
 def _read_roles(path: str) -> dict[str, dict[str, Any]]:
@@ -85,9 +100,9 @@ def _read_roles(path: str) -> dict[str, dict[str, Any]]:
 def _from_list(rows: list[Any], path: str) -> dict[str, Any]:
     roles: dict[str, Any] = {}
     for row in rows:
-        if not isinstance(row, dict) or "role" not in row or row["role"] in roles:
+        if not isinstance(row, dict) or str(row.get("role")) in ("None", *roles):
             raise ConfigError(f"{path}: every entry needs a 'role' of its own and 'overrides'")
-        roles[row["role"]] = row.get("overrides") or {}
+        roles[str(row["role"])] = row.get("overrides") or {}
     return roles
 
 

@@ -21,6 +21,7 @@ GPUs are counted in the order of the file: here 0 and 1 for two engines of the p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +154,10 @@ def _read_file(path: str, draft: Draft) -> list[ServedModel]:
 
 def _model(row: Any, where: str, draft: Draft) -> ServedModel:
     values = _read(row, _MODEL, where, required=("name", "server_groups"))
+    if not re.fullmatch(r"[\w.-]+", values["name"]):
+        raise ConfigError(
+            f"{where}: name: {values['name']!r} names a log file: use letters, digits, '.', '_' and '-'"
+        )
     trained = draft["hf_checkpoint"]
     path = str(Path(values.get("model_path", trained)).expanduser())
     same = Path(path).resolve() == Path(trained).expanduser().resolve()

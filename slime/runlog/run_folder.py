@@ -110,6 +110,7 @@ def _given(args: Args) -> dict[str, object]:
         for name, value in plain.items()
         if args.origin(name) in ("command line", "config") and name not in left_out
     }
+    given |= {name: _plain(value) for name, value in args.role_replaced.items()}
     return portable(given, args.run_dir)
 
 

@@ -223,8 +223,10 @@ def make_router(args: Args, engines: list[EngineSpec], host: str, token: str) ->
         )
     if split:
         raise UserError("prefill and decode engines need the package sglang-router: install it")
-    for name in args.to_dict(redact=False):
-        if name in all_flags() and all_flags()[name].family == "router":
+    for name, value in args.to_dict(redact=False).items():
+        if name not in all_flags() or value is None:
+            continue
+        if all_flags()[name].family == "router" or name == "sglang_router_port":
             raise UserError(
                 f"{all_flags()[name].option} needs the package sglang-router: install it, or remove the "
                 "flag"

@@ -17,6 +17,7 @@ from slime.core.errors import ConfigError, UserError
 from slime.core.types import ParallelInfo
 from slime.diagnosis.number_checks import check_numbers
 from slime.runlog.checkpoint_folder import CheckpointFolder, CheckpointMeta
+from slime.runlog.run_folder import write_config
 from slime.weights.hf_folder import DiskTransport
 from tests.args import make_args, make_argv
 
@@ -193,6 +194,29 @@ def test_flags_of_one_model(tmp_path):
     assert (args.lr, args.critic_lr) == (2e-6, 1e-6)
 
 
+def test_values_of_the_actor_alone_do_not_reach_the_critic(tmp_path):
+    args = roles(tmp_path, "actor: {lr: 5.0e-6, weight_decay: 0.3}")
+    assert (args.lr, args.weight_decay) == (5e-6, 0.3)
+    assert args.critic_overrides == {"lr": 1e-6, "weight_decay": 0.01}  # the defaults
+
+
+def test_a_repeated_run_reads_the_file_of_roles_again(tmp_path):
+    args = roles(tmp_path, "actor: {weight_decay: 0.3}", weight_decay=0.1, run_dir=tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    write_config(args, tmp_path / "run")
+    again = parse_args(["--config", str(tmp_path / "run" / "config.yaml")])
+    assert again.weight_decay == 0.3 and again.critic_overrides == {"weight_decay": 0.1}
+
+
+def test_the_command_line_says_where_a_run_starts(tmp_path):
+    text = "{actor: {load: /ckpt/sft}, critic: {load: /ckpt/critic}}"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    args = roles(tmp_path, text, load=tmp_path / "a", critic_load=tmp_path / "b")
+    assert (args.load, args.critic_load) == (str(tmp_path / "a"), str(tmp_path / "b"))
+    assert sum("counts, not /ckpt/" in warning for warning in args.warnings) == 2
+
+
 def test_flags_of_one_model_as_a_list(tmp_path):
     rows = "[{role: critic, overrides: {lr: 1.0e-5, adam_beta2: 0.95}}]"
     args = roles(tmp_path, f"megatron: {rows}")
@@ -210,6 +234,7 @@ def test_flags_of_one_model_as_a_list(tmp_path):
         ("critic: {micro_batch_size: 7}", "--micro-batch-size of the actor"),
         ("ref: {lr: 1.0e-6}", "load and ckpt_step only"),
         ("megatron: [{overrides: {}}]", "needs a 'role'"),
+        ("megatron: [{role: [a]}]", "there is no role"),
     ],
 )
 def test_a_wrong_file_of_roles_is_refused(tmp_path, text, words):

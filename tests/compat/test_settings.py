@@ -153,6 +153,14 @@ def test_the_address_that_hooks_post_to(url, ip, port):
     assert args.replace(lr=1.0).sglang_router_port == port
 
 
+def test_an_address_without_a_port_has_that_of_its_scheme():
+    args = make_args()
+    args.set_router("https://engine.example.com")
+    assert (args.sglang_router_ip, args.sglang_router_port) == ("engine.example.com", 443)
+    args.set_model_routers({"judge": "http://judge.example.com"})
+    assert args.sglang_model_routers == {"judge": ("judge.example.com", 80)}
+
+
 def test_a_plain_run_does_not_import_the_bridge():
     program = """
 import sys

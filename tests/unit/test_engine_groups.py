@@ -106,6 +106,7 @@ def test_options_of_a_group_reach_the_command_of_its_engines_only(tmp_path):
         ([policy({**REGULAR, "num_gpus": -1})], "must be at least 1"),
         ([policy({**REGULAR, "num_gpus": 3, "num_gpus_per_engine": 2})], "cannot be split"),
         ([policy(), policy()], "two models are named 'policy'"),
+        ([policy(name="Qwen/Qwen3-4B")], "use letters, digits"),
         ([policy(update_weights=False)], "no engine receives weights"),
         ([policy({"worker_type": "placeholder", "num_gpus": 1})], "no engine receives weights"),
         ([policy({**REGULAR, "overrides": {"max_runing_requests": 1}})], "max_running_requests"),

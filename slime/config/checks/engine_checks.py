@@ -222,7 +222,7 @@ def _warn_unused_router(draft: Draft) -> None:
     if draft["rollout_num_gpus"] // draft["rollout_num_gpus_per_engine"] > 1:
         return
     for name in draft.given_names():
-        if all_flags()[name].family == "router":
+        if all_flags()[name].family == "router" or name == "sglang_router_port":
             draft.warn(
                 f"{all_flags()[name].option} has no effect with one engine, which needs no router"
             )

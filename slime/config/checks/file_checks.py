@@ -29,6 +29,8 @@ def check_files(draft: Draft) -> None:
         )
     if draft["ref_load"] is not None:
         draft.need_file(draft["ref_load"], "--ref-load")
+    if draft["ci_load_grad_norm"]:
+        draft.need_file(draft["ci_load_grad_norm"], "--ci-load-grad-norm")
     if draft["critic_load"] not in (None, draft["critic_save"]):
         draft.need_file(draft["critic_load"], "--critic-load")
     if draft["use_opd"] and draft["opd_type"] == "megatron":

@@ -11,13 +11,15 @@ from slime.config.flags.spec import Flag, nearest, option_of
 from slime.core.errors import ConfigError
 
 # "custom": no flag, from --custom-config-path or an option that the user's own script added
-Origin = Literal["default", "config", "command line", "derived", "custom"]
+# "role file": from --megatron-config-path, which is read again when the run is repeated
+Origin = Literal["default", "config", "command line", "role file", "derived", "custom"]
 _RESULTS = (
     "precision",
     "deterministic",
     "eval_datasets",
     "engine_models",
     "critic_overrides",
+    "role_replaced",
 )  # derived, and not flags themselves
 
 

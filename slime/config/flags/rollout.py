@@ -19,7 +19,10 @@ _OWN_ROLLOUT = differs("rollout_function_path", PLAIN_ROLLOUT)
 _SFT = equals("rollout_function_path", SFT_ROLLOUT)
 WITHOUT_ENGINE = Condition(
     names=("rollout_function_path",),
-    holds=lambda values: values["rollout_function_path"] not in (PLAIN_ROLLOUT, ASYNC_ROLLOUT),
+    holds=lambda values: (
+        values["rollout_function_path"]
+        not in (PLAIN_ROLLOUT, ASYNC_ROLLOUT, f"{ASYNC_ROLLOUT}_fully_async")
+    ),
     text="a --rollout-function-path that needs no engine",
 )
 

@@ -266,7 +266,7 @@ class Checks:
     ci_test: bool = flag(
         False,
         "end the run with an error if the engine's and the trainer's log-probs differ, or if the KL to the "
-        "reference is not 0 in the first step",
+        "reference (--use-kl-loss) is not 0 in the first rollout where that is one step",
         unless=NO_TRAINER,
     )
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
