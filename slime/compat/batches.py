@@ -6,6 +6,7 @@ that hooks of earlier versions expect: a list with one tensor, or one number, pe
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import wraps
@@ -105,8 +106,9 @@ class _ByKey:
 class RolloutBatchView(_ByKey, RolloutBatch):
     """A RolloutBatch whose columns can be read and set by key; `store` keeps changes inside of them."""
 
-    __slots__ = ("_columns",)
+    __slots__ = ("_columns", "_read_values")
     _keys = (*_ATTRIBUTES, *_ROLLOUT_COLUMNS)
+    _read_values: dict[str, Any]  # attribute -> what was read, before the hook could change it
     _columns: dict[
         str, tuple[Any, Any]
     ]  # attribute -> its value when it was read, and what was read
@@ -114,7 +116,7 @@ class RolloutBatchView(_ByKey, RolloutBatch):
     @classmethod
     def of(cls, batch: RolloutBatch) -> RolloutBatchView:
         view = object.__new__(cls)
-        view.__dict__, view._columns = batch.__dict__, {}
+        view.__dict__, view._columns, view._read_values = batch.__dict__, {}, {}
         return view
 
     def _read(self, name: str) -> Any:
@@ -122,6 +124,7 @@ class RolloutBatchView(_ByKey, RolloutBatch):
         value = getattr(self, name)
         if name not in self._columns or self._columns[name][0] is not value:
             self._columns[name] = value, _as_tensors(name, value)
+            self._read_values[name] = copy.deepcopy(self._columns[name][1])
         return self._columns[name][1]
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -131,9 +134,11 @@ class RolloutBatchView(_ByKey, RolloutBatch):
         setattr(self, attribute, _as_arrays(value))
 
     def store(self) -> None:
-        """Write lists and tensors that were read, and may have been changed in place, back."""
+        """Write lists and tensors that were read and changed in place back."""
         for name, (value, read) in self._columns.items():
-            if name in _ROLLOUT_COLUMNS and getattr(self, name) is value and value is not None:
+            if name not in _ROLLOUT_COLUMNS or getattr(self, name) is not value:
+                continue
+            if value is not None and not _same(read, self._read_values[name]):
                 setattr(self, name, _as_arrays(read))
         self.__post_init__()
 
@@ -200,7 +205,18 @@ def _as_tensors(name: str, column: Any) -> Any:
     return column
 
 
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
 def _as_arrays(column: Any) -> Any:
     if isinstance(column, torch.Tensor):
-        return column.detach().float().cpu().numpy()
+        column = column.detach().cpu()
+        return (column.float() if column.is_floating_point() else column).numpy()
     return [_as_arrays(row) for row in column] if isinstance(column, list | tuple) else column

@@ -7,6 +7,7 @@ another run; `--save-debug-train-data` writes the rows that a rank trained on.
 from __future__ import annotations
 
 import base64
+import json
 import logging
 import pickle
 import shutil
@@ -139,8 +140,8 @@ def _plain_record(sample: Sample) -> dict[str, Any]:
 
 def _is_json(value: Any) -> bool:
     try:
-        orjson.dumps(value)
-    except TypeError:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
         return False
     return True
 

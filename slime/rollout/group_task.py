@@ -198,6 +198,8 @@ async def _call_sample_hook(args: Args, samples: list[Sample], original: Sample)
         if not _is_finished(one):
             results.append(one)
             continue
+        if one.response_length == 0:
+            fill_empty_response(one, eos_token_id(args.hf_checkpoint))
         before = one.clone()  # a hook that fails half way may leave inconsistent fields
         call = _hook_results(args, fn, one, f"{flag} {path}")
         results += await _mark_failures("sample hook", [before], call) or [before]

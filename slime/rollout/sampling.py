@@ -121,6 +121,9 @@ def _payload(
     if max_new_tokens <= 0:
         return None
     params = {**sampling_params, "max_new_tokens": max_new_tokens}
+    if "min_new_tokens" in params:
+        wanted = max(params["min_new_tokens"] - sample.response_length, 0)
+        params["min_new_tokens"] = min(wanted, max_new_tokens)
     if generation is not None and generation.seed_parts and sample.index is not None:
         offset = (sample.response_length,) if sample.response_length else ()
         params["sampling_seed"] = hash32(*generation.seed_parts, sample.index, *offset)

@@ -130,3 +130,17 @@ def test_a_slice_of_context_parallelism_has_no_whole_samples():
 
     with pytest.raises(UserError, match=r"--context-parallel-size above 1 .* packed columns"):
         with_train_view(hook)(None, packed, None, None)
+
+
+def test_edits_by_attribute_survive_a_reading_by_key():
+    batch = random_batch(3)
+    wanted = [2 * row for row in batch.advantages]
+
+    def hook(args, data):
+        dict(data.items())
+        for row in data.advantages:
+            row *= 2
+
+    call(hook, batch)
+    for found, row in zip(batch.advantages, wanted, strict=True):
+        np.testing.assert_array_equal(found, row)

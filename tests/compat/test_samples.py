@@ -2,6 +2,7 @@
 
 import argparse
 import base64
+import datetime
 import json
 import pickle
 
@@ -127,3 +128,10 @@ def test_a_debug_file_that_would_run_code(tmp_path, capsys):
     with pytest.raises(ConfigError, match="could run code"):
         load_debug_samples(str(tmp_path / "1.pt"), 0)
     assert "this ran" not in capsys.readouterr().out
+
+
+def test_attributes_of_hooks_that_are_no_json_do_not_stop_a_checkpoint():
+    sample = Sample(tokens=[1, 2])
+    sample.seen_at, sample.turns = datetime.datetime(2026, 1, 1), [1, 2]
+    stored = json.loads(json.dumps(encode_groups([[sample]])))
+    assert decode_groups(stored)[0][0].turns == [1, 2]

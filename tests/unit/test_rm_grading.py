@@ -76,6 +76,8 @@ DAPO = [
     ("Answer: $42$", "42", 1, 1, -1),
     (r"Answer: \boxed{42}", "42.0", 1, 1, 1),
     (r"Answer: x = 42", "42", 1, 1, -1),
+    (r"Answer: $\boxed{3 cm}$", "3 cm", 1, 1, 1),  # a box is compared with the label as it is
+    (r"Answer: $\boxed{1,024}$", "1,024", 1, 1, 1),
     (r"Answer: 42 cm", "42", 1, 1, -1),
     (r"Answer: $42^\circ$", "42", 1, 1, -1),
     (r"Answer: \text{42}", "42", 1, 1, -1),

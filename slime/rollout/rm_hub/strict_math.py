@@ -101,13 +101,14 @@ async def grade_deepscaler(response: str, label: object, *, isolate: bool = True
 
 def grade_dapo(response: str, label: object, *, strict_box_verify: bool = False) -> dict[str, Any]:
     r"""Compare the last "Answer:" line, or with `strict_box_verify` the last \boxed{} as it is written."""
-    tail, expected = response[-_DAPO_TAIL_CHARS:], _dapo_label(label)
+    tail, expected = response[-_DAPO_TAIL_CHARS:], {_dapo_label(label)}
     if strict_box_verify:
+        expected.add(str(label).strip())
         pred = boxed(tail[-_BOX_TAIL_CHARS:])
     else:
         found = _ANSWER.findall(tail)
         pred = minerva_form(found[-1]) if found else None
-    correct = bool(expected) and pred == expected
+    correct = bool(pred) and label is not None and pred in expected
     return {
         "score": 1.0 if correct else -1.0,
         "acc": correct,
