@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from slime.backends.model_size import CountRequest, count_models
 from slime.config.arguments import Args
-from slime.core.errors import UserError
+from slime.core.errors import ConfigError, UserError
 from tests.megatron import DIST_OPT, EP, ETP1, PP, SP, megatron_args, my_rows, start_actor
 from tests.parity.mtp_models import MODELS, make_mtp_model, prefix
 from tests.parity.test_conversion import to_hf
@@ -82,6 +82,9 @@ def save_and_continue(rank: int, before: Args, after: Args, folder: str) -> dict
     assert other.load(str(path)) == 0
     loaded = _weights(other)
     other.train(1, my_rows(other, 1))
+    without = start_actor(after.replace(enable_mtp_training=False), rank, 2)
+    with pytest.raises(ConfigError, match="has MTP layers that were trained: add --mtp-num-layers"):
+        without.load(str(path))
     return {
         "saved": saved,
         "expected": expected,

@@ -185,6 +185,11 @@ class Checkpointer:
         headless = _drop_value_head(state, chunks, path)
         if with_optimizer is None and not has_mtp_layers(stored):
             headless = _drop_mtp_layers(state) or headless
+        if with_optimizer and has_mtp_layers(stored) and not _config(chunks).mtp_num_layers:
+            raise ConfigError(
+                f"{path} has MTP layers that were trained: add --mtp-num-layers and --enable-mtp-training, or "
+                "go on without them by --no-load-optim"
+            )
         _refuse_other_sizes(state, facts, path, stored)
         _refuse_other_optimizer(state, path, stored)
         loaded = read_tensors(state, path)
