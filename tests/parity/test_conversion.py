@@ -232,6 +232,9 @@ def test_tensors_that_the_checkpoint_lacks(converted, tmp_path: Path) -> None:
     (tmp_path / "forced" / "old.txt").write_text("x")
     flags = ["--add-missing-from-origin-hf", "--force", "--model-name=glm4-moe"]
     done = to_hf(saved, tmp_path / "forced", origin, *flags)
+    assert done.returncode and "holds no model: it is not replaced" in done.stderr
+    (tmp_path / "forced" / "config.json").write_text("{}")
+    done = to_hf(saved, tmp_path / "forced", origin, *flags)
     assert done.returncode == 0 and "has no" not in done.stderr, done.stderr
     assert_same(origin, tmp_path / "forced")
     assert not (tmp_path / "forced" / "old.txt").exists()
