@@ -246,3 +246,15 @@ def test_objects_of_torch_save_are_tensors_and_containers(tmp_path):
         assert hostile.ASKED_FOR in str(caught.value)
     assert not (tmp_path / "marker").exists()
     assert os.listdir(tmp_path) == ["rng_0.pt"]
+
+
+def test_an_index_whose_chunks_leave_a_hole_is_refused(folder):
+    index = FileSystemReader(folder).read_metadata()
+    entry = index.state_dict_metadata["whole"]
+    assert isinstance(entry, metadata.TensorStorageMetadata)
+    first = metadata.ChunkStorageMetadata(offsets=torch.Size([0, 0]), sizes=torch.Size([1, 3]))
+    entry.chunks[:] = [first, first]  # as many elements as the tensor has, and half of them twice
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    wanted = checkpoint_reader.Slice(key="whole", offsets=(), shape=(2, 3), dtype=torch.float32)
+    with pytest.raises(ConfigError, match="does not hold all of whole"):
+        checkpoint_reader.read_slices(folder, {"w": wanted})

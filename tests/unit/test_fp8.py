@@ -20,6 +20,7 @@ from slime.weights.fp8 import (
     declaration,
     dequantize,
     format_of,
+    is_quantized,
     quantize,
 )
 from slime.weights.sglang_checksums import ModelFacts
@@ -210,3 +211,9 @@ def test_what_an_update_sends_is_what_the_tool_writes(model, tmp_path, layout):
         assert sent.dtype == tensor.dtype and sent.shape == tensor.shape
         bits = torch.uint8 if tensor.dtype == FP8 else tensor.dtype
         assert torch.equal(sent.view(bits), tensor.view(bits))
+
+
+@pytest.mark.parametrize("name", ["mtp_layers.0.input_proj", "layers.61.shared_head.head"])
+def test_projections_of_mtp_layers_stay_as_they_are(name):
+    assert not is_quantized(f"model.{name}.weight", 2)
+    assert is_quantized("model.layers.61.mlp.down_proj.weight", 2)

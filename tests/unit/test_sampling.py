@@ -43,9 +43,10 @@ def call(
     engine: Engine,
     state: GenerationState | None = None,
     limit: int | None = 8,
+    **params: Any,
 ):
     with RolloutContext(pool=engine, generation=state).active():  # type: ignore[arg-type]
-        return asyncio.run(generate(args, sample, {"max_new_tokens": limit}))
+        return asyncio.run(generate(args, sample, {"max_new_tokens": limit, **params}))
 
 
 def asked(length: int = 0, **fields: Any) -> Sample:
@@ -87,6 +88,20 @@ def test_a_response_has_the_room_that_limit_and_context_leave(
     else:
         assert not engine.asked and sample.status == Status.TRUNCATED
         assert sample.response_length == length
+
+
+@pytest.mark.parametrize(("length", "least"), [(0, 6), (2, 4), (6, 0), (7, 0)])
+def test_a_least_length_is_of_the_whole_response(tmp_path, length, least):
+    engine = Engine(reply([60, EOS_ID]))
+    call(rollout_args(tmp_path), asked(length), engine, min_new_tokens=6)
+    params = engine.asked[0]["sampling_params"]
+    assert params == {"max_new_tokens": 8 - length, "min_new_tokens": least}
+
+
+def test_a_least_length_is_never_above_the_room(tmp_path):
+    args, engine = rollout_args(tmp_path), Engine(reply([60, EOS_ID]))
+    call(args.replace(rollout_max_context_len=7), asked(), engine, min_new_tokens=6)
+    assert engine.asked[0]["sampling_params"] == {"max_new_tokens": 4, "min_new_tokens": 4}
 
 
 def test_an_answer_is_appended_token_by_token(tmp_path):
