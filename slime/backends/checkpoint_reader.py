@@ -143,11 +143,7 @@ def read_slices(folder: str | Path, wanted: dict[str, Slice]) -> dict[str, torch
             if isinstance(stored, TensorStorageMetadata)
             else []
         )
-        covered = torch.zeros(chunk.sizes, dtype=torch.bool)
-        for item in items:
-            pairs = zip(item.dest_offsets, item.lengths, strict=True)
-            covered[tuple(slice(start, start + length) for start, length in pairs)] = True
-        if not covered.all():
+        if not _cover(items, chunk.sizes):
             raise ConfigError(f"{folder} does not hold all of {one.key}, which {name} is read from")
         plan.items += items
         plan.targets[one.key, tuple(chunk.offsets)] = torch.empty(chunk.sizes, dtype=one.dtype)
@@ -157,6 +153,19 @@ def read_slices(folder: str | Path, wanted: dict[str, Slice]) -> dict[str, torch
         name: plan.targets[one.key, tuple(one.chunk.offsets)].view(one.shape)
         for name, one in wanted.items()
     }
+
+
+def _cover(items: list[planner.ReadItem], sizes: torch.Size) -> bool:
+    """Return whether the parts that are read make up the whole; overlapping ones may leave a hole."""
+    if sum(torch.Size(item.lengths).numel() for item in items) != sizes.numel():
+        return False
+    if len(items) == 1:
+        return True
+    covered = torch.zeros(sizes, dtype=torch.bool)
+    for item in items:
+        pairs = zip(item.dest_offsets, item.lengths, strict=True)
+        covered[tuple(slice(start, start + length) for start, length in pairs)] = True
+    return bool(covered.all())
 
 
 class _SlicePlanner(LoadPlanner):
