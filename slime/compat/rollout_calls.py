@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from slime.compat.loading import SingletonMeta, load_processor, load_tokenizer
+from slime.config.engine_groups import engines_of
 from slime.core.types import Group, Sample
 from slime.rollout.base_types import (
     RolloutFnEvalOutput,
@@ -31,8 +32,7 @@ class GenerateState(metaclass=SingletonMeta):
         self.tokenizer = load_tokenizer(args.hf_checkpoint)
         self.processor = load_processor(args.hf_checkpoint)
         self.sampling_params = rollout_sampling_params(args)
-        engines = max(args.rollout_num_gpus // args.rollout_num_gpus_per_engine, 1)
-        self._limit = args.sglang_server_concurrency * engines
+        self._limit = args.sglang_server_concurrency * max(len(engines_of(args)), 1)
         self._semaphores: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
