@@ -284,7 +284,7 @@ for _ in range(3):
                 most = max(most, len(os.listdir("/proc/self/fd")))
                 await asyncio.sleep(0.05)
             assert (await call).ok
-        assert 100 < most - before < 200
+        assert 100 < most - before < 160  # 128 connections at a time, and pipes of the sandbox
 
     asyncio.run(main())
 

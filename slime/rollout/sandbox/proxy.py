@@ -55,35 +55,48 @@ class Proxy:
     def __init__(self, allow: Allow) -> None:
         self._allowed = allow.pairs
         self._slots = asyncio.Semaphore(_CONNECTIONS)
-        self._server: asyncio.Server | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket) -> None:
-        self._server = await asyncio.start_server(
-            self._accept, sock=listener, limit=_HEAD_BYTES, backlog=_CONNECTIONS
-        )
+        listener.setblocking(False)
+        listener.listen(_CONNECTIONS)
+        self._accepting = asyncio.create_task(self._accept(listener))
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for task in self._tasks:
+        tasks = [*self._tasks, *([self._accepting] if self._accepting is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        if len(self._tasks) >= _CONNECTIONS + _WAITING:  # each takes a descriptor of this process
-            writer.close()
-            return
-        self._tasks.add(task)
+    async def _accept(self, listener: socket.socket) -> None:
+        """Accept one connection at a time, so that those above the limit never take descriptors together."""
+        with listener:
+            while True:
+                try:
+                    connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+                except OSError:  # this process has no descriptor left
+                    await asyncio.sleep(1)
+                    continue
+                if len(self._tasks) >= _CONNECTIONS + _WAITING:
+                    connection.close()
+                    continue
+                task = asyncio.create_task(self._handle(connection))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _handle(self, connection: socket.socket) -> None:
+        try:
+            reader, writer = await asyncio.open_connection(sock=connection, limit=_HEAD_BYTES)
+        except BaseException:
+            connection.close()
+            raise
         try:
             async with self._slots:
                 await self._serve_client(reader, writer)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, ValueError):
             pass  # the client's or the host's end of the connection is gone, or not HTTP
         finally:
-            self._tasks.discard(task)
             writer.close()
 
     async def _serve_client(
