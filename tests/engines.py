@@ -48,6 +48,7 @@ class LocalEngine:
         *,
         seeds: list[int] | None = None,
         start_len: int = -1,
+        adapters: list[str | None] | None = None,
         **params: Any,
     ) -> list[Request]:
         requests = [
@@ -60,8 +61,11 @@ class LocalEngine:
                 eos_ids=frozenset() if params.get("ignore_eos") else self.engine.eos_ids,
                 return_logprob=True,
                 logprob_start_len=start_len,
+                adapter=self.engine.find_adapter(name) if name else None,
             )
-            for i, ids in enumerate(prompts)
+            for i, (ids, name) in enumerate(
+                zip(prompts, adapters or [None] * len(prompts), strict=True)
+            )
         ]
         self.engine.submit(requests)
         self.wait(requests)

@@ -41,10 +41,19 @@ class EngineArgs:
     speculative_algorithm: str | None = None  # None or "NGRAM"
     speculative_num_draft_tokens: int | None = None
     random_seed: int | None = None
+    enable_lora: bool = False  # adapters can be loaded later; --lora-path implies it
+    lora_paths: tuple[tuple[str, str], ...] = ()  # (name, PEFT folder)
+    max_lora_rank: int | None = None
+    max_loras_per_batch: int = 8  # slots: adapters that are loaded at a time
+    lora_target_modules: tuple[str, ...] = ()  # empty: every linear layer that takes adapters
     log_level: str = "info"
 
+    @property
+    def serves_lora(self) -> bool:
+        return self.enable_lora or bool(self.lora_paths)
+
     def __post_init__(self) -> None:
-        for name in ("context_length", "max_running_requests", "max_total_tokens", "page_size"):
+        for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{option_of(name)} must be at least 1, not {value}")
@@ -72,8 +81,23 @@ class EngineArgs:
                 f"--speculative-num-draft-tokens must be between 2 and {MOST_DRAFT_TOKENS} (the newest "
                 f"token is one of them), not {window}"
             )
+        self._check_lora()
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, not {self.port}")
+
+    def _check_lora(self) -> None:
+        names = [name for name, _ in self.lora_paths]
+        if len(set(names)) < len(names):
+            raise ConfigError("--lora-path: two adapters have the same name")
+        if len(names) > self.max_loras_per_batch:
+            raise ConfigError(
+                f"--lora-path: {len(names)} adapters and --max-loras-per-batch "
+                f"{self.max_loras_per_batch}; raise it"
+            )
+        if (self.max_lora_rank or self.lora_target_modules) and not self.serves_lora:
+            raise ConfigError(
+                "--max-lora-rank and --lora-target-modules need --enable-lora or --lora-path"
+            )
 
 
 def parse_engine_args(argv: list[str] | None = None) -> EngineArgs:
@@ -82,13 +106,17 @@ def parse_engine_args(argv: list[str] | None = None) -> EngineArgs:
     for group, options in _OPTIONS.items():
         section = parser.add_argument_group(group)
         for name, settings in options.items():
-            section.add_argument(option_of(name), **settings)
+            names = _SPELLINGS.get(name, (option_of(name),))
+            section.add_argument(*names, dest=name, **settings)
     section = parser.add_argument_group(
         "options of SGLang that are accepted and have no effect here"
     )
     for name in sorted(HARMLESS):
         section.add_argument(option_of(name), nargs="*", metavar="VALUE")
     given = vars(parser.parse_args(argv))
+    for name, convert in (("lora_paths", _lora_paths), ("lora_target_modules", tuple)):
+        if given[name] is not None:
+            given[name] = convert(given[name])
     if given.pop("tp_size") not in (None, 1):
         raise ConfigError("--tp-size: the embedded engine runs on one device; remove it")
     return EngineArgs(
@@ -96,11 +124,24 @@ def parse_engine_args(argv: list[str] | None = None) -> EngineArgs:
     )
 
 
+def _lora_paths(given: list[str]) -> tuple[tuple[str, str], ...]:
+    """Parse NAME=FOLDER; a folder alone is its own name, as in SGLang."""
+    pairs = [part.split("=", 1) if "=" in part else [part, part] for part in given]
+    if not all(name and folder for name, folder in pairs):
+        raise ConfigError("--lora-path: write NAME=FOLDER")
+    return tuple((name, folder) for name, folder in pairs)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ConfigError(f"slime engine: {message}; `slime engine --help` lists the options")
 
 
+_AT_LEAST_ONE = (
+    *("context_length", "max_running_requests", "max_total_tokens", "page_size"),
+    *("max_lora_rank", "max_loras_per_batch"),
+)
+_SPELLINGS = {"lora_paths": ("--lora-path", "--lora-paths")}
 _SWITCH = {"action": "store_true", "default": None}
 _DTYPES = ["auto", "half", "float16", "bfloat16", "float", "float32"]
 
@@ -158,5 +199,26 @@ _OPTIONS: dict[str, dict[str, dict]] = {
             "help": "tokens of a request in one forward, the newest and its draft; default 12",
         },
         "random_seed": {"type": int, "help": "seed of requests without one"},
+    },
+    "LoRA adapters": {
+        "enable_lora": {**_SWITCH, "help": "allow adapters to be loaded; --lora-path implies it"},
+        "lora_paths": {
+            "nargs": "+",
+            "metavar": "NAME=FOLDER",
+            "help": "adapters to load at the start: folders in PEFT's format",
+        },
+        "max_lora_rank": {
+            "type": int,
+            "help": "rank of the slots; default: the largest of --lora-path, 64 without",
+        },
+        "max_loras_per_batch": {
+            "type": int,
+            "help": "adapters loaded at a time, each in a slot of device memory; default 8",
+        },
+        "lora_target_modules": {
+            "nargs": "+",
+            "metavar": "NAME",
+            "help": "linear layers that get slots, such as q_proj; default: all of them",
+        },
     },
 }

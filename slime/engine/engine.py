@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from slime.engine.arguments import EngineArgs
 from slime.engine.kv_cache import MemoryReleaser, choose_sizes
+from slime.engine.lora.store import Adapter, AdapterStore, load_at_start
 from slime.engine.models.loading import eos_token_ids
 from slime.engine.models.model_runner import ModelRunner
 from slime.engine.radix_cache import PagePool
@@ -58,6 +59,9 @@ class Engine:
         )
         self.runner.prepare(self.sizes.num_pages, self.scheduler)
         self.weights = WeightStore(self.runner.model)
+        self.lora = None if self.runner.lora is None else AdapterStore(self.runner.lora)
+        if self.lora is not None:
+            load_at_start(args, self.lora)
         self._releaser = MemoryReleaser(self.runner)
         self.weight_version = args.weight_version
         self.model_path = args.model_path
@@ -113,6 +117,18 @@ class Engine:
         self._enqueue(stop, after_steps=False)
         if self._thread is not None:
             self._thread.join()
+
+    def find_adapter(self, name: str) -> Adapter:
+        """Return the adapter that a request names, or raise RequestError."""
+        if self.lora is None:
+            raise RequestError(
+                f"LoRA adapter {name[:100]!r} is not loaded: start the engine with --enable-lora"
+            )
+        return self.lora.find(name)
+
+    def version_of(self, request: Request) -> str:
+        """Return the version of the weights that the request is computed with: its adapter's, or the base's."""
+        return self.weight_version if request.adapter is None else request.adapter.version
 
     def new_seed(self) -> int:
         return self._random.getrandbits(63)
@@ -214,6 +230,18 @@ class Engine:
         """Clear the prefix cache, which was computed with other weights; running requests keep their pages."""
         self.scheduler.flush()
 
+    def unload_adapter(self, name: str) -> None:
+        """Free the slot of an adapter that no request uses; those that arrive later are refused."""
+        adapter = self.find_adapter(name)
+        users = sum(
+            request.adapter is adapter
+            for request in (*self.scheduler.running, *self.scheduler.waiting)
+        )
+        if users:
+            raise RequestError(f"{users} requests use adapter {name!r}: abort them first")
+        assert self.lora is not None
+        self.lora.unload(name)
+
     def release_memory(self, tags: list[str]) -> None:
         """Release the memory of these tags; requests wait until all of it is resumed."""
         if self.scheduler.running or (self.scheduler.waiting and self.pause_mode is None):
@@ -288,21 +316,32 @@ class Engine:
             self._exclusive.popleft()()
         if not self._exclusive:
             while self._held_back:
-                self.scheduler.add(self._held_back.popleft())
+                self._add(self._held_back.popleft())
 
     def _accept(self, requests: list[Request]) -> None:
         if self._exclusive and self.pause_mode is None:
             self._held_back.extend(requests)
             return
         for request in requests:
-            self.scheduler.add(request)
+            self._add(request)
+
+    def _add(self, request: Request) -> None:
+        """Queue a request, unless its adapter was unloaded on the way."""
+        adapter = request.adapter
+        if adapter is not None and (
+            self.lora is None or self.lora.adapters.get(adapter.name) is not adapter
+        ):
+            message = f"LoRA adapter {adapter.name!r} was unloaded"
+            request.finish = FinishReason(kind="abort", message=message, status_code=400)
+            self._on_update([request])
+            return
+        self.scheduler.add(request)
 
     def _postprocess(self, output: StepOutput) -> None:
         for request, log_prob in output.scored:
             request.input_log_probs.append(log_prob)
         self._fail_nan_requests(output)
         updated: dict[Request, None] = {}  # in order, each once
-        version = self.weight_version
         for request, token, log_prob in zip(
             output.requests, output.tokens, output.log_probs, strict=True
         ):
@@ -310,7 +349,7 @@ class Engine:
                 if request.num_pending == 0:  # sampled after an accepted draft token
                     self.scheduler.accept_draft(request)
                 request.num_pending -= 1
-                request.append(token, log_prob, version)
+                request.append(token, log_prob, self.version_of(request))
                 if request.params.stop:
                     self._check_stop_strings(request)
             elif request.row < 0:  # finished by the token before this one

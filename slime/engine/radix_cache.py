@@ -92,10 +92,10 @@ class RadixCache:
     def __len__(self) -> int:
         return self._size
 
-    def match(self, token_ids: list[int], limit: int) -> list[int]:
-        """Return the pages of the longest cached prefix, at most `limit` tokens of it."""
+    def match(self, token_ids: list[int], limit: int, adapter: int = 0) -> list[int]:
+        """Return the pages of the longest prefix cached with this adapter, at most `limit` tokens of it."""
         node, pages, now = self._root, [], next(self._clock)
-        for key in self._keys(token_ids, limit):
+        for key in self._keys(token_ids, limit, adapter):
             child = node.children.get(key)
             if child is None:
                 break
@@ -105,7 +105,13 @@ class RadixCache:
         return pages
 
     def insert(
-        self, token_ids: list[int], pages: list[int], num_computed: int, *, in_use: bool = False
+        self,
+        token_ids: list[int],
+        pages: list[int],
+        num_computed: int,
+        *,
+        in_use: bool = False,
+        adapter: int = 0,
     ) -> None:
         """Insert `pages`, which hold the first `num_computed` tokens; only full pages are kept.
 
@@ -114,7 +120,7 @@ class RadixCache:
         in the tree, which would count as evictable while its descendants are not.
         """
         node, now = self._root, next(self._clock)
-        for key, page in zip(self._keys(token_ids, num_computed), pages, strict=False):
+        for key, page in zip(self._keys(token_ids, num_computed, adapter), pages, strict=False):
             child = node.children.get(key)
             if in_use and child is not None and child.page != page:
                 return
@@ -151,10 +157,12 @@ class RadixCache:
         self._size = 0
         self.epoch += 1
 
-    def _keys(self, token_ids: list[int], limit: int) -> Iterator[tuple[int, ...]]:
+    def _keys(self, token_ids: list[int], limit: int, adapter: int) -> Iterator[tuple[int, ...]]:
+        """Yield the key of each full page; the first one's is longer by the number of an adapter."""
         size = self._pool.page_size
         for start in range(0, limit - size + 1, size):
-            yield tuple(token_ids[start : start + size])
+            key = tuple(token_ids[start : start + size])
+            yield (adapter, *key) if adapter and start == 0 else key
 
     def _nodes(self) -> Iterator[_Node]:
         stack = list(self._root.children.values())

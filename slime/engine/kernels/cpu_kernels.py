@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from slime.engine.kernels.interface import (
+    AdapterRows,
     Heads,
+    LoraWeights,
     MoeKernels,
     Pages,
     QueryKeyNorm,
@@ -19,6 +21,7 @@ from slime.engine.kernels.interface import (
     SamplingState,
     Tokens,
 )
+from slime.engine.kernels.lora import add_lora
 from slime.engine.scheduler.sampling import uniforms
 
 SOURCE = Path(__file__).with_name("cpu.c")
@@ -66,6 +69,11 @@ class CpuKernels:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         return self.silu_mul(F.linear(x, weight, bias))
+
+    def add_lora(
+        self, out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: AdapterRows
+    ) -> None:
+        add_lora(out, x, weights, rows)
 
     def rope_store(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -16,6 +16,32 @@ class Tokens:
     positions: torch.Tensor  # [T] int32
     rows: torch.Tensor  # [T] int32
     tiles: torch.Tensor | None = None  # [N, 2] int32: first token and count of runs of one request
+    adapters: AdapterRows | None = None  # None: the base alone
+
+
+@dataclass(kw_only=True, eq=False)
+class AdapterRows:
+    """Which tokens of a forward have which adapter.
+
+    Three tokens, the last two with the adapter in slot 4::
+
+        slots = [-1, 4, 4]   groups = [(4, [1, 2])]
+    """
+
+    slots: torch.Tensor  # [T] int32, -1: the base alone
+    groups: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # for plain torch
+    fixed: bool = False  # matmuls over all tokens, whatever the groups
+
+
+@dataclass(kw_only=True, eq=False)
+class LoraWeights:
+    """S slots of adapters of rank up to R for n linears that share an input; see lora/bank.py."""
+
+    a: torch.Tensor  # [S, n * R, in]
+    b: torch.Tensor  # [S, out, R]
+    widths: tuple[int, ...]  # output columns of each of the n linears
+    scales: torch.Tensor  # [S] float32
+    ranks: list[list[int]]  # [S][n], 0 where an adapter has nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +138,19 @@ class Kernels(Protocol):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Return silu(gate) * up, where `weight` [2 N, K] holds gate above up."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up of gate_up [T, 2 N]: what `gated_linear` does after its matmul."""
+        ...
+
+    def add_lora(
+        self, out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: AdapterRows
+    ) -> None:
+        """Add the adapters of x [T, in] to `out`, [T, out] or split-K partial sums, in place.
+
+        Rows without an adapter keep their bits.
+        """
         ...
 
     def rope_store(

@@ -7,6 +7,7 @@ import torch
 
 from slime.engine.kernels.cpu_kernels import CpuKernels
 from slime.engine.kernels.interface import Tokens
+from slime.engine.kernels.lora import group_rows
 from slime.engine.kv_cache import KVCache
 from slime.engine.models.fast_model import FastModel
 from slime.engine.scheduler.sampling import (
@@ -43,6 +44,7 @@ class CpuRunner:
         self._table = torch.from_numpy(scheduler.page_table)  # shares its memory
         self._sampling = make_sampling_state(len(scheduler.page_table), cache.device)
         self._padding_row = scheduler.padding_row
+        self._row_slots = scheduler.row_slots
         self._deterministic = deterministic
 
     @torch.inference_mode()
@@ -60,7 +62,10 @@ class CpuRunner:
     def _forward(self, batch: StepBatch) -> StepOutput:
         ids, rows, positions = map(torch.from_numpy, (batch.ids, batch.rows, batch.positions))
         ids = torch.where(ids < 0, self._sampling.last_tokens.index_select(0, rows), ids)
-        tokens = Tokens(ids=ids, positions=positions, rows=rows)
+        adapters = group_rows(
+            self._row_slots[batch.rows], self._cache.device, fixed=self._deterministic
+        )
+        tokens = Tokens(ids=ids, positions=positions, rows=rows, adapters=adapters)
         if len(batch.sampled) == len(ids):  # a token is sampled after each of them
             logits = self._model(tokens, self._cache, self._table)
             return self._output(logits, batch, rows, positions)

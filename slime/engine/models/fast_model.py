@@ -10,7 +10,7 @@ and value are fused into one weight, and so are gate and up::
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from slime.engine.kernels.interface import (
+    AdapterRows,
     Heads,
     Kernels,
     MoeKernels,
@@ -28,18 +29,27 @@ from slime.engine.kernels.interface import (
 )
 from slime.engine.kv_cache import KVCache, LayerShape
 
+if TYPE_CHECKING:
+    from slime.engine.lora.bank import LoraBank
+
 _ROPE_CHUNK = 4096
 _KNOWN_MOE = "Qwen3MoeSparseMoeBlock"  # whose router is softmax, then top-k
 
 
 class FastModel:
-    def __init__(self, model: PreTrainedModel, kernels: Kernels, context_len: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kernels: Kernels,
+        context_len: int,
+        lora: LoraBank | None = None,
+    ) -> None:
         body: Any = model.model
         self.kernels = kernels
         self._embedding: Any = model.get_input_embeddings().weight
         self._head: Any = model.get_output_embeddings()
         self._norm, self._eps = body.norm.weight, body.norm.variance_epsilon
-        self._layers = [_Layer(layer, kernels) for layer in body.layers]
+        self._layers = [_Layer(layer, kernels, lora) for layer in body.layers]
         self._rotary = _make_rotary(body, model.dtype, context_len)
 
     @property
@@ -74,7 +84,7 @@ class FastModel:
 
 
 class _Layer:
-    def __init__(self, layer: Any, kernels: Kernels) -> None:
+    def __init__(self, layer: Any, kernels: Kernels, lora: LoraBank | None) -> None:
         attention = layer.self_attn
         self.index: int = attention.layer_idx
         self._kernels = kernels
@@ -84,6 +94,8 @@ class _Layer:
         query, key, _ = (p.out_features // attention.head_dim for p in projections)
         self.heads = Heads(num_query=query, num_key=key, dim=attention.head_dim)
         self._qkv, self._qkv_bias = _join_linears(attention, "qkv", projections)
+        self._qkv_lora = None if lora is None else lora.attach(projections)
+        self._out_lora = None if lora is None else lora.attach((attention.o_proj,))
         self._qk_norm = _make_qk_norm(attention)
         self._out, self._out_bias = attention.o_proj.weight, attention.o_proj.bias
         self._before, self._after = (
@@ -91,7 +103,7 @@ class _Layer:
             layer.post_attention_layernorm.weight,
         )
         self._eps: float = layer.input_layernorm.variance_epsilon
-        self._mlp = _make_mlp(layer.mlp, kernels)
+        self._mlp = _make_mlp(layer.mlp, kernels, lora)
 
     def __call__(
         self,
@@ -104,31 +116,49 @@ class _Layer:
         """Add `delta`, the output of the layer before, to `hidden` in place; return the output of this layer."""
         kernels, heads = self._kernels, self.heads
         normed = kernels.add_rms_norm(hidden, delta, self._before, self._eps)
+        adapters = tokens.adapters
         qkv = kernels.linear(normed, self._qkv, self._qkv_bias)
+        if adapters is not None and self._qkv_lora is not None:
+            kernels.add_lora(qkv, normed, self._qkv_lora, adapters)
         kernels.rope_store(qkv, tokens, heads, pages, rotary, self._qk_norm)
         attended = kernels.attend(qkv, tokens, heads, pages, self._scale, self._window)
         delta = kernels.linear_split_k(attended, self._out, self._out_bias)
+        if adapters is not None and self._out_lora is not None:
+            kernels.add_lora(delta, attended, self._out_lora, adapters)
         normed = kernels.add_rms_norm(hidden, delta, self._after, self._eps)
-        return self._mlp(normed)
+        return self._mlp(normed, adapters)
 
 
 class _GatedMlp:
-    def __init__(self, mlp: Any, kernels: Kernels) -> None:
+    def __init__(self, mlp: Any, kernels: Kernels, lora: LoraBank | None) -> None:
         self._gate_up, self._bias = _join_linears(mlp, "gate_up", (mlp.gate_proj, mlp.up_proj))
         self._down, self._down_bias = mlp.down_proj.weight, mlp.down_proj.bias
+        self._gate_up_lora = None if lora is None else lora.attach((mlp.gate_proj, mlp.up_proj))
+        self._down_lora = None if lora is None else lora.attach((mlp.down_proj,))
         self._kernels = kernels
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        active = self._kernels.gated_linear(hidden, self._gate_up, self._bias)
-        return self._kernels.linear_split_k(active, self._down, self._down_bias)
+    def __call__(self, hidden: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
+        kernels = self._kernels
+        if adapters is None or self._gate_up_lora is None:
+            active = kernels.gated_linear(hidden, self._gate_up, self._bias)
+        else:
+            gate_up = kernels.linear(hidden, self._gate_up, self._bias)
+            kernels.add_lora(gate_up, hidden, self._gate_up_lora, adapters)
+            active = kernels.silu_mul(gate_up)
+        delta = kernels.linear_split_k(active, self._down, self._down_bias)
+        if adapters is not None and self._down_lora is not None:
+            kernels.add_lora(delta, active, self._down_lora, adapters)
+        return delta
 
 
 class _Moe:
+    """Experts take no adapters: one that names them binds to nothing and is refused."""
+
     def __init__(self, mlp: Any, kernels: MoeKernels) -> None:
         self._router, self._kernels = mlp.gate, kernels
         self._gate_up, self._down = mlp.experts.gate_up_proj, mlp.experts.down_proj
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
         router = self._router
         logits = F.linear(hidden, router.weight)
         experts, weights = self._kernels.route(logits, router.top_k, router.norm_topk_prob)
@@ -141,14 +171,16 @@ class _HuggingFaceMoe:
     def __init__(self, mlp: Any) -> None:
         self._mlp = mlp
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
         output = self._mlp(hidden.unsqueeze(0))
         return (output[0] if isinstance(output, tuple) else output)[0]
 
 
-def _make_mlp(mlp: Any, kernels: Kernels) -> _GatedMlp | _Moe | _HuggingFaceMoe:
+def _make_mlp(
+    mlp: Any, kernels: Kernels, lora: LoraBank | None
+) -> _GatedMlp | _Moe | _HuggingFaceMoe:
     if hasattr(mlp, "gate_proj"):
-        return _GatedMlp(mlp, kernels)
+        return _GatedMlp(mlp, kernels, lora)
     if kernels.experts is None or type(mlp).__name__ != _KNOWN_MOE:
         return _HuggingFaceMoe(mlp)
     return _Moe(mlp, kernels.experts)

@@ -21,6 +21,7 @@ from slime.engine.arguments import EngineArgs
 from slime.engine.kernels.cpu_kernels import SOURCE, CpuKernels
 from slime.engine.kernels.interface import Kernels
 from slime.engine.kv_cache import KVCache, LayerShape
+from slime.engine.lora.store import make_bank
 from slime.engine.models.attention import record_layers
 from slime.engine.models.cpu_runner import CpuRunner
 from slime.engine.models.fast_model import FastModel
@@ -82,17 +83,22 @@ class ModelRunner:
         self.context_len = context_len(args, self.model)
         self.routed_experts: RoutedExperts | None = None
         self._returns_experts = args.enable_return_routed_experts
+        self.lora = make_bank(args, self.model)
         kernels = find_kernels(args, self.model)
         self._fast: FastModel | None = None
         if isinstance(kernels, str):
             logger.info(
                 "%s runs on its Hugging Face modules: %s", type(self.model).__name__, kernels
             )
+            if self.lora is not None:
+                self.lora.hook_linears()
             self.layers = _find_layers(self.model)
+            if self.lora is not None:
+                self.lora.forget_unused()
             if not _is_known_family(self.model):
                 check_served(self.model, self.layers, self.context_len)
         else:
-            self._fast = FastModel(self.model, kernels, self.context_len)
+            self._fast = FastModel(self.model, kernels, self.context_len, self.lora)
             self.layers = self._fast.layers
         self.cache: KVCache | None = None
         self._steps: StepRunner | None = None
@@ -106,7 +112,7 @@ class ModelRunner:
             self.routed_experts = RoutedExperts(self.model, num_pages, page_size)
         if self._fast is None:
             self._steps = PlainRunner(
-                self.model, cache, scheduler, self.deterministic, self.routed_experts
+                *(self.model, cache, scheduler, self.deterministic, self.routed_experts, self.lora)
             )
         elif self.device.type == "cuda":
             from slime.engine.models.cuda_runner import CudaRunner

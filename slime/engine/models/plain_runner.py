@@ -16,7 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from slime.core.errors import UserError
+from slime.engine.kernels.lora import group_rows
 from slime.engine.kv_cache import KVCache
+from slime.engine.lora.bank import LoraBank
 from slime.engine.models.attention import AttentionPlan, plan_attention, use_plan
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling import sample, score
@@ -42,7 +44,9 @@ class PlainRunner:
         scheduler: Scheduler,
         deterministic: bool,
         routed_experts: RoutedExperts | None = None,
+        lora: LoraBank | None = None,
     ) -> None:
+        self._lora = lora
         self._model: Any = model
         self._cache = cache
         self._scheduler = scheduler
@@ -68,6 +72,9 @@ class PlainRunner:
         # In deterministic mode the output layer, too, has the same number of rows every time.
         kept = np.arange(len(batch.ids)) if self._deterministic else outputs
         plan = plan_attention(batch, self._scheduler.page_table, self._cache)
+        if self._lora is not None:
+            slots = self._scheduler.row_slots[batch.rows]
+            self._lora.rows = group_rows(slots, device, fixed=self._deterministic)
         with use_plan(plan):
             logits = self._model(
                 input_ids=torch.from_numpy(batch.ids).long().to(device).unsqueeze(0),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from slime.engine.scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from slime.engine.lora.store import Adapter
     from slime.engine.scheduler.speculation import DraftHistory
 
 
@@ -56,6 +57,7 @@ class Request:
     return_routed_experts: bool = False
     logprob_start_len: int = -1  # -1: no log-probs of the prompt
     stream: bool = False
+    adapter: Adapter | None = None  # None: the base alone
     arrival: float = field(default_factory=time.perf_counter)
     # kept by the scheduler
     pages: list[int] = field(default_factory=list)
@@ -64,7 +66,8 @@ class Request:
     num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
     num_retractions: int = 0
     row: int = -1  # row of the page table while running
-    cache_epoch: int = -1  # which generation of the prefix cache the pages may go to
+    # Which generation of the prefix cache the pages may go to, and the adapter they were computed with.
+    cache_epoch: tuple[int, int] = (-1, 0)
     draft_history: DraftHistory | None = None  # set by the first decoding step with drafts
     # filled in step by step
     output_log_probs: list[float] = field(default_factory=list)
@@ -86,6 +89,11 @@ class Request:
     def num_remaining(self) -> int:
         """Return how many tokens must be computed before the next one can be sampled; 1 while decoding."""
         return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def cache_key(self) -> int:
+        """Return what separates its prefixes in the cache from others': its adapter and that's version."""
+        return 0 if self.adapter is None else self.adapter.cache_key
 
     @property
     def version_spans(self) -> list[VersionSpan]:

@@ -47,6 +47,8 @@ class Scheduler:
         self.running: list[Request] = []  # oldest first
         # The last row is the padding row: its pages are 0, the padding page.
         self.page_table = np.zeros((max_running + 1, max_pages_per_request), np.int32)
+        # Slot of the adapter of each row, -1 for the base alone.
+        self.row_slots = np.full(max_running + 1, -1, np.int32)
         self.page_writes: list[
             tuple[int, int, list[int]]
         ] = []  # row, first page, pages; see complete
@@ -196,15 +198,13 @@ class Scheduler:
     def _admit(self, spans: list[TokenSpan], budget: int) -> None:
         if not (self.waiting and self._free_rows):
             return
-        in_flight = {
-            self._next_page(span.request.token_ids, span.start) for span in spans if span.count > 1
-        }
+        in_flight = {self._next_page(span.request, span.start) for span in spans if span.count > 1}
         skipped: list[Request] = []
         while self.waiting and budget > 0 and self._free_rows:
             request = self.waiting.popleft()
             prefix = self._match(request)
-            next_page = self._next_page(request.token_ids, len(prefix) * self.pool.page_size)
-            shareable = len(next_page or ()) <= self._sharing_limit(request)
+            next_page = self._next_page(request, len(prefix) * self.pool.page_size)
+            shareable = len(next_page or ()) - 1 <= self._sharing_limit(request)
             if shareable and next_page is not None and next_page in in_flight:
                 # Another request computes this page in the same step: wait and share it.
                 skipped.append(request)
@@ -231,15 +231,19 @@ class Scheduler:
         self.pool.release(prefix)
         return False
 
-    def _next_page(self, token_ids: list[int], num_computed: int) -> tuple[int, ...] | None:
-        """Return the tokens up to the end of the first page not computed yet; None past the prompt."""
+    def _next_page(self, request: Request, num_computed: int) -> tuple[int, ...] | None:
+        """Return the cache key and tokens up to the end of the first page not computed yet; None past the
+        prompt."""
         end = (num_computed // self.pool.page_size + 1) * self.pool.page_size
-        return tuple(token_ids[:end]) if self._use_prefix_cache and end < len(token_ids) else None
+        if not self._use_prefix_cache or end >= len(request.token_ids):
+            return None
+        return (request.cache_key, *request.token_ids[:end])
 
     def _match(self, request: Request) -> list[int]:
         if not self._use_prefix_cache:
             return []
-        return self.cache.match(request.token_ids, self._sharing_limit(request))
+        limit = self._sharing_limit(request)
+        return self.cache.match(request.token_ids, limit, request.cache_key)
 
     def _sharing_limit(self, request: Request) -> int:
         """Return how many leading tokens may come from the prefix cache."""
@@ -257,8 +261,9 @@ class Scheduler:
             request.input_log_probs.clear()
         if request.num_retractions == 0:
             request.num_cached = request.num_computed
-        request.cache_epoch = self.cache.epoch
+        request.cache_epoch = (self.cache.epoch, request.cache_key)
         row = request.row
+        self.row_slots[row] = -1 if request.adapter is None else request.adapter.slot
         self.page_table[row] = 0  # not the pages of the row's previous request
         self._write_pages(row, 0, prefix)
         self._lens[row] = len(request.token_ids)
@@ -313,9 +318,10 @@ class Scheduler:
         request.row = -1
 
     def _cache_prefix(self, request: Request, *, in_use: bool) -> None:
-        if self._use_prefix_cache and request.cache_epoch == self.cache.epoch:
+        key = request.cache_key
+        if self._use_prefix_cache and request.cache_epoch == (self.cache.epoch, key):
             text, pages, count = request.token_ids, request.pages, request.num_computed
-            self.cache.insert(text, pages, count, in_use=in_use)
+            self.cache.insert(text, pages, count, in_use=in_use, adapter=key)
 
 
 def _next_chunk(request: Request, count: int) -> TokenSpan:

@@ -1,0 +1,45 @@
+"""Adapters of a forward in plain torch, for the CPU and for Hugging Face modules."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from slime.engine.kernels.interface import AdapterRows, LoraWeights
+
+
+def group_rows(slots: np.ndarray, device: torch.device, *, fixed: bool) -> AdapterRows | None:
+    """Group the tokens of a forward by the slot of their adapter; None if all take the base alone.
+
+    With `fixed` every matmul is over all tokens, whose number is the same in every forward, so that a
+    token's result does not depend on the adapters of the others, bit for bit.
+    """
+    used = np.unique(slots)
+    used = used[used >= 0].tolist()
+    if not used:
+        return None
+    groups = [(slot, torch.from_numpy(np.flatnonzero(slots == slot)).to(device)) for slot in used]
+    return AdapterRows(slots=torch.from_numpy(slots), groups=groups, fixed=fixed)
+
+
+def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: AdapterRows) -> None:
+    """Add scale * B(A(x)) to the rows of `out` that have an adapter; the others are not touched."""
+    target = out if out.ndim == 2 else out[0]  # the first of split-K partial sums
+    most = weights.b.shape[2]
+    for slot, index in rows.groups:
+        whole = rows.fixed or len(index) == len(x)
+        chosen = x if whole else x.index_select(0, index)
+        start = 0
+        for part, (width, rank) in enumerate(zip(weights.widths, weights.ranks[slot], strict=True)):
+            end = start + width
+            if rank:
+                a = weights.a[slot, part * most : part * most + rank]
+                b = weights.b[slot, start:end, :rank]
+                delta = F.linear(F.linear(chosen, a), b) * weights.scales[slot]
+                if len(index) == len(x):
+                    target[:, start:end] += delta
+                else:
+                    delta = delta.index_select(0, index) if whole else delta
+                    target[:, start:end].index_add_(0, index, delta.to(target.dtype))
+            start = end

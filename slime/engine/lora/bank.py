@@ -1,0 +1,158 @@
+"""Device memory of the adapters: a fixed number of slots for every linear layer that takes them.
+
+Linears that share an input and run as one matmul (query, key, value; gate, up) share one buffer. For n of
+them, rank R and S slots::
+
+    a  [S, n * R, in]      rows p * R .. p * R + r are lora_A of linear p
+    b  [S, out, R]         rows of linear p are lora_B of it, in its first r columns
+
+The sizes never change, so a CUDA graph serves every adapter; what a smaller adapter leaves free is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from slime.engine.kernels.interface import AdapterRows, LoraWeights
+from slime.engine.kernels.lora import add_lora
+from slime.engine.lora.peft_format import LoraConfig, LoraPair
+from slime.engine.scheduler.sampling_params import RequestError
+
+
+class LoraBank:
+    """`modules` are the linears that adapters can bind to: weights and index of each in its buffer."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, num_slots: int, rank: int, targets: Iterable[str] = ()
+    ) -> None:
+        self.num_slots, self.rank = num_slots, rank
+        self.modules: dict[str, tuple[LoraWeights, int]] = {}
+        self.rows: AdapterRows | None = None  # of the forward that runs on Hugging Face modules
+        self._model = model
+        self._targets = frozenset(targets)
+        self._names = {module: name for name, module in model.named_modules()}
+        self._seen: set[str] = set()
+        scales = torch.zeros(num_slots, dtype=torch.float32, device=model.device)
+        model.register_buffer("lora_scales", scales, persistent=False)
+        self._scales = scales
+
+    def attach(self, linears: tuple[nn.Linear, ...]) -> LoraWeights | None:
+        """Allocate the slots of linears that share an input; None if none of them is a target."""
+        names = [self._names[linear] for linear in linears]
+        if self._targets and not any(name.split(".")[-1] in self._targets for name in names):
+            return None
+        first = linears[0]
+        widths = tuple(linear.out_features for linear in linears)
+        shape_a = (self.num_slots, len(linears) * self.rank, first.in_features)
+        shape_b = (self.num_slots, sum(widths), self.rank)
+        like = first.weight
+        weights = LoraWeights(
+            a=torch.zeros(shape_a, dtype=like.dtype, device=like.device),
+            b=torch.zeros(shape_b, dtype=like.dtype, device=like.device),
+            widths=widths,
+            scales=self._scales,
+            ranks=[[0] * len(linears) for _ in range(self.num_slots)],
+        )
+        # Buffers of the module, so that they move with it when memory is released.
+        first.register_buffer("lora_a", weights.a, persistent=False)
+        first.register_buffer("lora_b", weights.b, persistent=False)
+        for index, name in enumerate(names):
+            self.modules[name] = (weights, index)
+        return weights
+
+    def hook_linears(self) -> None:
+        """Apply adapters to the Hugging Face modules: every linear but the output layer adds them."""
+        head = self._model.get_output_embeddings()
+        for name, module in list(self._model.named_modules()):
+            if isinstance(module, nn.Linear) and module is not head:
+                weights = self.attach((module,))
+                if weights is not None:
+                    module.register_forward_hook(self._make_hook(name, weights))
+
+    def forget_unused(self) -> None:
+        """After a forward of the model: a linear that did not run as a module cannot be bound to."""
+        self.modules = {name: site for name, site in self.modules.items() if name in self._seen}
+
+    def check(self, config: LoraConfig, pairs: dict[str, LoraPair]) -> None:
+        """Raise RequestError unless every matrix binds to a module of its shape, and none is missing."""
+        if config.rank > self.rank:
+            raise RequestError(
+                f"rank {config.rank} does not fit: start the engine with --max-lora-rank {config.rank}"
+            )
+        unbound = [module for module in pairs if module not in self.modules]
+        if unbound or not pairs:
+            raise RequestError(
+                f"{len(unbound)} of {len(pairs)} modules bind to nothing in this model, such as "
+                f"{(unbound or ['none given'])[0]}"
+            )
+        for target in config.targets:
+            wanted = [m for m in self.modules if m == target or m.endswith(f".{target}")]
+            missing = [module for module in wanted if module not in pairs]
+            if missing or not wanted:
+                raise RequestError(
+                    f"target module {target!r} is not complete: there are no matrices for "
+                    f"{(missing or ['any module of this model'])[0]}"
+                )
+        for module, pair in pairs.items():
+            self._check_shapes(module, pair, config.rank)
+
+    def _check_shapes(self, module: str, pair: LoraPair, rank: int) -> None:
+        a, b = self._views(module, 0, rank)
+        for side, sent, view in (("A", pair.a, a), ("B", pair.b, b)):
+            if sent.shape != view.shape:
+                raise RequestError(
+                    f"{module}.lora_{side}: shape {list(sent.shape)}, this base and r {rank} need "
+                    f"{list(view.shape)}"
+                )
+
+    def write(self, slot: int, config: LoraConfig, pairs: dict[str, LoraPair]) -> None:
+        """Copy an adapter that was checked into its slot."""
+        if {name for name in self.modules if self._rank_of(name, slot)} != pairs.keys() or any(
+            self._rank_of(name, slot) != config.rank for name in pairs
+        ):
+            self.clear(slot)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for name, pair in pairs.items():
+            targets += self._views(name, slot, config.rank)
+            sources += [pair.a, pair.b]
+            weights, index = self.modules[name]
+            weights.ranks[slot][index] = config.rank
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        self._scales[slot] = config.scale
+
+    def clear(self, slot: int) -> None:
+        for weights, index in self.modules.values():
+            if weights.ranks[slot][index]:
+                weights.a[slot].zero_()
+                weights.b[slot].zero_()
+                weights.ranks[slot] = [0] * len(weights.widths)
+        self._scales[slot] = 0.0
+
+    def read(self, slot: int, module: str) -> LoraPair:
+        """Return the matrices of a slot as they are computed with."""
+        a, b = self._views(module, slot, self._rank_of(module, slot))
+        return LoraPair(a=a, b=b)
+
+    def _rank_of(self, module: str, slot: int) -> int:
+        weights, index = self.modules[module]
+        return weights.ranks[slot][index]
+
+    def _views(self, module: str, slot: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, index = self.modules[module]
+        first, start = index * self.rank, sum(weights.widths[:index])
+        columns = slice(start, start + weights.widths[index])
+        return weights.a[slot, first : first + rank], weights.b[slot, columns, :rank]
+
+    def _make_hook(self, name: str, weights: LoraWeights):
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            self._seen.add(name)
+            if self.rows is not None:
+                x = inputs[0].reshape(-1, inputs[0].shape[-1])
+                add_lora(output.view(-1, output.shape[-1]), x, weights, self.rows)
+
+        return hook

@@ -1,0 +1,145 @@
+"""The adapters of an engine by name: which slot each has, its version, and what it is bound to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from slime.core.errors import UserError
+from slime.engine.arguments import EngineArgs
+from slime.engine.lora.bank import LoraBank
+from slime.engine.lora.peft_format import (
+    LoraConfig,
+    LoraPair,
+    pair_tensors,
+    parse_config,
+    read_config,
+    read_tensors,
+    tensor_name,
+)
+from slime.engine.scheduler.sampling_params import RequestError
+from slime.weights.checksum import tensor_checksums
+
+FROM_TENSORS = "__tensor__"  # the path of an adapter that was sent, as in SGLang
+_LONGEST_NAME = 512
+_DEFAULT_RANK = 64
+_cache_keys = itertools.count(1)
+
+
+@dataclass(kw_only=True, eq=False)
+class Adapter:
+    """One adapter in its slot; an update changes it in place, for running requests too.
+
+    `cache_key` separates its pages in the prefix cache from those of other adapters and earlier versions.
+    """
+
+    name: str
+    slot: int
+    path: str = ""
+    version: str = ""
+    config: LoraConfig = field(default_factory=lambda: LoraConfig(rank=1, alpha=1, scale=1))
+    modules: tuple[str, ...] = ()
+    cache_key: int = 0
+
+
+class AdapterStore:
+    def __init__(self, bank: LoraBank) -> None:
+        self.adapters: dict[str, Adapter] = {}
+        self._bank = bank
+        self._free = list(range(bank.num_slots - 1, -1, -1))
+
+    def find(self, name: str) -> Adapter:
+        if name not in self.adapters:
+            known = ", ".join(sorted(self.adapters)) or "none"
+            raise RequestError(f"LoRA adapter {name[:100]!r} is not loaded; loaded are: {known}")
+        return self.adapters[name]
+
+    def load_folder(self, name: str, folder: str, version: str) -> Adapter:
+        config = parse_config(read_config(folder))
+        return self._put(name, config, pair_tensors(read_tensors(folder)), folder, version)
+
+    def load_tensors(
+        self, name: str, config: Any, tensors: dict[str, torch.Tensor], version: str
+    ) -> Adapter:
+        return self._put(name, parse_config(config), pair_tensors(tensors), FROM_TENSORS, version)
+
+    def _put(
+        self, name: str, config: LoraConfig, pairs: dict[str, LoraPair], path: str, version: str
+    ) -> Adapter:
+        """Load a new adapter or overwrite that of this name; nothing is written unless all of it fits."""
+        if not name or len(name) > _LONGEST_NAME:
+            raise RequestError(f"the name of an adapter must have 1 to {_LONGEST_NAME} characters")
+        self._bank.check(config, pairs)
+        adapter = self.adapters.get(name)
+        if adapter is None:
+            if not self._free:
+                raise RequestError(
+                    f"all {self._bank.num_slots} slots are taken: unload an adapter, or start the "
+                    "engine with a larger --max-loras-per-batch"
+                )
+            adapter = Adapter(name=name, slot=self._free.pop())
+        self._bank.write(adapter.slot, config, pairs)
+        adapter.path, adapter.version, adapter.config = path, version, config
+        adapter.modules, adapter.cache_key = tuple(pairs), next(_cache_keys)
+        self.adapters[name] = adapter
+        return adapter
+
+    def unload(self, name: str) -> None:
+        adapter = self.find(name)
+        del self.adapters[name]
+        self._bank.clear(adapter.slot)
+        self._free.append(adapter.slot)
+
+    def checksums(self, name: str) -> dict[str, int]:
+        """Return the checksums of the matrices in the adapter's slot, under PEFT's names."""
+        adapter = self.find(name)
+        named: list[tuple[str, torch.Tensor]] = []
+        for module in adapter.modules:
+            pair = self._bank.read(adapter.slot, module)
+            named += [(tensor_name(module, "A"), pair.a), (tensor_name(module, "B"), pair.b)]
+        return tensor_checksums(named)
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """Return what is loaded, for people and for the trainer's comparison."""
+        return {
+            name: {
+                "path": adapter.path,
+                "version": adapter.version,
+                "slot": adapter.slot,
+                "rank": adapter.config.rank,
+                "alpha": adapter.config.alpha,
+                "scale": adapter.config.scale,
+                "num_modules": len(adapter.modules),
+            }
+            for name, adapter in self.adapters.items()
+        }
+
+
+def make_bank(args: EngineArgs, model: PreTrainedModel) -> LoraBank | None:
+    """Return the slots of adapters that the options ask for; None if the engine serves the base alone."""
+    if not args.serves_lora:
+        return None
+    rank = args.max_lora_rank or max(_ranks(args.lora_paths), default=_DEFAULT_RANK)
+    targets = () if "all" in args.lora_target_modules else args.lora_target_modules
+    return LoraBank(model, num_slots=args.max_loras_per_batch, rank=rank, targets=targets)
+
+
+def load_at_start(args: EngineArgs, store: AdapterStore) -> None:
+    for name, folder in args.lora_paths:
+        try:
+            store.load_folder(name, folder, args.weight_version)
+        except RequestError as error:
+            raise UserError(f"--lora-path {name}={folder}: {error}") from error
+
+
+def _ranks(paths: Iterable[tuple[str, str]]) -> Iterable[int]:
+    for name, folder in paths:
+        try:
+            yield parse_config(read_config(folder)).rank
+        except RequestError as error:
+            raise UserError(f"--lora-path {name}={folder}: {error}") from error
