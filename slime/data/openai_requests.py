@@ -61,6 +61,7 @@ class ApiRequest:
     stream: bool
     include_usage: bool
     log_probs: bool
+    lora_path: str | None = None  # SGLang's: the LoRA adapter
 
 
 @dataclass(kw_only=True)
@@ -161,6 +162,9 @@ def _parse_common(body: Any, *, log_probs: Callable[[Any], bool]) -> dict[str, A
     max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise ApiError("`max_tokens` must be an integer above 0")
+    lora_path = body.get("lora_path")
+    if lora_path is not None and not isinstance(lora_path, str):
+        raise ApiError("`lora_path` must be the name of an adapter")
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise ApiError("`stream_options` must be an object")
@@ -173,6 +177,7 @@ def _parse_common(body: Any, *, log_probs: Callable[[Any], bool]) -> dict[str, A
         "stream": bool(body.get("stream")),
         "include_usage": bool(options.get("include_usage")),
         "log_probs": log_probs(body.get("logprobs")),
+        "lora_path": lora_path,
     }
 
 

@@ -123,7 +123,17 @@ class WeightStore:
 
         The buffer has been read when this returns, and stays mapped during a session.
         """
-        places = self._places(metas)
+        self._copy_from(handle, metas, self._places(metas))
+
+    def read_buffer(self, handle: Any, metas: Sequence[TensorMeta]) -> dict[str, torch.Tensor]:
+        """Return copies of tensors in memory shared by another process, such as those of an adapter."""
+        made = self._new_tensors(metas)
+        self._copy_from(handle, metas, list(made.values()))
+        return made
+
+    def _copy_from(
+        self, handle: Any, metas: Sequence[TensorMeta], places: list[torch.Tensor]
+    ) -> None:
         try:
             buffer = self._imported.get(handle)
         except (KeyError, TypeError, OSError, ValueError) as error:
@@ -134,6 +144,23 @@ class WeightStore:
             finish_reading(buffer)
             if not self.session_open:
                 self._imported.close()
+
+    def read_group(self, metas: Sequence[TensorMeta], group_name: str) -> dict[str, torch.Tensor]:
+        """Return tensors that rank 0 of the group broadcasts as one byte buffer."""
+        group = self._group(group_name)
+        places = self._new_tensors(metas)
+        size = sum(meta.num_bytes for meta in metas)
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._model.device)
+        dist.broadcast(buffer, group=group, group_src=0)
+        _copy_bucket(buffer, metas, list(places.values()))
+        return places
+
+    def _new_tensors(self, metas: Sequence[TensorMeta]) -> dict[str, torch.Tensor]:
+        device = self._model.device
+        made = {m.name: torch.empty(m.shape, dtype=m.dtype, device=device) for m in metas}
+        if len(made) < len(metas):
+            raise RequestError("a tensor was sent twice")
+        return made
 
     def init_group(
         self, *, address: str, port: int, rank: int, world_size: int, name: str, backend: str

@@ -136,6 +136,7 @@ class EngineApp:
             limits=limits,
             eos_ids=self._engine.eos_ids,
             new_seed=self._engine.new_seed,
+            find_adapter=self._engine.find_adapter,
         )
 
     async def _stream(self, http: web.Request, generation: Generation) -> web.StreamResponse:
@@ -155,7 +156,7 @@ class EngineApp:
         return make_reply(
             request,
             codec=self._engine.codec,
-            weight_version=self._engine.weight_version,
+            weight_version=self._engine.version_of(request),
             with_token_text=generation.with_token_text,
         )
 
@@ -254,6 +255,7 @@ def server_info(engine: Engine) -> dict[str, Any]:
         "paused": engine.pause_mode,
         "released": sorted(engine.released),
         "weight_version": engine.weight_version,
+        "lora_adapters": {} if engine.lora is None else engine.lora.describe(),
     }
     options = dataclasses.asdict(engine.args)
     del options["api_key"]
@@ -280,7 +282,11 @@ def models(engine: Engine) -> dict[str, Any]:
         "root": engine.model_path,
         "max_model_len": engine.runner.context_len,
     }
-    return {"object": "list", "data": [entry]}
+    adapters = [] if engine.lora is None else engine.lora.adapters.values()
+    entries = [
+        {**entry, "id": adapter.name, "root": adapter.path, "parent": name} for adapter in adapters
+    ]
+    return {"object": "list", "data": [entry, *entries]}
 
 
 INFO_ROUTES: dict[str, Callable[[Engine], dict[str, Any]]] = {

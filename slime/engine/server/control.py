@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from aiohttp import web
 
 from slime.engine.engine import Engine
 from slime.engine.kv_cache import TAGS
+from slime.engine.lora.store import Adapter, AdapterStore
 from slime.engine.scheduler.sampling_params import RequestError
 from slime.engine.server.threads import DaemonCall
 from slime.engine.weights import TensorMeta, metadata_in_order, parse_metadata
@@ -140,11 +141,99 @@ async def update_weight_version(engine: Engine, body: Body) -> Body:
     return {**await _report(engine, update, exclusive=False), "new_version": version}
 
 
+async def load_lora_adapter(engine: Engine, body: Body) -> Body:
+    path = _get(body, "lora_path", str)
+
+    def load(store: AdapterStore, name: str, version: str) -> Adapter:
+        return store.load_folder(name, path, version)
+
+    return await _load_adapter(engine, body, load)
+
+
+async def load_lora_adapter_from_tensors(engine: Engine, body: Body) -> Body:
+    """Load an adapter from shared memory ("slime_shm") or a broadcast ("slime_group"); no pickle."""
+    config, weights = _get(body, "config_dict", dict), engine.weights
+    load_format = body.get("load_format")
+    metas: Sequence[TensorMeta]
+    if load_format == "slime_shm":
+        metas = parse_metadata(body.get("metadata"))
+    elif load_format == "slime_group":
+        group = _get(body, "group_name", str, "weight_update_group")
+        metas = metadata_in_order(
+            _get(body, "names", list), _get(body, "dtypes", list), _get(body, "shapes", list)
+        )
+    else:
+        raise RequestError(
+            'this engine takes no pickled tensors: send load_format "slime_shm" with `handle` and '
+            '`metadata`, or "slime_group" with `names`, `dtypes`, `shapes` and `group_name`'
+        )
+
+    def load(store: AdapterStore, name: str, version: str) -> Adapter:
+        if load_format == "slime_shm":
+            tensors = weights.read_buffer(body.get("handle"), metas)
+        else:
+            tensors = weights.read_group(metas, group)
+        return store.load_tensors(name, config, tensors, version)
+
+    return await _load_adapter(engine, body, load)
+
+
+async def unload_lora_adapter(engine: Engine, body: Body) -> Body:
+    name = _get(body, "lora_name", str)
+    return await _lora_reply(
+        engine, _call(engine, lambda: engine.unload_adapter(name), exclusive=True)
+    )
+
+
+async def _load_adapter(
+    engine: Engine, body: Body, load: Callable[[AdapterStore, str, str], Adapter]
+) -> Body:
+    """Load a new adapter at once, or replace one as weights are: while no request runs, or paused."""
+    name, version = _get(body, "lora_name", str), body.get("weight_version")
+    if body.get("added_tokens_config") or body.get("expected_checksums"):
+        raise RequestError(
+            "`added_tokens_config` and `expected_checksums` are not supported; compare the checksum in "
+            "the reply"
+        )
+    store = engine.lora
+    if store is None:
+        raise RequestError("start the engine with --enable-lora")
+
+    def run() -> Body:
+        engine.require_memory("weights")
+        adapter = load(store, name, engine.weight_version if version is None else str(version))
+        total = format_checksum(sum(store.checksums(name).values()) % 2**64)
+        return {
+            "bound_modules": list(adapter.modules),
+            "checksum": total,
+            "weight_version": adapter.version,
+        }
+
+    return await _lora_reply(engine, _call(engine, run, exclusive=name in store.adapters))
+
+
+async def _lora_reply(engine: Engine, work: Awaitable[Body | None]) -> Body:
+    reply: Body = {"success": True, "error_message": None}
+    try:
+        reply |= await work or {}
+    except (RequestError, RuntimeError) as error:
+        reply = {"success": False, "error_message": str(error)}
+    adapters = {} if engine.lora is None else engine.lora.adapters
+    loaded = {name: adapter.path for name, adapter in adapters.items()}
+    return {**reply, "loaded_adapters": loaded}
+
+
 async def weights_checker(engine: Engine, body: Body) -> Body:
-    action = _get(body, "action", str, "checksum")
+    """Return the checksums of the weights or, with `lora_name`, of what an adapter's slot holds."""
+    action, name = _get(body, "action", str, "checksum"), _get(body, "lora_name", str, "")
     if action != "checksum":
         raise RequestError(f"action must be checksum, got {action!r}")
-    sums = await _call(engine, engine.weights.checksums)
+    if name:
+        engine.find_adapter(name)
+    lora = engine.lora
+    sums = await _call(
+        engine, lambda: lora.checksums(name) if lora and name else engine.weights.checksums()
+    )
     # Checksums are additive: the engine's is the sum of its tensors'.
     total = format_checksum(sum(sums.values()) % 2**64)
     rank = {
@@ -178,6 +267,9 @@ CONTROL_ROUTES: dict[str, tuple[tuple[str, ...], Route]] = {
     "/destroy_weights_update_group": (("POST",), destroy_weights_update_group),
     "/update_weights_from_distributed": (("POST",), update_weights_from_distributed),
     "/update_weight_version": (("POST",), update_weight_version),
+    "/load_lora_adapter": (("POST",), load_lora_adapter),
+    "/load_lora_adapter_from_tensors": (("POST",), load_lora_adapter_from_tensors),
+    "/unload_lora_adapter": (("POST",), unload_lora_adapter),
     "/weights_checker": (("GET", "POST"), weights_checker),
     "/release_memory_occupation": (("GET", "POST"), release_memory_occupation),
     "/resume_memory_occupation": (("GET", "POST"), resume_memory_occupation),

@@ -129,6 +129,7 @@ class OpenAIRoutes:
             "return_logprob": asked.log_probs,
             "return_text_in_logprobs": True,
             "stream": asked.stream,
+            "lora_path": self._adapter_name(asked),
         }
         engine = self._engine
         return parse_generate(
@@ -137,6 +138,7 @@ class OpenAIRoutes:
             limits=self._limits,
             eos_ids=engine.eos_ids,
             new_seed=engine.new_seed,
+            find_adapter=engine.find_adapter,
         )
 
     def _make_answer(self, request: Request, asked: ApiRequest) -> Answer:
@@ -154,7 +156,7 @@ class OpenAIRoutes:
             calls=calls,
             num_tokens=len(request.output_ids),
             log_probs=self._log_probs(request) if asked.log_probs else None,
-            weight_version=self._engine.weight_version,
+            weight_version=self._engine.version_of(request),
             weight_versions=[
                 {"version": span.version, "start": span.start, "end": span.end}
                 for span in request.version_spans
@@ -221,6 +223,18 @@ class OpenAIRoutes:
         if asked.include_usage:
             kind = "chat.completion.chunk" if chat else "text_completion"
             yield replies.usage_chunk(name, model, kind, num_prompt, answers)
+
+    def _adapter_name(self, asked: ApiRequest) -> str | None:
+        """Return the adapter that `model` names, alone or as "base:adapter", else that of `lora_path`."""
+        lora, model = self._engine.lora, asked.model
+        if lora is None or model in ("", self._engine.args.served_model_name):
+            return asked.lora_path
+        if model in lora.adapters:
+            return model
+        base = self._engine.args.served_model_name or self._engine.model_path
+        if model.startswith(f"{base}:"):
+            return model[len(base) + 1 :]
+        return model.split(":", 1)[1] if ":" in model else asked.lora_path
 
     def _model(self, asked: ApiRequest) -> str:
         return asked.model or str(self._engine.args.model_path)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from slime.engine.lora.store import Adapter
 from slime.engine.scheduler.request import FinishReason, Request
 from slime.engine.scheduler.sampling_params import (
     MOST_REQUESTS,
@@ -35,7 +36,6 @@ _UNSUPPORTED = (
     "return_hidden_states",
     "return_indexer_topk",
     "return_entropy",
-    "lora_path",
     "session_params",
     "custom_logit_processor",
     "cache_salt",
@@ -76,6 +76,7 @@ def parse_generate(
     limits: Limits,
     eos_ids: frozenset[int],
     new_seed: Callable[[], int],
+    find_adapter: Callable[[str], Adapter],
 ) -> Generation:
     """Parse a body whose prompts are token ids; RequestError says what is wrong with it."""
     if not isinstance(body, dict):
@@ -93,6 +94,7 @@ def parse_generate(
     all_params = _spread(body.get("sampling_params") or {}, count, "sampling_params", dict)
     log_prob_flags = _spread(body.get("return_logprob") or False, count, "return_logprob", bool)
     start_lens = _spread(_or(body.get("logprob_start_len"), -1), count, "logprob_start_len", int)
+    adapters = _adapters(body.get("lora_path"), count, find_adapter)
     stream = bool(body.get("stream"))
     parsed = _parse_params(all_params, limits)
     _check_total(prompts, parsed)
@@ -113,6 +115,7 @@ def parse_generate(
                 return_routed_experts=bool(body.get("return_routed_experts")),
                 logprob_start_len=start_len,
                 stream=stream,
+                adapter=adapters[i],
             )
             codec.check(request)
             requests.append(request)
@@ -308,6 +311,15 @@ def _spread(given: Any, count: int, name: str, kind: type) -> list[Any]:
     if len(values) != count or not all(isinstance(value, kind) for value in values):
         raise RequestError(f"`{name}` must be one {kind.__name__} or a list of {count} of them")
     return values
+
+
+def _adapters(
+    given: Any, count: int, find_adapter: Callable[[str], Adapter]
+) -> list[Adapter | None]:
+    names = given if isinstance(given, list) else [given] * count
+    if len(names) != count or not all(name is None or isinstance(name, str) for name in names):
+        raise RequestError(f"`lora_path` must be a name or a list of {count} names and nulls")
+    return [find_adapter(name) if name else None for name in names]
 
 
 def _or(value: Any, default: Any) -> Any:
