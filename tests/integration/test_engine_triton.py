@@ -12,6 +12,7 @@ REPO = Path(__file__).resolve().parents[2]
 KERNELS = [
     "tests/gpu/test_engine_kernels.py",
     "tests/gpu/test_engine_experts.py",
+    "tests/gpu/test_engine_lora_kernels.py",
     "tests/gpu/test_checksum_kernel.py",
 ]
 

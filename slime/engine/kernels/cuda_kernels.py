@@ -16,11 +16,14 @@ import triton
 from slime.engine.kernels import (
     triton_attention,
     triton_elementwise,
+    triton_lora,
     triton_matmuls,
     triton_sampling,
 )
 from slime.engine.kernels.interface import (
+    AdapterRows,
     Heads,
+    LoraWeights,
     MoeKernels,
     Pages,
     QueryKeyNorm,
@@ -78,6 +81,11 @@ class CudaKernels:
     ) -> torch.Tensor:
         out = triton_matmuls.gated_linear(x, weight) if bias is None else None
         return self.silu_mul(F.linear(x, weight, bias)) if out is None else out
+
+    def add_lora(
+        self, out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: AdapterRows
+    ) -> None:
+        triton_lora.add_lora(out, x, weights, rows)
 
     def rope_store(
         self,

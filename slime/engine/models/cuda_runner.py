@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from slime.engine.kernels.cuda_kernels import TILE
-from slime.engine.kernels.interface import Tokens
+from slime.engine.kernels.interface import AdapterRows, Tokens
 from slime.engine.kv_cache import KVCache
 from slime.engine.models.decode_graphs import (
     NUM_INPUTS,
@@ -53,6 +53,7 @@ class CudaRunner:
         cache: KVCache,
         scheduler: Scheduler,
         deterministic: bool,
+        with_lora: bool = False,
     ) -> None:
         self._model = model
         self._kernels = model.kernels
@@ -65,8 +66,12 @@ class CudaRunner:
         self._sampling = make_sampling_state(len(table), device)
         sizes = [FIXED_ROWS] if deterministic else graph_batch_sizes(scheduler.max_running)
         with torch.inference_mode():
-            self._graphs = DecodeGraphs(self._forward_rows, sizes, scheduler.padding_row, device)
+            options = (self._forward_rows, sizes, scheduler.padding_row, device)
+            self._graphs = DecodeGraphs(*options)
             self._graphs.capture_all()
+            self._lora_graphs = DecodeGraphs(*options, NUM_INPUTS + 1) if with_lora else None
+            if self._lora_graphs is not None:
+                self._lora_graphs.capture_all()
 
     @torch.inference_mode()
     def launch(self, step: Step) -> PendingCudaStep:
@@ -90,6 +95,8 @@ class CudaRunner:
     def invalidate(self) -> None:
         """Drop the CUDA graphs, which hold the addresses of the weights and the cache."""
         self._graphs.invalidate()
+        if self._lora_graphs is not None:
+            self._lora_graphs.invalidate()
 
     def _decode(self, step: Step, pending: PendingCudaStep) -> None:
         count = len(step.decoding)
@@ -100,7 +107,7 @@ class CudaRunner:
         inputs[0, :count] = LAST_SAMPLED
         inputs[1, :count] = inputs[3, :count] = step.rows[order]
         inputs[2, :count] = positions
-        outputs = self._graphs.run(_pinned(inputs))
+        outputs = self._run_rows(inputs)
         special = sample_special(
             outputs.logits,
             requests,
@@ -122,7 +129,7 @@ class CudaRunner:
             inputs[0, :count] = batch.ids[part]
             inputs[1, :count] = inputs[3, :count] = batch.rows[part]
             inputs[2, :count] = positions
-            outputs = self._graphs.run(_pinned(inputs))
+            outputs = self._run_rows(inputs)
             tokens, log_probs = outputs.tokens[:count], outputs.log_probs[:count]
             special = sample_special(
                 outputs.logits, requests, tokens, log_probs, self._sampling, positions
@@ -132,6 +139,7 @@ class CudaRunner:
     def _prefill(self, batch: StepBatch, pending: PendingCudaStep) -> None:
         tiles = _tiles(batch.counts)
         outputs = np.concatenate([batch.sampled_at, batch.scored_at])
+        slots = self._scheduler.row_slots[batch.rows]
         sent = _upload(
             self._cache.device,
             batch.ids,
@@ -141,9 +149,12 @@ class CudaRunner:
             outputs,
             batch.positions[outputs],
             batch.rows[outputs],
+            slots,
         )
-        ids, positions, rows, tile_table, outputs, at, of = sent
+        ids, positions, rows, tile_table, outputs, at, of, sent_slots = sent
         tokens = Tokens(ids=ids, positions=positions, rows=rows, tiles=tile_table.view(-1, 2))
+        if slots.max() >= 0:
+            tokens.adapters = AdapterRows(slots=sent_slots)
         if not len(outputs):  # only chunks from the middle of prompts: no logits needed
             outputs = outputs.new_zeros(1)
         logits = self._model(tokens, self._cache, self._table, outputs)
@@ -169,7 +180,7 @@ class CudaRunner:
             inputs = self._rows_input(FIXED_ROWS)
             inputs[:3] = part.ids, part.rows, part.positions
             inputs[3, part.sampled_at] = part.rows[part.sampled_at]
-            outputs = self._graphs.run(_pinned(inputs))
+            outputs = self._run_rows(inputs)
             if part.sampled:
                 self._take_sampled(outputs, part, pending)
             if part.scored:
@@ -186,10 +197,21 @@ class CudaRunner:
         special = sample_special(logits, part.sampled, tokens, log_probs, self._sampling, positions)
         pending.add(part.sampled, tokens, log_probs, special)
 
+    def _run_rows(self, inputs: np.ndarray) -> RowOutputs:
+        """Replay the graph of the base alone, unless one of the rows has an adapter.
+
+        In deterministic mode always that with adapters: its base rows may be computed by other kernels.
+        """
+        slots = self._scheduler.row_slots[inputs[1]]
+        if self._lora_graphs is None or (slots.max() < 0 and not self._deterministic):
+            return self._graphs.run(_pinned(inputs))
+        return self._lora_graphs.run(_pinned(np.concatenate([inputs, slots[None]])))
+
     def _forward_rows(self, inputs: torch.Tensor) -> RowOutputs:
-        ids, rows, positions, sample_rows = inputs
+        ids, rows, positions, sample_rows = inputs[:NUM_INPUTS]
+        adapters = AdapterRows(slots=inputs[NUM_INPUTS]) if len(inputs) > NUM_INPUTS else None
         ids = torch.where(ids < 0, self._sampling.last_tokens.index_select(0, rows), ids)
-        tokens = Tokens(ids=ids, positions=positions, rows=rows)
+        tokens = Tokens(ids=ids, positions=positions, rows=rows, adapters=adapters)
         logits = self._model(tokens, self._cache, self._table)
         sampled, log_probs = self._kernels.sample(logits, sample_rows, positions, self._sampling)
         return RowOutputs(logits=logits, tokens=sampled, log_probs=log_probs)

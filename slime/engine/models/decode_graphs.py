@@ -14,7 +14,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 # ids (negative: the last token sampled in the row), rows, positions, rows to sample for
-NUM_INPUTS = 4
+NUM_INPUTS = 4  # and, with adapters, the slot of each row's
 
 
 @dataclass(kw_only=True, eq=False)
@@ -26,7 +26,7 @@ class RowOutputs:
     log_probs: torch.Tensor  # [B] float32
 
 
-RowForward = Callable[[torch.Tensor], RowOutputs]  # takes [NUM_INPUTS, B] int32
+RowForward = Callable[[torch.Tensor], RowOutputs]  # takes [number of inputs, B] int32
 
 
 class DecodeGraphs:
@@ -34,12 +34,18 @@ class DecodeGraphs:
     again when it is first needed, since a rollout of short responses needs only a few."""
 
     def __init__(
-        self, forward: RowForward, sizes: list[int], padding_row: int, device: torch.device
+        self,
+        forward: RowForward,
+        sizes: list[int],
+        padding_row: int,
+        device: torch.device,
+        num_inputs: int = NUM_INPUTS,
     ) -> None:
+        self._num_inputs = num_inputs
         self._forward = forward
         self._padding_row = padding_row
         self._sizes = sizes
-        self._inputs = torch.zeros(NUM_INPUTS * sizes[-1], dtype=torch.int32, device=device)
+        self._inputs = torch.zeros(num_inputs * sizes[-1], dtype=torch.int32, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, RowOutputs]] = {}
         self._failed = False
 
@@ -48,7 +54,7 @@ class DecodeGraphs:
         return next(size for size in self._sizes if size >= count)
 
     def run(self, inputs: torch.Tensor) -> RowOutputs:
-        """Replay the graph; `inputs` [NUM_INPUTS, B] int32 in pinned memory, B one of the sizes."""
+        """Replay the graph; `inputs` [number of inputs, B] int32 in pinned memory, B one of the sizes."""
         size = inputs.shape[1]
         if size not in self._graphs and not self._failed:
             self._capture(size)
@@ -76,7 +82,7 @@ class DecodeGraphs:
             logger.info("captured %d CUDA graphs in %.1f s", len(self._graphs), seconds)
 
     def _static(self, size: int) -> torch.Tensor:
-        return self._inputs[: NUM_INPUTS * size].view(NUM_INPUTS, size)
+        return self._inputs[: self._num_inputs * size].view(self._num_inputs, size)
 
     def _warm_up(self, size: int) -> None:
         """Compile kernels and allocate workspaces, neither of which can be captured."""

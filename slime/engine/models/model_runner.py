@@ -117,7 +117,8 @@ class ModelRunner:
         elif self.device.type == "cuda":
             from slime.engine.models.cuda_runner import CudaRunner
 
-            self._steps = CudaRunner(self._fast, cache, scheduler, self.deterministic)
+            with_lora = self.lora is not None
+            self._steps = CudaRunner(self._fast, cache, scheduler, self.deterministic, with_lora)
         else:
             self._steps = CpuRunner(self._fast, cache, scheduler, self.deterministic)
 
