@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -14,7 +16,13 @@ if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from slime.engine.kernels.cuda_kernels import CudaKernels  # noqa: E402
-from slime.engine.kernels.interface import AdapterRows, LoraWeights  # noqa: E402
+from slime.engine.kernels.interface import AdapterRows, LoraWeights, Tokens  # noqa: E402
+from slime.engine.kv_cache import KVCache  # noqa: E402
+from slime.engine.lora.bank import LoraBank  # noqa: E402
+from slime.engine.lora.store import AdapterStore  # noqa: E402
+from slime.engine.models.fast_model import FastModel  # noqa: E402
+from tests.adapters import make_adapter, peft_log_probs  # noqa: E402
+from tests.tiny import make_tiny_checkpoint  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float32]
@@ -95,3 +103,39 @@ def test_a_token_does_not_depend_on_the_adapters_of_others():
         KERNELS.add_lora(out, case.x, case.weights, AdapterRows(slots=slots))
         found.append(out[5])
     assert torch.equal(*found)
+
+
+def test_the_fast_forward_is_pefts(tmp_path: Path):
+    """Two sequences of one batch with adapters of different ranks, and the base."""
+    base = make_tiny_checkpoint(tmp_path / "base", weight_scale=3.0)
+    folders = [
+        make_adapter(base, tmp_path / "a", rank=3, targets=["q_proj", "v_proj", "down_proj"]),
+        make_adapter(base, tmp_path / "b", seed=1, rank=20),
+        None,
+    ]
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(DEVICE)
+    bank = LoraBank(model, num_slots=4, rank=20)
+    count, page = 5, 8
+    with torch.inference_mode():
+        fast = FastModel(model, KERNELS, 64, bank)
+        store = AdapterStore(bank)
+        slots = [store.load_folder(p.name, str(p), "0").slot if p else -1 for p in folders]
+        cache = KVCache(fast.layers, 4, page, torch.float32, torch.device(DEVICE))
+        ids = torch.randint(0, 256, (len(folders), count), generator=torch.manual_seed(0))
+
+        def repeat(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=DEVICE).repeat_interleave(count)
+
+        tokens = Tokens(
+            ids=ids.view(-1).to(DEVICE, torch.int32),
+            positions=torch.arange(count, dtype=torch.int32, device=DEVICE).repeat(len(folders)),
+            rows=repeat([0, 1, 2]),
+            adapters=AdapterRows(slots=repeat(slots)),
+        )
+        table = torch.tensor([[1], [2], [3]], dtype=torch.int32, device=DEVICE)
+        logits = fast(tokens, cache, table).view(len(folders), count, -1)
+    for row, folder in enumerate(folders):
+        targets = ids[row, 1:, None].to(DEVICE)
+        found = logits[row, :-1].log_softmax(-1).gather(1, targets).squeeze(1)
+        expected = peft_log_probs(base, folder, ids[row].tolist())
+        torch.testing.assert_close(found.cpu(), expected, atol=5e-4, rtol=5e-4)

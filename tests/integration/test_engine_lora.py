@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from slime.core.errors import ConfigError, UserError
+from slime.engine.arguments import parse_engine_args
 from slime.engine.scheduler.request import Request
+from slime.engine.scheduler.sampling_params import RequestError
+from slime.weights.fp8 import Fp8Format, convert_to_fp8, load_causal_lm
 from tests.adapters import ALL, make_adapter, peft_log_probs
 from tests.engines import LocalEngine, local_engine
 from tests.tiny import make_tiny_checkpoint
@@ -154,8 +160,101 @@ def test_hugging_face_modules(made: Fixture):
     """bfloat16 on a CPU runs on the plain path; so does everything that has no fast forward."""
     options = {"lora_paths": made.paths, "dtype": "bfloat16", "chunked_prefill_size": 16}
     with local_engine(made.base, **options) as engine:
-        assert engine.engine.runner._fast is None
         for request, name in zip(generate(engine, NAMES), NAMES, strict=True):
             expected = peft_log_probs(made.base, made.folders[name], request.token_ids)
             found = torch.tensor([*request.input_log_probs, *request.output_log_probs])
             assert (found - expected).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["fast", "plain"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["batched", "deterministic"])
+def test_attention_of_a_moe_base(tmp_path: Path, plain: bool, deterministic: bool):
+    base = make_tiny_checkpoint(tmp_path / "base", "qwen3_moe", weight_scale=3.0)
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    folder = make_adapter(base, tmp_path / "a", rank=5, targets=attention)
+    options = {
+        "lora_paths": (("a", str(folder)),),
+        "enable_return_routed_experts": plain,  # reads the Hugging Face modules, in fp32
+        "enable_deterministic_inference": deterministic,
+    }
+    with local_engine(base, **options) as engine:
+        found = generate(engine, ["a", None, "a", None])
+    for request in found:
+        expected = peft_log_probs(base, folder if request.adapter else None, request.token_ids)
+        served = torch.tensor([*request.input_log_probs, *request.output_log_probs])
+        torch.testing.assert_close(served, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["fast", "plain"])
+def test_adapters_of_experts_are_refused(tmp_path: Path, plain: bool):
+    """Experts run as one fused parameter: their adapters would bind to nothing."""
+    base = make_tiny_checkpoint(tmp_path / "base", "qwen3_moe")
+    folder = make_adapter(base, tmp_path / "a", targets=["q_proj"])
+    tensors = load_file(folder / "adapter_model.safetensors")
+    expert = "base_model.model.model.layers.0.mlp.experts.0.gate_proj"
+    tensors[f"{expert}.lora_A.weight"] = torch.zeros(4, 64)
+    tensors[f"{expert}.lora_B.weight"] = torch.zeros(32, 4)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    options = {"lora_paths": (("a", str(folder)),), "enable_return_routed_experts": plain}
+    with pytest.raises(UserError, match=r"--lora-path a=.*bind to nothing.*experts.0.gate_proj"):
+        local_engine(base, **options).__enter__()
+
+
+def test_an_fp8_base(tmp_path: Path):
+    """Its weights are unpacked when they are loaded, so adapters add to the unpacked ones."""
+    layout = Fp8Format(strategy="block", block=(32, 32))
+    plain = make_tiny_checkpoint(tmp_path / "plain", weight_scale=3.0)
+    convert_to_fp8(plain, tmp_path / "fp8", layout)
+    unpacked = load_causal_lm(
+        str(tmp_path / "fp8"), AutoConfig.from_pretrained(tmp_path / "fp8"), dtype=torch.float32
+    )
+    state = {name: tensor.contiguous() for name, tensor in unpacked.state_dict().items()}
+    twin = AutoModelForCausalLM.from_pretrained(plain)
+    twin.load_state_dict(state)
+    twin.save_pretrained(tmp_path / "twin")
+    folder = make_adapter(plain, tmp_path / "a", rank=8)
+    options = {"lora_paths": (("a", str(folder)),), "dtype": "float32"}
+    with local_engine(tmp_path / "fp8", **options) as engine:
+        for request, used in zip(generate(engine, ["a", None]), (folder, None), strict=True):
+            expected = peft_log_probs(tmp_path / "twin", used, request.token_ids)
+            served = torch.tensor([*request.input_log_probs, *request.output_log_probs])
+            torch.testing.assert_close(served, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_slots_of_chosen_modules(made: Fixture):
+    """An adapter of other modules is refused, and not applied in part."""
+    options = {"lora_target_modules": ("q_proj", "v_proj"), "max_lora_rank": 8}
+    with local_engine(made.base, lora_paths=made.paths[:1], **options) as engine:
+        made.assert_served(generate(engine, ["r2"])[0], "r2")
+        store = engine.engine.lora
+        assert store is not None
+        with pytest.raises(RequestError, match="bind to nothing"):
+            store.load_folder("r8", str(made.folders["r8"]), "0")
+
+
+def test_memory_released_and_resumed(made: Fixture, engine: LocalEngine):
+    before = generate(engine, NAMES)
+    for call in (engine.engine.release_memory, engine.engine.resume_memory):
+        engine.engine.call(lambda call=call: call(["weights", "kv_cache", "cuda_graph"])).result(30)
+    after = generate(engine, NAMES)
+    assert [r.output_ids for r in after] == [r.output_ids for r in before]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--lora-path", "a=/x", "a=/y"], "same name"),
+        (["--lora-path", "a=/x", "b=/y", "--max-loras-per-batch", "1"], "--max-loras-per-batch"),
+        (["--lora-path", "=x"], "NAME=FOLDER"),
+        (["--max-lora-rank", "8"], "--enable-lora"),
+        (["--enable-lora", "--max-lora-rank", "0"], "--max-lora-rank must be at least 1"),
+    ],
+)
+def test_wrong_options(argv: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        parse_engine_args(["--model-path", "/m", *argv])
+
+
+def test_options_as_sglang_spells_them():
+    args = parse_engine_args(["--model-path", "/m", "--lora-paths", "a=/x", "/y"])
+    assert args.lora_paths == (("a", "/x"), ("/y", "/y")) and args.serves_lora

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from slime.utils.sync_http import HttpError, post_json
 from slime.weights.checksum import format_checksum, tensor_checksum
 from slime.weights.ipc import SharedBuffer
+from slime.weights.process_group import destroy_side_group, init_side_group, serve_store
 from tests.adapters import ALL, make_adapter, peft_log_probs
 from tests.engines import LONG_CONTEXT, ROOM, EngineServer, engine_server
 from tests.tiny import make_tiny_checkpoint
@@ -173,6 +176,35 @@ def test_an_adapter_sent_through_shared_memory(server: EngineServer, made: Made)
     assert found["meta_info"]["weight_version"] == "3"
     assert [span["version"] for span in found["meta_info"]["weight_versions"]] == ["3"]
     assert generate(server, None)["meta_info"]["weight_version"] == "0"
+
+
+def test_an_adapter_broadcast_to_the_engine(server: EngineServer, made: Made):
+    tensors = load_file(made.folders["second"] / "adapter_model.safetensors")
+    store, url = serve_store("127.0.0.1", 2)
+    host, port = url.removeprefix("tcp://").rsplit(":", 1)
+    with ThreadPoolExecutor(1) as pool:
+        join = {"master_address": host, "master_port": int(port), "rank_offset": 1}
+        join |= {"world_size": 2, "group_name": "lora", "backend": "gloo"}
+        joined = pool.submit(server.post, "/init_weights_update_group", join)
+        group = init_side_group(url, 0, 2, "gloo", "lora", store=store)
+        assert joined.result()["success"]
+        body = {
+            "lora_name": "sent",
+            "config_dict": json.loads((made.folders["second"] / "adapter_config.json").read_text()),
+            "load_format": "slime_group",
+            "names": list(tensors),
+            "dtypes": ["float32"] * len(tensors),
+            "shapes": [list(t.shape) for t in tensors.values()],
+            "group_name": "lora",
+        }
+        received = pool.submit(server.post, "/load_lora_adapter_from_tensors", body)
+        flat = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors.values()])
+        dist.broadcast(flat, group=group, group_src=0)
+        assert received.result()["success"]
+        assert server.post("/destroy_weights_update_group", {"group_name": "lora"})["success"]
+        destroy_side_group(group)
+    assert checksums(server, "sent") == file_checksums(made.folders["second"])
+    assert_served(made, generate(server, "sent"), made.folders["second"])
 
 
 def test_an_update_while_requests_run_stamps_each_token(server: EngineServer, made: Made):
