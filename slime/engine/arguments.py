@@ -41,7 +41,7 @@ class EngineArgs:
     speculative_algorithm: str | None = None  # None or "NGRAM"
     speculative_num_draft_tokens: int | None = None
     random_seed: int | None = None
-    enable_lora: bool = False  # adapters can be loaded later; --lora-path implies it
+    enable_lora: bool = False  # adapters can be loaded later; the options below imply it
     lora_paths: tuple[tuple[str, str], ...] = ()  # (name, PEFT folder)
     max_lora_rank: int | None = None
     max_loras_per_batch: int = 8  # slots: adapters that are loaded at a time
@@ -50,7 +50,8 @@ class EngineArgs:
 
     @property
     def serves_lora(self) -> bool:
-        return self.enable_lora or bool(self.lora_paths)
+        sizes = self.max_lora_rank is not None or bool(self.lora_target_modules)
+        return self.enable_lora or sizes or bool(self.lora_paths)
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -93,10 +94,6 @@ class EngineArgs:
             raise ConfigError(
                 f"--lora-path: {len(names)} adapters and --max-loras-per-batch "
                 f"{self.max_loras_per_batch}; raise it"
-            )
-        if (self.max_lora_rank or self.lora_target_modules) and not self.serves_lora:
-            raise ConfigError(
-                "--max-lora-rank and --lora-target-modules need --enable-lora or --lora-path"
             )
 
 
@@ -201,7 +198,7 @@ _OPTIONS: dict[str, dict[str, dict]] = {
         "random_seed": {"type": int, "help": "seed of requests without one"},
     },
     "LoRA adapters": {
-        "enable_lora": {**_SWITCH, "help": "allow adapters to be loaded; --lora-path implies it"},
+        "enable_lora": {**_SWITCH, "help": "adapters can be loaded; those below imply it"},
         "lora_paths": {
             "nargs": "+",
             "metavar": "NAME=FOLDER",

@@ -246,7 +246,6 @@ def test_memory_released_and_resumed(made: Fixture, engine: LocalEngine):
         (["--lora-path", "a=/x", "a=/y"], "same name"),
         (["--lora-path", "a=/x", "b=/y", "--max-loras-per-batch", "1"], "--max-loras-per-batch"),
         (["--lora-path", "=x"], "NAME=FOLDER"),
-        (["--max-lora-rank", "8"], "--enable-lora"),
         (["--enable-lora", "--max-lora-rank", "0"], "--max-lora-rank must be at least 1"),
     ],
 )
