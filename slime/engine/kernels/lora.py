@@ -24,22 +24,27 @@ def group_rows(slots: np.ndarray, device: torch.device, *, fixed: bool) -> Adapt
 
 
 def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: AdapterRows) -> None:
-    """Add scale * B(A(x)) to the rows of `out` that have an adapter; the others are not touched."""
+    """Add B(A(x) * scale) to the rows of `out` that have an adapter; the others are not touched."""
     target = out if out.ndim == 2 else out[0]  # the first of split-K partial sums
     most = weights.b.shape[2]
     for slot, index in rows.groups:
-        whole = rows.fixed or len(index) == len(x)
-        chosen = x if whole else x.index_select(0, index)
-        start = 0
-        for part, (width, rank) in enumerate(zip(weights.widths, weights.ranks[slot], strict=True)):
-            end = start + width
-            if rank:
-                a = weights.a[slot, part * most : part * most + rank]
-                b = weights.b[slot, start:end, :rank]
-                delta = F.linear(F.linear(chosen, a), b) * weights.scales[slot]
-                if len(index) == len(x):
-                    target[:, start:end] += delta
-                else:
-                    delta = delta.index_select(0, index) if whole else delta
-                    target[:, start:end].index_add_(0, index, delta.to(target.dtype))
-            start = end
+        ranks = weights.ranks[slot]
+        if not any(ranks):
+            continue
+        everyone = len(index) == len(x) and not rows.fixed
+        chosen = x if everyone or rows.fixed else x.index_select(0, index)
+        low = F.linear(chosen, weights.a[slot]).mul_(weights.scales[slot])  # [rows, n * R]
+        end = 0
+        for part, (width, rank) in enumerate(zip(weights.widths, ranks, strict=True)):
+            start, end = end, end + width
+            if not rank:
+                continue
+            left = low[:, part * most : part * most + rank]
+            b = weights.b[slot, start:end, :rank]
+            if everyone:
+                target[:, start:end].addmm_(left, b.t())
+                continue
+            delta = F.linear(left, b)
+            if rows.fixed:
+                delta = delta.index_select(0, index)
+            target[:, start:end].index_add_(0, index, delta)
