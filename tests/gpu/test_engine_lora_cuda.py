@@ -56,14 +56,15 @@ def test_log_probs_are_pefts_in_fp32(made: Made, options: dict):
     with local_engine(
         made.base, lora_paths=made.paths, dtype="float32", **SIZES, **options
     ) as engine:
-        for names in ([None], ["r8"], [*NAMES] * 3):
+        batches: list[list[str | None]] = [[None], ["r8"], NAMES * 3]
+        for names in batches:
             for request, name in zip(generate(engine, names), names, strict=True):
                 assert made.error(request, name).max() < 2e-3
 
 
 def test_log_probs_in_bfloat16(made: Made):
     with local_engine(made.base, lora_paths=made.paths, dtype="bfloat16", **SIZES) as engine:
-        for request, name in zip(generate(engine, [*NAMES] * 3), [*NAMES] * 3, strict=True):
+        for request, name in zip(generate(engine, NAMES * 3), NAMES * 3, strict=True):
             assert made.error(request, name).mean() < 0.05
 
 

@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from slime.engine.kernels.cpu_kernels import SOURCE, CpuKernels
-from slime.engine.kernels.interface import Heads, Pages, QueryKeyNorm, Rotary, SamplingState, Tokens
+from slime.engine.kernels.interface import (
+    Heads,
+    LoraWeights,
+    Pages,
+    QueryKeyNorm,
+    Rotary,
+    SamplingState,
+    Tokens,
+)
+from slime.engine.kernels.lora import group_rows
 from slime.engine.scheduler.sampling import uniforms
 from slime.utils.compiled import load_library
 
@@ -193,3 +202,39 @@ def test_rounding_at_the_end_of_a_chunk_draws_no_token_that_has_no_chance(kernel
     positions = torch.full((50,), 9, dtype=torch.int32)
     tokens, _ = kernels.sample(logits.expand(50, -1).contiguous(), rows, positions, settings)
     assert 255 not in tokens.tolist()
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 32, 33])
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("widths", [(24,), (40, 16), (24, 8, 8)])
+def test_adapters(kernels: CpuKernels, tokens: int, fixed: bool, widths: tuple[int, ...]):
+    """In C for few rows and in torch for many: each row has its own adapter, or none, or all one."""
+    rng = random.Random(tokens)
+    torch.manual_seed(tokens)
+    num_slots, most, depth = 3, 5, 50
+    weights = LoraWeights(
+        a=torch.randn(num_slots, len(widths) * most, depth),
+        b=torch.randn(num_slots, most, sum(widths)).transpose(1, 2),
+        widths=widths,
+        scales=torch.rand(num_slots) + 0.5,
+        ranks=np.array(
+            [[rng.randint(0, most) for _ in widths] for _ in range(num_slots)], np.int32
+        ),
+    )
+    x, out = torch.randn(tokens, depth), torch.randn(tokens, sum(widths))
+    for slots in ([rng.randrange(-1, num_slots) for _ in range(tokens)], [1] * tokens):
+        found, expected = out.clone(), out.clone()
+        rows = group_rows(np.array(slots, np.int32), torch.device("cpu"), fixed=fixed)
+        if rows is not None:
+            kernels.add_lora(found, x, weights, rows)
+        for token, slot in enumerate(slots):
+            first = 0
+            for part, width in enumerate(widths if slot >= 0 else ()):
+                rank = weights.ranks[slot, part]
+                low = weights.a[slot, part * most : part * most + rank] @ x[token]
+                delta = weights.b[slot, first : first + width, :rank] @ low * weights.scales[slot]
+                expected[token, first : first + width] += delta
+                first += width
+            if slot < 0:
+                assert torch.equal(found[token], out[token])
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

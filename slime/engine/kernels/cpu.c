@@ -85,6 +85,36 @@ void rope_store(float *qkv, long tokens, long query_heads, long key_heads, long 
     }
 }
 
+/* out += B(A(x) * scale) for tokens with an adapter (slot >= 0), for `parts` linears side by side in a
+ * row of `columns`. a is [slots, parts * most, depth], b [slots, most, columns], ranks [slots, parts]. */
+void add_lora(float *out, const float *x, const float *a, const float *b, const float *scales,
+              const int32_t *slots, const int32_t *ranks, const long *widths, long parts,
+              long columns, long most, long depth, long tokens) {
+#pragma omp parallel for if (tokens * depth * most > MIN_PARALLEL)
+    for (long t = 0; t < tokens; t++) {
+        long slot = slots[t];
+        if (slot < 0) continue;
+        const float *input = x + t * depth, *expand = b + slot * columns * most;
+        float low[most], *o = out + t * columns;
+        for (long p = 0; p < parts; o += widths[p], expand += widths[p], p++) {
+            long rank = ranks[slot * parts + p];
+            if (!rank) continue;
+            for (long r = 0; r < rank; r++) {
+                const float *shrink = a + ((slot * parts + p) * most + r) * depth;
+                float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+                for (long i = 0; i < depth; i++) sum += input[i] * shrink[i];
+                low[r] = sum * scales[slot];
+            }
+            for (long r = 0; r < rank; r++) {
+                const float *column = expand + r * columns;
+#pragma omp simd
+                for (long c = 0; c < widths[p]; c++) o[c] += low[r] * column[c];
+            }
+        }
+    }
+}
+
 /* Attention of `heads` adjacent key heads, each with the `group` query heads that share it (GQA), over
  * positions first..last of a row. All heads of a token are read before the next token. */
 static inline __attribute__((always_inline)) void attend_heads(

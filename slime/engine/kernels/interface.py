@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
 
@@ -38,10 +39,10 @@ class LoraWeights:
     """S slots of adapters of rank up to R for n linears that share an input; see lora/bank.py."""
 
     a: torch.Tensor  # [S, n * R, in]
-    b: torch.Tensor  # [S, out, R]
+    b: torch.Tensor  # [S, out, R]; on a CPU stored as [S, R, out]
     widths: tuple[int, ...]  # output columns of each of the n linears
     scales: torch.Tensor  # [S] float32
-    ranks: list[list[int]]  # [S][n], 0 where an adapter has nothing
+    ranks: np.ndarray  # [S, n] int32, 0 where an adapter has nothing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: Ada
     target = out if out.ndim == 2 else out[0]  # the first of split-K partial sums
     most = weights.b.shape[2]
     for slot, index in rows.groups:
-        ranks = weights.ranks[slot]
+        ranks = weights.ranks[slot].tolist()
         if not any(ranks):
             continue
         everyone = len(index) == len(x) and not rows.fixed

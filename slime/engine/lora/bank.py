@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -50,12 +51,15 @@ class LoraBank:
         shape_a = (self.num_slots, len(linears) * self.rank, first.in_features)
         shape_b = (self.num_slots, sum(widths), self.rank)
         like = first.weight
+        b = torch.zeros(shape_b, dtype=like.dtype, device=like.device)
+        if b.device.type == "cpu":  # the memory layout that matmuls of few rows are fastest with
+            b = b.transpose(1, 2).contiguous().transpose(1, 2)
         weights = LoraWeights(
             a=torch.zeros(shape_a, dtype=like.dtype, device=like.device),
-            b=torch.zeros(shape_b, dtype=like.dtype, device=like.device),
+            b=b,
             widths=widths,
             scales=self._scales,
-            ranks=[[0] * len(linears) for _ in range(self.num_slots)],
+            ranks=np.zeros((self.num_slots, len(linears)), np.int32),
         )
         # Buffers of the module, so that they move with it when memory is released.
         first.register_buffer("lora_a", weights.a, persistent=False)
@@ -121,16 +125,16 @@ class LoraBank:
             targets += self._views(name, slot, config.rank)
             sources += [pair.a, pair.b]
             weights, index = self.modules[name]
-            weights.ranks[slot][index] = config.rank
+            weights.ranks[slot, index] = config.rank
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
         self._scales[slot] = config.scale
 
     def clear(self, slot: int) -> None:
         for weights, index in self.modules.values():
-            if weights.ranks[slot][index]:
+            if weights.ranks[slot, index]:
                 weights.a[slot].zero_()
                 weights.b[slot].zero_()
-                weights.ranks[slot] = [0] * len(weights.widths)
+                weights.ranks[slot] = 0
         self._scales[slot] = 0.0
 
     def read(self, slot: int, module: str) -> LoraPair:
@@ -140,7 +144,7 @@ class LoraBank:
 
     def _rank_of(self, module: str, slot: int) -> int:
         weights, index = self.modules[module]
-        return weights.ranks[slot][index]
+        return int(weights.ranks[slot, index])
 
     def _views(self, module: str, slot: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         weights, index = self.modules[module]
