@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slime.core.errors import ConfigError, UserError
 from slime.engine.arguments import parse_engine_args
 from slime.engine.scheduler.request import Request
-from slime.engine.scheduler.sampling_params import RequestError
+from slime.engine.scheduler.sampling_params import RequestError, SamplingParams
 from slime.weights.fp8 import Fp8Format, convert_to_fp8, load_causal_lm
 from tests.adapters import ALL, make_adapter, peft_log_probs
 from tests.engines import LocalEngine, local_engine
@@ -145,6 +145,23 @@ def test_an_update_takes_no_prefix_of_the_old_version(made: Fixture, tmp_path: P
         made.folders["new"] = newer
         [request] = local.generate([prompt], adapters=["r2"], start_len=0, **GREEDY)
         made.assert_served(request, "new")
+
+
+def test_a_request_whose_adapter_was_unloaded_on_the_way_is_refused(made: Fixture):
+    with local_engine(made.base, lora_paths=made.paths) as local:
+        asked = Request(
+            rid="late",
+            token_ids=list(PROMPTS[0]),
+            prompt_len=len(PROMPTS[0]),
+            params=SamplingParams(max_new_tokens=2),
+            seed=0,
+            adapter=local.engine.find_adapter("r2"),
+        )
+        local.engine.call(lambda: local.engine.unload_adapter("r2")).result(30)
+        local.engine.submit([asked])
+        local.wait([asked])
+    assert asked.finish is not None and asked.finish.status_code == 400
+    assert "'r2' was unloaded" in asked.finish.message
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])

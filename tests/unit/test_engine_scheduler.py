@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from slime.engine.lora.store import Adapter
 from slime.engine.radix_cache import PagePool
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import SamplingParams
@@ -86,6 +87,44 @@ def test_second_request_with_the_same_prompt_waits_a_step_and_shares_its_pages()
     works = {work.request: work for work in step(scheduler)}
     assert works[second].start == second.num_cached == 12
     assert second.pages[:3] == first.pages[:3]
+
+
+def test_equal_prompts_with_different_adapters_start_together_and_share_nothing():
+    scheduler = make_scheduler()
+    adapters = [
+        None,
+        Adapter(name="a", slot=3, cache_key=1),
+        Adapter(name="b", slot=0, cache_key=2),
+    ]
+    requests = [make_request(list(range(12)), 9) for _ in adapters]
+    for request, adapter in zip(requests, adapters, strict=True):
+        request.adapter = adapter
+        scheduler.add(request)
+    assert [work.count for work in step(scheduler)] == [12, 12, 12]
+    assert scheduler.row_slots[[request.row for request in requests]].tolist() == [-1, 3, 0]
+    again = make_request(list(range(12)))
+    again.adapter = adapters[1]
+    scheduler.add(again)
+    step(scheduler)
+    assert again.pages[:2] == requests[1].pages[:2]
+
+
+def test_pages_of_an_earlier_version_of_an_adapter_do_not_come_back():
+    """An update of the adapter while a request runs: its pages are of both versions."""
+    scheduler = make_scheduler()
+    adapter = Adapter(name="a", slot=0, cache_key=1)
+    running = make_request(list(range(12)), 2)
+    running.adapter = adapter
+    scheduler.add(running)
+    step(scheduler)
+    adapter.cache_key = 2
+    step(scheduler)
+    assert running.finish is not None
+    later = make_request(list(range(12)))
+    later.adapter = adapter
+    scheduler.add(later)
+    step(scheduler)
+    assert later.num_cached == 0
 
 
 def test_equal_prompts_shorter_than_a_page_start_together():
