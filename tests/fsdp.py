@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
 from slime.config.arguments import Args
@@ -114,14 +114,20 @@ def first_gradient(actor: FSDPTrainRayActor, batch: RolloutBatch) -> dict[str, t
     return grads
 
 
-def train_naively(case: Case) -> Outcome:
-    args = case.args()
+def naive_model(case: Case) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(
         case.ref or case.model, attn_implementation="eager"
     )
     model.set_experts_implementation("eager")
-    ref = AutoModelForCausalLM.from_pretrained(case.ref or case.model, attn_implementation="eager")
-    params = dict(model.named_parameters())
+    return model
+
+
+def train_naively(case: Case, model: torch.nn.Module | None = None) -> Outcome:
+    """Train what requires gradients of `model`, by default all of the case's."""
+    args = case.args()
+    model = model or naive_model(case)
+    ref = naive_model(case)
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     adam = torch.optim.AdamW(
         [
             {"params": [p for p in params.values() if p.ndim > 1], "weight_decay": DECAY},

@@ -86,14 +86,22 @@ def _to_hf(argv: list[str]) -> int:
     return convert(argv)
 
 
+def _merge_lora(argv: list[str]) -> int:
+    from slime.weights.lora import main as merge
+
+    return merge(argv)
+
+
 _CONVERT_USAGE = """usage: slime convert hf-to-torch-dist [MODEL_ARGS] --hf-checkpoint DIR --save DIR
        slime convert torch-dist-to-hf --input-dir DIR --output-dir DIR --origin-hf-dir DIR [--max-workers N]
+       slime convert merge-lora --base DIR --adapter DIR --output-dir DIR
 
 The first runs in one process, or in several: torchrun --nproc-per-node N tools/convert_hf_to_torch_dist.py"""
 
 _CONVERSIONS: dict[str, Callable[[list[str]], int]] = {
     "hf-to-torch-dist": _to_torch_dist,
     "torch-dist-to-hf": _to_hf,
+    "merge-lora": _merge_lora,
 }
 
 

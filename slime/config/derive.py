@@ -14,6 +14,7 @@ from slime.config.flags.registry import foreign_flags, own_flags
 from slime.config.flags.rollout import OPD_REWARD, SFT_ROLLOUT
 from slime.config.flags.spec import option_of
 from slime.config.installed import find_sglang
+from slime.config.lora import derive_lora
 from slime.config.sglang_config import derive_models, derive_split, derive_total
 from slime.core.errors import ConfigError
 
@@ -23,6 +24,7 @@ def derive(draft: Draft) -> None:
     _derive_mode(draft)
     _derive_cluster(draft)
     _derive_weights(draft)
+    derive_lora(draft)
     _derive_lengths(draft)
     _derive_batches(draft)
     _derive_eval(draft)
@@ -263,7 +265,7 @@ _CHECKPOINTS = ("save", "critic_save", *_RESUMED_FROM)
 _PATTERNS = ("save_hf", "save_debug_rollout_data", "save_debug_train_data")
 _INPUTS = (
     "hf_checkpoint", "ref_load", "opd_teacher_load", "eval_config", "sglang_config",
-    "megatron_config_path", "custom_config_path",
+    "megatron_config_path", "custom_config_path", "lora_adapter_path",
     "ci_load_grad_norm",
 )  # fmt: skip
 _DATA = ("prompt_data", "eval_prompt_data")

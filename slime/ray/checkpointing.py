@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from slime.config.arguments import Args
+from slime.config.lora import check_lora_resume
 from slime.core.errors import ConfigError, UserError
 from slime.ray.rollout_group import RolloutGroup
 from slime.ray.train_group import TrainGroup
@@ -54,6 +55,8 @@ class Checkpointer:
             refuse_foreign_optimizer(self.loaded)
         if meta and meta.release:  # nothing to resume: the trainer loads the weights itself
             self.loaded = meta = None
+        if self.loaded:
+            check_lora_resume(args, self.loaded)
         self.weight_version = meta.weight_version if meta else 0
         self.start_rollout_id = meta.rollout_id + 1 if meta else 0
         if args.start_rollout_id is not None:

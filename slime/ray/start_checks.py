@@ -12,10 +12,12 @@ from slime.config.checks.file_checks import (
     check_weights,
     check_writable,
     weight_names,
+    weight_shapes,
 )
 from slime.config.datasets import DataSpec
 from slime.config.flags.rollout import ASYNC_ROLLOUT, PLAIN_ROLLOUT
 from slime.config.installed import is_installed
+from slime.config.lora import check_lora_files
 from slime.core.errors import ConfigError
 from slime.data.prompt_data import check_prompts
 from slime.ray.checkpointing import Checkpointer
@@ -60,6 +62,8 @@ def _check_model(args: Args) -> None:
     check_weights(args.hf_checkpoint)
     if args.only_train_params_name_list is not None or args.freeze_params_name_list:
         check_freezing(args, weight_names(args.hf_checkpoint))
+    if args.lora_rank:
+        check_lora_files(args, weight_shapes(args.hf_checkpoint))
     if not args.debug_train_only:
         check_tokenizer(args.hf_checkpoint)
     if args.apply_chat_template:

@@ -182,6 +182,18 @@ def hf_views(
                 yield f"{prefix}.{expert}.{up}.weight", tensor[expert, half:]
 
 
+def merge_adapter(
+    weight: torch.Tensor,  # [out, in], or some rows of it
+    lora_a: torch.Tensor,  # [rank, in]
+    lora_b: torch.Tensor,  # [out, rank], or the same rows of it
+    scaling: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return W + scaling * B A, computed in fp32 and cast once; with B = 0 it equals W."""
+    w, a, b = (x.detach().to(current_device(), torch.float32) for x in (weight, lora_a, lora_b))
+    return torch.addmm(w, b, a, alpha=scaling).to(dtype)
+
+
 def weight_dtype(module: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a weight in a model that transformers loads as `dtype`: some stay in float32."""
     kept = getattr(module, "_keep_in_fp32_modules_strict", None) or ()

@@ -19,8 +19,10 @@ from slime.backends.fsdp_utils.loading import (
     ShardedModel,
     build_model,
     finish_loading,
+    load_adapter,
     load_hf_weights,
 )
+from slime.backends.fsdp_utils.lora import adapters_off
 from slime.backends.fsdp_utils.optimizer import ShardedOptimizer, muon_names
 from slime.backends.offload import Offloaded, return_unused
 from slime.backends.optim import step_optimizer
@@ -51,19 +53,24 @@ class FSDPTrainRayActor(TrainRayActor):
         args = self.args
         self.mesh = init_device_mesh(device_type(), (self.world_size,), mesh_dim_names=("dp",))
         minutes = max(_SAVE_MINUTES, self.args.distributed_timeout_minutes)
-        self._checkpointer = Checkpointer(timedelta(minutes=minutes))
+        self._checkpointer = Checkpointer(timedelta(minutes=minutes), first_weights(args, "actor"))
         self._asleep: Offloaded | None = None
         self.model = build_model(args, self.mesh, trainable=True, critic=role == "critic")
         trained = self._trained_names()
         for name, param in self.model.params.items():
             param.requires_grad_(name in trained)
-        self._fill(self.model, checkpoint or first_weights(args, role))
+        if self.model.lora is None:
+            self._fill(self.model, checkpoint or first_weights(args, role))
+        else:  # a checkpoint holds adapters, and a critic has the same base
+            self._fill(self.model, first_weights(args, "actor"))
+            if args.lora_adapter_path is not None and role == "actor":
+                load_adapter(self.model, args.lora_adapter_path)
         matrices = muon_names(self.model.module.hf, self.model.params)
         self.optimizer = ShardedOptimizer(
             args, {n: self.model.params[n] for n in trained}, matrices
         )
         self.frozen: dict[ModelName, ShardedModel] = {}
-        if with_ref:
+        if with_ref and self.model.lora is None:
             self.frozen["ref"] = self._load_frozen(first_weights(args, "ref"))
         if with_opd_teacher:
             assert args.opd_teacher_load is not None, "with_opd_teacher comes from this flag"
@@ -73,7 +80,7 @@ class FSDPTrainRayActor(TrainRayActor):
 
     def _trained_names(self) -> list[str]:
         """Return the parameters to train; the freeze flags do not apply to a critic."""
-        names = list(self.model.params)
+        names = list(self.model.params if self.model.lora is None else self.model.own)
         return names if self.role == "critic" else Freezing.of(self.args).trained(names)
 
     def _load_frozen(self, path: str) -> ShardedModel:
@@ -102,9 +109,15 @@ class FSDPTrainRayActor(TrainRayActor):
         packed = pack(batch, rows, self.parallel, dummy=dummy, equal_multiple=multiple)
         return packed.to(current_device())
 
-    @torch.no_grad()
     def log_probs(self, batch: RolloutBatch, model: ModelName) -> list[np.ndarray]:
-        sharded = self.model if model == "actor" else self.frozen[model]
+        """With LoRA the reference model is the base: the actor with its adapters off."""
+        if model == "ref" and self.model.lora is not None:
+            with adapters_off(self.model.module):
+                return self._log_probs(batch, self.model)
+        return self._log_probs(batch, self.model if model == "actor" else self.frozen[model])
+
+    @torch.no_grad()
+    def _log_probs(self, batch: RolloutBatch, sharded: ShardedModel) -> list[np.ndarray]:
         assert batch.schedule is not None
         columns = [np.zeros(length, np.float32) for length in batch.response_lens]
         for number, rows in enumerate(batch.schedule.log_prob_micro_batches):
@@ -127,7 +140,7 @@ class FSDPTrainRayActor(TrainRayActor):
         """Accumulate the gradient of the step, reduced over all ranks, in the parameters."""
         result = StepResult()
         for number, micro_batch in enumerate(micro_batches):
-            if self.world_size == 1:
+            if self.world_size == 1 and self.model.lora is None:
                 # One rank: keep parameters unsharded and accumulate locally until the last one.
                 last = number + 1 == len(micro_batches)
                 root = self.model.root
@@ -168,7 +181,7 @@ class FSDPTrainRayActor(TrainRayActor):
         self._checkpointer.wait()
 
     def load(self, path: str) -> int:
-        facts = self._checkpointer.load_model(path, self.model)
+        facts = self._checkpointer.load_model(path, self.model, adapters=True)
         with_moments = not self.args.no_load_optim
         self._checkpointer.load_optimizer(path, self.optimizer, moments=with_moments)
         if self._ref_moves and facts.has_ref:

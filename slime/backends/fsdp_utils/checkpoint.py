@@ -1,7 +1,8 @@
 """The FSDP trainer's part of a checkpoint folder.
 
 fsdp/             parameters, optimizer moments and an updated reference model, written by
-                  torch.distributed.checkpoint; can be loaded with any number of ranks
+                  torch.distributed.checkpoint; can be loaded with any number of ranks. With LoRA
+                  the parameters are the adapters; trainer.json names the base and its checksum
 trainer.json      `CheckpointFacts`: rollout id, optimizer steps, the shape of every parameter ...
 rng_<rank>.pt     RNG state of each rank
 """
@@ -9,10 +10,12 @@ rng_<rank>.pt     RNG state of each rank
 from __future__ import annotations
 
 import json
+from collections.abc import ItemsView
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from slime.backends.checkpoint_reader import DataReader, FileCheck, load_object
 from slime.backends.fsdp_utils.loading import ShardedModel, zero_value_head
+from slime.backends.fsdp_utils.lora import is_adapter
 from slime.backends.fsdp_utils.optimizer import ShardedOptimizer
+from slime.config.lora import refuse_other_adapters
 from slime.core.errors import UserError
 from slime.runlog.checkpoint_files import record_checksums
 from slime.runlog.checkpoint_folder import damaged
@@ -43,12 +48,16 @@ class CheckpointFacts:
     optimizer: str = "adam"
     moment_steps: int | None = None  # updates in the moments; None: num_steps of them
     has_ref: bool = False  # contains a reference model, updated by --ref-update-interval
+    lora: dict[str, Any] | None = None  # LoraConfig of the adapters, the only parameters here
+    base: dict[str, str] | None = None  # path and checksum of the weights that these adapt
 
 
 class Checkpointer:
     """Save and load checkpoints of one model; every method is collective."""
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
+    def __init__(self, timeout: timedelta | None = None, base: str = "") -> None:
+        """`base` is the path of the weights that adapters are trained on."""
+        self._base = {"path": base}
         # A separate group, so that a background save cannot interleave with training's collectives.
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup), "every rank is a member"
@@ -70,17 +79,19 @@ class Checkpointer:
     ) -> None:
         self.wait()
         folder = Path(path)
+        base = None if model.lora is None else self._base | model.base_checksum
         if dist.get_rank() == 0:
             facts = _facts(model, rollout_id, optimizer.num_steps, with_optimizer)
             facts = replace(
                 facts,
+                base=base,
                 has_ref=ref is not None,
                 optimizer=optimizer.kind,
                 moment_steps=optimizer.moment_steps,
             )
             (folder / _FACTS).write_text(json.dumps(asdict(facts)) + "\n")
         torch.save(_rng_state(), folder / f"rng_{dist.get_rank()}.pt")
-        tensors = _model_tensors(model)
+        tensors = _model_tensors(model, own=model.lora is not None)
         if with_optimizer:
             tensors |= _optimizer_tensors(optimizer)
         if ref is not None:
@@ -102,19 +113,26 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
-    def load_model(self, path: str, model: ShardedModel) -> CheckpointFacts:
+    def load_model(
+        self, path: str, model: ShardedModel, *, adapters: bool = False
+    ) -> CheckpointFacts:
         """Load the parameters and return the checkpoint's metadata.
 
-        A critic can load an actor's checkpoint; its value head is then initialized to zero.
+        With `adapters` only those of a model with LoRA are loaded, to resume training; without,
+        its base. A critic can load an actor's checkpoint; its value head is then initialized to zero.
         """
         self._check_files(path)
         facts = read_facts(path)
+        only_own = adapters and model.lora is not None
+        refuse_other_adapters(facts.lora, model.lora if only_own else None, path)
+        if only_own:
+            _refuse_other_base_weights(facts, model, path)
         head = model.value_head
         absent = head if head and facts.shapes.get(head, [0])[0] != 1 else None
-        _refuse_other_architecture(facts, model, path, absent)
+        _refuse_other_architecture(facts, _saved_params(model, own=only_own), path, absent)
         if absent:
             zero_value_head(model)
-        self._read(path, _model_tensors(model, without=absent))
+        self._read(path, _model_tensors(model, without=absent, own=only_own))
         return facts
 
     def load_optimizer(
@@ -170,14 +188,32 @@ def _facts(
         num_steps=num_steps,
         has_optimizer=with_optimizer,
         model_type=model.module.hf.config.model_type,
-        shapes={name: list(param.shape) for name, param in model.params.items()},
+        shapes={n: list(p.shape) for n, p in _saved_params(model, own=model.lora is not None)},
+        lora=None if model.lora is None else asdict(model.lora),
     )
 
 
+def _saved_params(model: ShardedModel, *, own: bool) -> ItemsView[str, DTensor]:
+    """Return what a checkpoint holds: with `own` adapters and what else is trained beside them."""
+    if own or model.lora is None:
+        return (model.own if own else model.params).items()
+    return {n: p for n, p in model.params.items() if not is_adapter(n)}.items()
+
+
+def _refuse_other_base_weights(facts: CheckpointFacts, model: ShardedModel, path: str) -> None:
+    """Raise if the base has other values; in another dtype they cannot be compared."""
+    saved, held = facts.base or {}, model.base_checksum
+    if saved.get("dtype") == held["dtype"] and saved.get("checksum") != held["checksum"]:
+        raise UserError(
+            f"{path} holds adapters of another base: they were trained on {saved.get('path')}, whose "
+            "weights differ from those of this run: give that base with --hf-checkpoint"
+        )
+
+
 def _refuse_other_architecture(
-    facts: CheckpointFacts, model: ShardedModel, path: str, but: str | None
+    facts: CheckpointFacts, params: ItemsView[str, DTensor], path: str, but: str | None
 ) -> None:
-    shapes = {name: list(param.shape) for name, param in model.params.items()}
+    shapes = {name: list(param.shape) for name, param in params}
     names = (facts.shapes.keys() | shapes.keys()) - {but}
     differing = sorted(n for n in names if facts.shapes.get(n) != shapes.get(n))
     if not differing:
@@ -197,8 +233,12 @@ def _refuse_other_optimizer(facts: CheckpointFacts, optimizer: ShardedOptimizer,
         )
 
 
-def _model_tensors(model: ShardedModel, without: str | None = None) -> Tensors:
+def _model_tensors(
+    model: ShardedModel, without: str | None = None, *, own: bool = False
+) -> Tensors:
     named = model.tensors(without=without)
+    if own:
+        named = {name: param for name, param in model.own.items() if name != without}
     return {f"model.{name}": tensor.detach() for name, tensor in named.items()}
 
 

@@ -14,11 +14,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from slime.backends.fsdp_utils.loading import ShardedModel
+from slime.backends.fsdp_utils.loading import ShardedModel, shard_of
+from slime.backends.fsdp_utils.lora import is_adapter
+from slime.config.lora import LORA_A, LORA_B, LoraConfig
 from slime.runlog.export_folder import ExportInfo
 from slime.utils.device import current_device
-from slime.weights.buckets import CastBucket, NamedCast, NamedTensor, hf_views, weight_dtype
+from slime.weights.buckets import (
+    CastBucket,
+    NamedCast,
+    NamedTensor,
+    hf_views,
+    merge_adapter,
+    weight_dtype,
+)
 from slime.weights.hf_folder import FILE_BYTES, write_hf_folder
+from slime.weights.lora import write_peft_folder
 
 _AT_ONCE = 64  # parameters per batch, so that the first bucket does not wait for all of them
 
@@ -35,8 +45,10 @@ def hf_buckets(
     Tied weights occur once. Gathering is collective: all ranks must iterate together. A tensor may
     share memory with its parameter: read it before the next training step. With `keep=False` a rank
     yields the same number of buckets, but empty: it takes part in gathering and stores nothing.
+    Adapters are merged into the weights.
     """
-    tensors = _own_tensors(model, dtype) if model.is_whole else _gathered_tensors(model, dtype)
+    as_is = model.is_whole and model.lora is None
+    tensors = _own_tensors(model, dtype) if as_is else _gathered_tensors(model, dtype)
     bucket: list[NamedCast] = []
     size = 0
     for name, tensor, wanted in tensors:
@@ -63,7 +75,8 @@ def _own_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedCast]
 
 
 def _gathered_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedCast]:
-    whole = whole_tensors(_wanted(model, dtype))
+    wanted = _wanted(model, dtype) if model.lora is None else _merged(model, dtype, model.lora)
+    whole = whole_tensors(wanted)
     for name, tensor in hf_views(whole, model_type=model.module.hf.config.model_type):
         yield name, tensor, tensor.dtype
 
@@ -73,6 +86,21 @@ def _wanted(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedCast]:
     for name, param in model.tensors().items():
         floating = param.is_floating_point()
         yield name, param, weight_dtype(hf, name, dtype) if floating else param.dtype
+
+
+def _merged(model: ShardedModel, dtype: torch.dtype, lora: LoraConfig) -> Iterator[NamedCast]:
+    """Yield parameters with this rank's rows of the adapters merged in; only A is gathered."""
+    small = ((n, p, torch.float32) for n, p in model.params.items() if n.endswith(LORA_A))
+    whole_a = dict(whole_tensors(small))
+    for name, param, wanted in _wanted(model, dtype):
+        module = name.removesuffix(".weight")
+        a, b = whole_a.get(module + LORA_A), model.params.get(module + LORA_B)
+        if a is None or b is None:
+            yield name, param, wanted
+            continue
+        assert isinstance(param, DTensor)
+        weight, rows_b = local_parts([param, b])
+        yield name, shard_of(param, merge_adapter(weight, a, rows_b, lora.scaling, wanted)), wanted
 
 
 def export_hf(
@@ -85,8 +113,15 @@ def export_hf(
     """Write a Hugging Face folder that `from_pretrained` and every engine can load, on rank 0.
 
     Config, tokenizer etc. are copied from `source`; weights are gathered and written file by file.
+    A model with adapters becomes a PEFT folder with these alone, whose base is `source`.
     """
     writes = dist.get_rank() == 0
+    if model.lora is not None:
+        adapters = ((n, p, torch.float32) for n, p in model.params.items() if is_adapter(n))
+        whole = dict(whole_tensors(adapters))
+        if writes:
+            write_peft_folder(path, model.lora, source, whole.items(), info)
+        return dist.barrier()
     buckets = hf_buckets(model, dtype, FILE_BYTES, keep=writes)
     write_hf_folder(path, source, dtype, buckets, writes=writes, info=info)
     dist.barrier()

@@ -6,14 +6,17 @@ its module. Tensors are broadcast one at a time; each rank keeps its shard.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -28,6 +31,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from slime.backends.fsdp_utils.fused_layers import fuse_mlps, fuse_norms, fuse_rotation
+from slime.backends.fsdp_utils.lora import (
+    add_adapters,
+    all_adapters_used,
+    copy_shard,
+    first_row,
+    initialize_adapters,
+    is_adapter,
+)
 from slime.backends.fsdp_utils.model import (
     HeadOptions,
     PackedCausalLM,
@@ -37,9 +48,18 @@ from slime.backends.fsdp_utils.model import (
     output_layer,
     refuse_unpackable,
 )
+from slime.config.lora import (
+    PEFT_PREFIX,
+    WEIGHTS_FILE,
+    LoraConfig,
+    adapter_shapes,
+    refuse_other_base,
+)
 from slime.core.errors import UserError
 from slime.data.tokenizer import load_hf_config
 from slime.utils.device import current_device, device_type
+from slime.weights.buckets import dtype_name
+from slime.weights.checksum import format_checksum, tensor_checksum
 from slime.weights.fp8 import load_causal_lm
 
 if TYPE_CHECKING:
@@ -52,6 +72,13 @@ class ShardedModel:
 
     module: PackedCausalLM
     params: dict[str, DTensor]  # by name in the Hugging Face module; tied weights occur once
+    lora: LoraConfig | None = None  # of the adapters among `params`
+
+    @cached_property
+    def own(self) -> dict[str, DTensor]:
+        """With LoRA: the parameters that are trained, i.e. adapters and the head of a critic."""
+        head = self.value_head
+        return {n: p for n, p in self.params.items() if is_adapter(n) or n == head}
 
     @property
     def value_head(self) -> str | None:
@@ -62,10 +89,25 @@ class ShardedModel:
         return next(name for name, param in self.params.items() if param is head)
 
     def tensors(self, *, without: str | None = None) -> dict[str, torch.Tensor]:
-        """Return parameters and persistent buffers by name, except `without`."""
+        """Return parameters and persistent buffers by name, except adapters and `without`."""
         buffers = {name: self.module.hf.get_buffer(name) for name in self._buffer_names}
-        named = {**self.params, **buffers}
+        named = {**{n: p for n, p in self.params.items() if not is_adapter(n)}, **buffers}
         return {name: tensor for name, tensor in named.items() if name != without}
+
+    @cached_property
+    def base_checksum(self) -> dict[str, str]:
+        """Dtype and checksum of the frozen weights, which identify the base; collective when first read."""
+        total = 0
+        for name, tensor in self.tensors(without=self.value_head).items():
+            if isinstance(tensor, DTensor):
+                local, start = tensor.to_local(), first_row(tensor) * math.prod(tensor.shape[1:])
+                total += tensor_checksum(name, local, start)
+            elif dist.get_rank() == 0:
+                total += tensor_checksum(name, tensor)
+        sums: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(sums, total)
+        dtype = next(param.dtype for name, param in self.params.items() if name not in self.own)
+        return {"dtype": dtype_name(dtype), "checksum": format_checksum(sum(sums) % 2**64)}
 
     @cached_property
     def _buffer_names(self) -> list[str]:
@@ -95,11 +137,12 @@ def build_model(
 ) -> ShardedModel:
     """Build the model of `--hf-checkpoint`, sharded, with uninitialized parameters.
 
-    A trained model has fp32 parameters and computes in the run's precision; a frozen one also has
-    parameters in that precision.
+    A trained model has fp32 parameters and computes in the run's precision; a frozen one, and the
+    base of a model with adapters, also has parameters in that precision.
     """
     compute_dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
-    hf = _skeleton(args, torch.float32 if trainable else compute_dtype)
+    lora = LoraConfig.of(args) if trainable else None
+    hf = _skeleton(args, torch.float32 if trainable and lora is None else compute_dtype)
     padded = args.qkv_format == "bshd"
     if not padded:
         refuse_unpackable(hf)
@@ -107,6 +150,9 @@ def build_model(
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     hf.train(trainable)
     _no_dropout(hf)
+    hf.requires_grad_(trainable)
+    if lora is not None:
+        add_adapters(hf, lora)
     fuse_norms(hf)
     if device_type() == "cuda":
         fuse_mlps(hf)
@@ -115,10 +161,16 @@ def build_model(
         temperature=args.rollout_temperature, chunk_size=args.log_probs_chunk_size, padded=padded
     )
     module = PackedCritic(hf, head) if critic else PackedCausalLM(hf, head)
-    hf.requires_grad_(trainable)
-    _shard(module, mesh, compute_dtype, offload=args.fsdp_cpu_offload)
+    if critic:
+        output_layer(hf).float()  # trained, also where the base is frozen
+    # A single rank has nothing to all-gather: it keeps the cast parameters for the backward pass,
+    # unless frozen ones are in that dtype already and would be held twice.
+    reshard = mesh.size() > 1 or lora is not None
+    _shard(module, mesh, compute_dtype, offload=args.fsdp_cpu_offload, reshard=reshard)
     _materialise(module, torch.device("cpu") if args.fsdp_cpu_offload else current_device())
-    return ShardedModel(module, {k: p for k, p in hf.named_parameters() if isinstance(p, DTensor)})
+    params = {k: p for k, p in hf.named_parameters() if isinstance(p, DTensor)}
+    initialize_adapters(params, args.seed)
+    return ShardedModel(module, params, lora)
 
 
 def load_hf_weights(model: ShardedModel, path: str) -> None:
@@ -140,6 +192,16 @@ def load_hf_weights(model: ShardedModel, path: str) -> None:
         _fill(target, source.pop(name, None), described[0][name][0])
 
 
+def load_adapter(model: ShardedModel, path: str) -> None:
+    """Load the adapters from a PEFT folder; a collective call."""
+    wanted = {n: list(p.shape) for n, p in model.params.items() if is_adapter(n)}
+    refuse_other_base(adapter_shapes(Path(path)), wanted, path)
+    source = load_file(Path(path) / WEIGHTS_FILE) if dist.get_rank() == 0 else {}
+    for name in wanted:
+        whole = source.get(PEFT_PREFIX + name)
+        _fill(model.params[name], None if whole is None else whole.float(), torch.float32)
+
+
 @torch.no_grad()
 def zero_value_head(model: ShardedModel) -> None:
     if model.value_head is not None:
@@ -148,7 +210,8 @@ def zero_value_head(model: ShardedModel) -> None:
 
 def finish_loading(model: ShardedModel) -> None:
     """Run one forward pass after loading: it checks the LM head and initializes FSDP's storage."""
-    check_head(model.module, current_device())
+    with all_adapters_used(model.module):
+        check_head(model.module, current_device())
     model.reshard()
 
 
@@ -199,7 +262,9 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
-def _shard(module: PackedCausalLM, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool) -> None:
+def _shard(
+    module: PackedCausalLM, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool, reshard: bool
+) -> None:
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
@@ -208,8 +273,7 @@ def _shard(module: PackedCausalLM, mesh: DeviceMesh, dtype: torch.dtype, *, offl
         "offload_policy": CPUOffloadPolicy(pin_memory=device_type() == "cuda")
         if offload
         else OffloadPolicy(),
-        # A single rank has nothing to all-gather: keep the cast parameters for the backward pass.
-        "reshard_after_forward": mesh.size() > 1,
+        "reshard_after_forward": reshard,
     }
     for layer in _decoder_layers(module.hf):
         fully_shard(layer, **options)
@@ -237,14 +301,10 @@ def _fill(target: torch.Tensor, full: torch.Tensor | None, dtype: torch.dtype) -
     if dist.get_world_size() > 1:
         full = full.to(device).contiguous()
         dist.broadcast(full, src=0)
-    with torch.no_grad():
-        if isinstance(target, DTensor):
-            local = target.to_local()
-            rank, size = target.device_mesh.get_local_rank(), target.device_mesh.size()
-            rows = -(-target.shape[0] // size)  # FSDP shards dimension 0 like torch.chunk
-            local.copy_(full[rank * rows : rank * rows + local.shape[0]])
-        else:
-            target.copy_(full)
+    if isinstance(target, DTensor):
+        copy_shard(target, full)
+    else:
+        target.copy_(full)
 
 
 def persistent_buffers(hf: nn.Module) -> dict[str, torch.Tensor]:

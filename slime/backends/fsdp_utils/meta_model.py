@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) -> RankModel:
-    """Count the rank's fp32 shards and optimizer state; gradients exist only during a step."""
+    """Count the rank's shards and optimizer state; gradients exist only during a step."""
     with _as_rank(rank, world_size), use_device(torch.device("meta")):
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
         model = build_model(args, mesh, trainable=True, critic=critic)
@@ -30,6 +30,7 @@ def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) 
         buffers = list(model.module.hf.buffers())
         matrices = muon_names(model.module.hf, model.params)
     trained = set(local) if critic else set(Freezing.of(args).trained(list(local)))
+    trained = trained if model.lora is None else set(model.own)
     once = _with_one_moment(args, trained, matrices)
     stateless = args.optimizer == "sgd" and not args.sgd_momentum
     twice = set() if stateless else trained - once

@@ -10,6 +10,7 @@ from slime.config.derive import context_limit
 from slime.config.flags.draft import Draft, check_requirements, warn_without_effect
 from slime.config.flags.registry import all_flags, own_flags
 from slime.config.flags.spec import option_of
+from slime.config.lora import check_lora
 from slime.config.reward_types import check_grading, reward_type
 from slime.core.errors import ConfigError
 
@@ -31,6 +32,7 @@ def check_all(draft: Draft) -> None:
     check_cluster(draft)
     check_algorithm(draft)
     check_distillation(draft)
+    check_lora(draft)
     check_optimizer(draft)
     check_optimizer_kind(draft)
     check_reward(draft)

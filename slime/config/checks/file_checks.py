@@ -207,12 +207,25 @@ def weight_names(folder: str, flag: str = "--hf-checkpoint") -> list[str]:
     if index.exists():
         _weight_files(Path(folder), flag)  # raises for an index that cannot be read
         return list(json.loads(index.read_text())["weight_map"])
-    names = []
+    return list(weight_shapes(folder, flag))
+
+
+def weight_shapes(folder: str, flag: str = "--hf-checkpoint") -> dict[str, list[int]]:
+    """Return the shapes of all tensors in the safetensors files of a folder."""
+    shapes = {}
     for file in _weight_files(Path(folder), flag):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        names += [name for name in header if name != "__metadata__"]
-    return names
+        shapes |= file_shapes(file, flag)
+    return shapes
+
+
+def file_shapes(file: Path, flag: str) -> dict[str, list[int]]:
+    """Return the shapes of the tensors of one safetensors file, from its header."""
+    problem = _problem(file)
+    if problem is not None:
+        raise ConfigError(f"{flag}: {file} {problem}")
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
 
 
 def check_writable(folder: str | Path, flag: str) -> None:

@@ -32,6 +32,7 @@ class OwnFlags(
     run.Mode,
     run.Cluster,
     train.Model,
+    train.Lora,
     rollout.Rollout,
     rollout.Data,
     rollout.Reward,

@@ -1,0 +1,153 @@
+"""LoRA adapters inside the linear layers of a Hugging Face model.
+
+A target layer keeps its name and its frozen weight, and gets two trained matrices below it, so that
+names of base weights stay those of the checkpoint and names of adapters are PEFT's without a prefix::
+
+    model.layers.0.self_attn.q_proj.weight          [out, in]     frozen, in the compute dtype
+    model.layers.0.self_attn.q_proj.lora_A.weight   [rank, in]    trained, fp32
+    model.layers.0.self_attn.q_proj.lora_B.weight   [out, rank]   trained, fp32
+
+FSDP shards dimension 0, so a rank's rows of B belong to its rows of the weight: adapters are merged
+shard by shard, and only A is gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from slime.config.lora import LORA_A, LORA_B, LoraConfig
+from slime.core.errors import UserError
+from slime.weights.buckets import hf_views
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with an adapter: y = W x + b + scaling * B A dropout(x).
+
+    Dropout is applied in the training pass only: passes without gradients compute the log-probs of
+    the policy itself.
+    """
+
+    def __init__(self, base: nn.Linear, config: LoraConfig) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        options = {"bias": False, "device": base.weight.device, "dtype": torch.float32}
+        self.lora_A = nn.Linear(base.in_features, config.rank, **options)
+        self.lora_B = nn.Linear(config.rank, base.out_features, **options)
+        self.scaling, self.dropout = config.scaling, config.dropout
+        self.enabled = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = F.linear(input, self.weight, self.bias)
+        if not self.enabled:
+            return output
+        if self.dropout and torch.is_grad_enabled():
+            input = F.dropout(input, self.dropout)
+        return output + self.lora_B(self.lora_A(input)) * self.scaling
+
+
+def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
+    """Replace the target layers; the base is frozen and only adapters require gradients."""
+    head = hf.get_output_embeddings()
+    linear = {
+        name: module
+        for name, module in hf.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    hf.requires_grad_(False)
+    fused = [(n, p) for n, p in hf.named_parameters() if p.ndim == 3 and ".experts." in n]
+    experts = [n.removesuffix(".weight") for n, _ in hf_views(fused, model_type=_type_of(hf))]
+    for name in config.targets(linear, experts):
+        if type(linear[name]) is not nn.Linear:
+            raise UserError(
+                f"--lora-target-modules: {name} is a {type(linear[name]).__name__}, whose forward an adapter "
+                "would replace: name other modules"
+            )
+        parent, _, leaf = name.rpartition(".")
+        setattr(hf.get_submodule(parent), leaf, LoraLinear(linear[name], config))
+
+
+def _type_of(hf: PreTrainedModel) -> str:
+    return hf.config.model_type or ""
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith((LORA_A, LORA_B))
+
+
+@torch.no_grad()
+def initialize_adapters(params: dict[str, DTensor], seed: int) -> None:
+    """Initialize A as PEFT does (uniform within 1 / sqrt(in)) and B to zero.
+
+    Every rank computes whole matrices from the seed, so they do not depend on the number of ranks.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in params.items():
+        if param.is_meta or not is_adapter(name):
+            continue
+        if name.endswith(LORA_B):
+            param.to_local().zero_()
+            continue
+        bound = 1 / math.sqrt(param.shape[1])
+        whole = torch.empty(param.shape).uniform_(-bound, bound, generator=generator)
+        copy_shard(param, whole)
+
+
+@torch.no_grad()
+def copy_shard(param: DTensor, whole: torch.Tensor) -> None:
+    """Copy this rank's rows of a whole tensor."""
+    local, start = param.to_local(), first_row(param)
+    local.copy_(whole[start : start + local.shape[0]])
+
+
+def first_row(param: DTensor) -> int:
+    """Return where this rank's rows begin; FSDP shards dimension 0 like torch.chunk."""
+    mesh = param.device_mesh
+    return min(mesh.get_local_rank() * -(-param.shape[0] // mesh.size()), param.shape[0])
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Compute with the base weights alone inside the `with`."""
+    layers = [layer for layer in module.modules() if isinstance(layer, LoraLinear)]
+    for layer in layers:
+        layer.enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enabled = True
+
+
+@contextmanager
+def all_adapters_used(module: nn.Module) -> Iterator[None]:
+    """Raise UserError if a forward pass inside the `with` leaves out the adapter of a layer.
+
+    A model that reads the weight of a layer instead of calling it would train an adapter that
+    changes nothing.
+    """
+    layers = {n: layer for n, layer in module.named_modules() if isinstance(layer, LoraLinear)}
+    used: set[str] = set()
+    hooks = [
+        layer.lora_B.register_forward_hook(lambda *_, name=name: used.add(name))
+        for name, layer in layers.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    unused = sorted(layers.keys() - used)
+    if unused:
+        raise UserError(
+            f"--lora-target-modules: the model's forward pass does not call {unused[0]} (and "
+            f"{len(unused) - 1} more), so its adapter would change nothing: name other modules"
+        )

@@ -1,0 +1,333 @@
+"""What LoRA adapters are: the `--lora-*` flags, PEFT's adapter_config.json, and the modules they name."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.config.checks.file_checks import file_shapes
+from slime.config.flags.draft import Draft
+from slime.core.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from slime.config.arguments import Args
+
+ALL_LINEAR = "all-linear"
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."  # of a Hugging Face name in adapter_model.safetensors
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # after the name of a module
+_HEAD = "lm_head"
+_SHOWN = 12  # names in a message
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """The adapters of a model: y = W x + scaling * B A x for every target module.
+
+    Rank 16 and alpha 32 have the scaling 32 / 16 = 2; with rsLoRA it is 32 / sqrt(16) = 8.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] = (ALL_LINEAR,)
+    use_rslora: bool = False
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @classmethod
+    def of(cls, args: Args) -> LoraConfig | None:
+        """Return the adapters that a run trains; None without LoRA."""
+        if not args.lora_rank:
+            return None
+        return cls(
+            rank=args.lora_rank,
+            alpha=args.lora_alpha,
+            dropout=args.lora_dropout,
+            target_modules=tuple(args.lora_target_modules),
+            use_rslora=args.lora_use_rslora,
+        )
+
+    @classmethod
+    def read(cls, folder: str | Path, flag: str = "--lora-adapter-path") -> LoraConfig:
+        """Read adapter_config.json; raise ConfigError for kinds of adapters that are not honoured."""
+        file = Path(folder) / CONFIG_FILE
+        try:
+            fields = json.loads(file.read_text())
+            kind, targets = fields["peft_type"], fields["target_modules"]
+            config = cls(
+                rank=int(fields["r"]),
+                alpha=float(fields["lora_alpha"]),
+                dropout=float(fields.get("lora_dropout") or 0.0),
+                use_rslora=bool(fields.get("use_rslora")),
+            )
+        except OSError:
+            raise ConfigError(
+                f"{flag}: {folder} is not a PEFT folder: it has no {CONFIG_FILE}"
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{flag}: {file} cannot be read: {error!r}") from None
+        modules = adapter_modules(Path(folder), flag)
+        _refuse_other_kinds(kind, fields, modules, f"{flag}: {file}")
+        if isinstance(targets, str) and targets != ALL_LINEAR:
+            targets = modules  # a regular expression
+        return replace(
+            config, target_modules=tuple([targets] if targets == ALL_LINEAR else targets)
+        )
+
+    def to_peft(self, base: str, modules: Iterable[str]) -> dict[str, Any]:
+        """Return adapter_config.json for the adapters of these modules."""
+        alpha = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": alpha,
+            "lora_dropout": self.dropout,
+            "use_rslora": self.use_rslora,
+            "target_modules": _shortened(self.target_modules, modules),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "inference_mode": True,
+        }
+
+    def targets(self, linear: Iterable[str], experts: Iterable[str] = ()) -> list[str]:
+        """Return which of a model's linear modules have adapters; raise ConfigError for unknown names.
+
+        A target is a module's name or the end of one, as in PEFT: q_proj, or self_attn.q_proj.
+        `experts` are the modules of MoE experts under the names of a checkpoint: they are refused.
+        """
+        linear = list(linear)
+        self._refuse_experts(linear, list(experts))
+        if self.target_modules == (ALL_LINEAR,):
+            return [name for name in linear if not _matches(name, _HEAD)]
+        for target in self.target_modules:
+            found = [name for name in linear if _matches(name, target)]
+            if not found:
+                raise ConfigError(
+                    f"--lora-target-modules {target} is no linear module of the model, which has "
+                    f"{', '.join(_ends(linear))}; or use {ALL_LINEAR}"
+                )
+            if any(_matches(name, _HEAD) for name in found):
+                raise ConfigError(
+                    f"--lora-target-modules {target}: the LM head cannot have an adapter, since log-probs "
+                    "are computed from its weight: remove it"
+                )
+        return [name for name in linear if any(_matches(name, t) for t in self.target_modules)]
+
+    def _refuse_experts(self, linear: list[str], experts: list[str]) -> None:
+        every = self.target_modules == (ALL_LINEAR,)
+        for target in self.target_modules:
+            if experts and (every or any(_matches(name, target) for name in experts)):
+                others = [n for n in _ends([n for n in linear if ".self_attn." in n]) if n != "..."]
+                raise ConfigError(
+                    f"--lora-target-modules {target} includes the experts of a MoE layer, which cannot have "
+                    f"adapters: name other modules{', such as ' + ' '.join(others) if others else ''}"
+                )
+
+
+def adapter_modules(folder: Path, flag: str = "--lora-adapter-path") -> list[str]:
+    """Return the modules that have adapters in a PEFT folder, from the header of its weights."""
+    header = adapter_shapes(folder, flag)
+    return sorted({name.removesuffix(LORA_A) for name in header if name.endswith(LORA_A)})
+
+
+def adapter_shapes(folder: Path, flag: str = "--lora-adapter-path") -> dict[str, list[int]]:
+    """Return the shape of every tensor of a PEFT folder, without PEFT's prefix."""
+    file = folder / WEIGHTS_FILE
+    if not file.exists():
+        raise ConfigError(f"{flag}: {folder} is not a PEFT folder: it has no {WEIGHTS_FILE}")
+    shapes = file_shapes(file, flag)
+    return {name.removeprefix(PEFT_PREFIX): shape for name, shape in shapes.items()}
+
+
+def linear_modules(shapes: dict[str, list[int]]) -> tuple[list[str], list[str]]:
+    """Return the modules with a matrix and the experts, of the tensors of a checkpoint.
+
+    The trainer itself looks at the modules of the model it has built.
+    """
+    matrices = [n.removesuffix(".weight") for n, shape in shapes.items() if len(shape) == 2]
+    linear = [n for n in matrices if f"{n}.weight" in shapes and "embed" not in n]
+    experts = [n.removesuffix(".weight") for n in shapes if ".experts." in n]
+    return [n for n in linear if ".experts." not in n], experts
+
+
+# ---- checks before anything starts
+
+
+def derive_lora(draft: Draft) -> None:
+    """Take rank, alpha and modules from --lora-adapter-path; flags that contradict it are refused."""
+    path = draft["lora_adapter_path"]
+    if path is None or not draft.need_file(path, "--lora-adapter-path"):
+        return
+    held = LoraConfig.read(path)
+    values = {
+        "lora_rank": held.rank,
+        "lora_alpha": held.alpha,
+        "lora_use_rslora": held.use_rslora,
+        "lora_target_modules": list(held.target_modules),
+    }
+    for name, value in values.items():
+        if draft.given(name) and draft[name] != value:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{option} {_text(draft[name])} disagrees with {CONFIG_FILE} of --lora-adapter-path, which "
+                f"has {_text(value)}: remove {option}"
+            )
+        draft.derive(name, value)
+    if not draft.given("lora_dropout"):
+        draft.derive("lora_dropout", held.dropout)
+
+
+def check_lora(draft: Draft) -> None:
+    """Refuse combinations of LoRA with other flags that could not be honoured."""
+    if not draft["lora_rank"]:
+        return
+    targets = draft["lora_target_modules"]
+    if ALL_LINEAR in targets and len(targets) > 1:
+        raise ConfigError(
+            f"--lora-target-modules {' '.join(targets)}: {ALL_LINEAR} includes the others: remove them"
+        )
+    if draft["lora_dropout"] and draft["deterministic"]:
+        raise ConfigError(
+            f"--lora-dropout {draft['lora_dropout']} makes the trainer's log-probs random and "
+            "--sglang-enable-deterministic-inference wants them equal to the engine's: remove one"
+        )
+    for name, why in _NOT_WITH_LORA.items():
+        if draft[name]:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"{option} with --lora-rank: {why}: remove one of them")
+    if draft["critic_load"] and not draft["load"]:
+        raise ConfigError(
+            "--critic-load with --lora-rank: a new critic starts from the base with adapters of its own: "
+            "remove it"
+        )
+    if draft["rollout_num_gpus"] and not draft["lora_merge_for_rollout"]:
+        raise ConfigError(
+            "--lora-rank: the engines are sent merged weights: add --lora-merge-for-rollout"
+        )
+
+
+def check_lora_files(args: Args, shapes: dict[str, list[int]]) -> None:
+    """Check the names and shapes of adapters against the tensors of --hf-checkpoint."""
+    config = LoraConfig.of(args)
+    assert config is not None, "called with --lora-rank only"
+    targets = config.targets(*linear_modules(shapes))
+    if args.lora_adapter_path is None:
+        return
+    held = adapter_shapes(Path(args.lora_adapter_path))
+    wanted = {}
+    for module in targets:
+        rows, columns = shapes[f"{module}.weight"]
+        wanted |= {module + LORA_A: [config.rank, columns], module + LORA_B: [rows, config.rank]}
+    refuse_other_base(held, wanted, args.lora_adapter_path)
+
+
+def refuse_other_base(held: dict[str, list[int]], wanted: dict[str, list[int]], path: str) -> None:
+    """Raise if the tensors of an adapter are not those that the base model takes."""
+    differing = sorted(n for n in held.keys() | wanted.keys() if held.get(n) != wanted.get(n))
+    if differing:
+        name = differing[0]
+        raise UserError(
+            f"{path} holds the adapter of another base than --hf-checkpoint: {name} is "
+            f"{held.get(name, 'absent')} there and should be {wanted.get(name, 'absent')}"
+        )
+
+
+def check_lora_resume(args: Args, checkpoint: Path) -> None:
+    """Refuse to resume with other adapters than those of the checkpoint."""
+    facts = checkpoint / "trainer.json"
+    if args.train_backend != "fsdp" or not facts.exists():
+        return
+    try:
+        saved = json.loads(facts.read_text()).get("lora")
+    except ValueError:
+        return  # the trainer's reader says that the file is damaged
+    refuse_other_adapters(saved, LoraConfig.of(args), str(checkpoint))
+
+
+def refuse_other_adapters(
+    saved: dict[str, Any] | None, config: LoraConfig | None, path: str
+) -> None:
+    """Raise if a checkpoint's adapters differ from the run's in what decides their meaning."""
+    if saved is None and config is None:
+        return
+    if saved is None or config is None:
+        said = "without" if saved is None else f"with --lora-rank {saved['rank']}"
+        here = "has none" if config is None else f"has --lora-rank {config.rank}"
+        raise UserError(f"{path} was saved {said} adapters, this run {here}: choose as then")
+    for name in ("rank", "alpha", "use_rslora"):
+        if saved[name] != getattr(config, name):
+            option = "--lora-" + name.replace("_", "-")
+            raise UserError(
+                f"{path} was saved with {option} {saved[name]}, this run has {getattr(config, name)}: "
+                "choose as then"
+            )
+
+
+_NOT_WITH_LORA = {
+    "ref_update_interval": "the reference model is the base with its adapters off",
+    "only_train_params_name_list": "only adapters are trained, see --lora-target-modules",
+    "freeze_params_name_list": "only adapters are trained, see --lora-target-modules",
+}
+# Fields of adapter_config.json that change nothing about trained adapters, or that are read.
+_KNOWN_FIELDS = {
+    "peft_type", "task_type", "base_model_name_or_path", "revision", "auto_mapping", "peft_version",
+    "inference_mode", "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules",
+    "megatron_core", "qalora_group_size", "ensure_weight_tying", "runtime_config",
+}  # fmt: skip
+_PLAIN_INITS = (True, False, "gaussian", "orthogonal")  # others change the base weights
+
+
+def _refuse_other_kinds(kind: str, fields: dict[str, Any], modules: list[str], where: str) -> None:
+    if kind != "LORA":
+        raise ConfigError(f"{where} is of type {kind}: only LORA is honoured")
+    init = fields.get("init_lora_weights", True)
+    if init not in _PLAIN_INITS:
+        raise ConfigError(
+            f"{where}: init_lora_weights {init} changes the base weights: not honoured"
+        )
+    for name, value in fields.items():
+        if name in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
+            # PEFT writes patterns for fused experts also where these have no adapters.
+            value = [key for key in value if any(_matches_pattern(key, m) for m in modules)]
+        plain = not value or (name == "bias" and value == "none") or name == "init_lora_weights"
+        if not plain and name not in _KNOWN_FIELDS:
+            raise ConfigError(f"{where}: {name} {value} is not honoured: only plain LoRA is")
+
+
+def _matches(name: str, target: str) -> bool:
+    return name == target or name.endswith("." + target)
+
+
+def _matches_pattern(pattern: str, name: str) -> bool:
+    """As PEFT matches the keys of rank_pattern. The file is untrusted: only plain wildcards count."""
+    plain = re.fullmatch(r"(\.\*\\?\.)?([\w.]+)", pattern)
+    return plain is None or _matches(name, plain[2])
+
+
+def _ends(names: list[str]) -> list[str]:
+    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    return [*ends[:_SHOWN], *(["..."] if len(ends) > _SHOWN else [])]
+
+
+def _shortened(targets: tuple[str, ...], modules: Iterable[str]) -> list[str]:
+    """Return the names that PEFT and engines match: `all-linear` becomes the ends of the modules."""
+    return sorted(_ends_of(modules)) if targets == (ALL_LINEAR,) else sorted(targets)
+
+
+def _ends_of(modules: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in modules}
+
+
+def _text(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

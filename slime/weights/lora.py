@@ -1,0 +1,118 @@
+"""Adapters as PEFT folders: written by a run, merged into the weights of their base."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from slime.config.checks.file_checks import weight_shapes
+from slime.config.lora import (
+    CONFIG_FILE,
+    LORA_A,
+    LORA_B,
+    PEFT_PREFIX,
+    WEIGHTS_FILE,
+    LoraConfig,
+    adapter_modules,
+    adapter_shapes,
+    refuse_other_base,
+)
+from slime.core.errors import ConfigError
+from slime.runlog.export_folder import ExportInfo, begin_export, commit_export, discard_export
+from slime.weights.buckets import HFTensors, NamedTensor, merge_adapter
+from slime.weights.hf_folder import new_hf_folder
+
+
+def write_peft_folder(
+    path: str, config: LoraConfig, base: str, named: HFTensors, info: ExportInfo | None = None
+) -> None:
+    """Write adapters, by Hugging Face name, as a folder for `peft` and for engines.
+
+    The complete folder is renamed to `path`.
+    """
+    tensors = {PEFT_PREFIX + name: tensor.cpu().contiguous() for name, tensor in named}
+    modules = [n.removeprefix(PEFT_PREFIX).removesuffix(LORA_A) for n in tensors if LORA_A in n]
+    try:
+        folder = begin_export(path)
+        text = json.dumps(config.to_peft(base, modules), indent=2) + "\n"
+        (folder / CONFIG_FILE).write_text(text)
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        commit_export(path, info or ExportInfo())
+    except BaseException:
+        discard_export(path)
+        raise
+
+
+def read_peft_weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    """Return the adapters of a PEFT folder by Hugging Face name."""
+    named = load_file(Path(folder) / WEIGHTS_FILE)
+    return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in named.items()}
+
+
+def merge_lora(base: str, adapter: str, output: str) -> int:
+    """Write the base model with an adapter merged in; return the number of changed weights.
+
+    Weights keep the dtype of the base. One file of the base is in memory at a time.
+    """
+    config = LoraConfig.read(adapter, "--adapter")
+    modules = adapter_modules(Path(adapter), "--adapter")
+    shapes = weight_shapes(base, "--base")
+    _refuse_misfits(config, adapter, modules, shapes)
+    tensors = read_peft_weights(adapter)
+    files = sorted(Path(base).glob("*.safetensors"))
+    dtype = _dtype_of(files[0], f"{modules[0]}.weight", files)
+    with new_hf_folder(output, base, dtype) as folder:
+        for file in files:
+            folder.add(_merged(file, tensors, config))
+    return len(modules)
+
+
+def _refuse_misfits(
+    config: LoraConfig, adapter: str, modules: list[str], shapes: dict[str, list[int]]
+) -> None:
+    absent = sorted(module for module in modules if f"{module}.weight" not in shapes)
+    if absent or not modules:
+        what = f"{absent[0]} is no module of --base" if absent else "it has no adapters"
+        raise ConfigError(f"--adapter {adapter}: {what}")
+    wanted = {}
+    for module in modules:
+        rows, columns = shapes[f"{module}.weight"]
+        wanted |= {module + LORA_A: [config.rank, columns], module + LORA_B: [rows, config.rank]}
+    refuse_other_base(adapter_shapes(Path(adapter), "--adapter"), wanted, adapter)
+
+
+def _merged(
+    file: Path, adapters: dict[str, torch.Tensor], config: LoraConfig
+) -> Iterator[NamedTensor]:
+    for name, weight in load_file(file).items():
+        module = name.removesuffix(".weight")
+        if module + LORA_A in adapters:
+            a, b = adapters[module + LORA_A], adapters[module + LORA_B]
+            weight = merge_adapter(weight, a, b, config.scaling, weight.dtype)
+        yield name, weight
+
+
+def _dtype_of(file: Path, name: str, files: Iterable[Path]) -> torch.dtype:
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            if name in opened.keys():  # noqa: SIM118 -- no mapping
+                return opened.get_tensor(name).dtype
+    raise ConfigError(f"--base: {file.parent} has no safetensors file with {name}")
+
+
+def main(argv: list[str]) -> int:
+    """`slime convert merge-lora`."""
+    parser = argparse.ArgumentParser(prog="slime convert merge-lora", description=main.__doc__)
+    parser.add_argument("--base", required=True, help="folder of the base model")
+    parser.add_argument("--adapter", required=True, help="PEFT folder")
+    parser.add_argument("--output-dir", required=True, help="folder to write the merged model to")
+    options = parser.parse_args(argv)
+    count = merge_lora(options.base, options.adapter, options.output_dir)
+    print(f"{options.output_dir}: {count} weights with their adapters merged in")
+    return 0

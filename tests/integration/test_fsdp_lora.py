@@ -1,0 +1,289 @@
+"""Adapters trained by the FSDP backend are those that `peft` trains, in any layout and file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from slime.cli import main as slime_command
+from slime.config.lora import PEFT_PREFIX
+from slime.core.errors import UserError
+from slime.rollout.train_data import split_batch
+from tests.fsdp import (
+    Case,
+    Outcome,
+    first_gradient,
+    make_rows,
+    naive_log_probs,
+    naive_model,
+    start_actor,
+    train_naively,
+    whole_weights,
+)
+from tests.rank_pool import run_fsdp_ranks
+from tests.tiny import make_tiny_checkpoint
+
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3"}
+BUDGET = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 48}
+# family, configuration of peft, flags of the run
+SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3": (
+        "qwen3",
+        {"r": 4, "lora_alpha": 12, "target_modules": "all-linear"},
+        {**KL, **BUDGET, "global_batch_size": 4},
+    ),
+    "llama_checkpointed": (
+        "llama",
+        {"r": 3, "target_modules": ["q_proj", "down_proj"], "use_rslora": True},
+        {"micro_batch_size": 3, "gradient_checkpointing": True},
+    ),
+    "qwen3_moe": ("qwen3_moe", {"r": 4, "target_modules": ["q_proj", "o_proj"]}, BUDGET),
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    """Each starts from a PEFT folder that `peft` wrote, with A and B other than zero."""
+    folder, found = tmp_path_factory.mktemp("lora"), {}
+    for name, (family, config, flags) in SETTINGS.items():
+        model = str(make_tiny_checkpoint(folder / family, family, weight_scale=3.0))
+        torch.manual_seed(1)
+        init = {"init_lora_weights": False, "task_type": "CAUSAL_LM"}
+        peft = get_peft_model(naive_model(Case(model=model)), LoraConfig(**config, **init))
+        peft.save_pretrained(str(folder / "adapters" / name))
+        start = {
+            "lora_adapter_path": str(folder / "adapters" / name),
+            "lora_merge_for_rollout": True,
+        }
+        steps = 8 // flags.get("global_batch_size", 8)
+        found[name] = Case(model=model, steps=steps, flags={**flags, **start})
+    return found
+
+
+@pytest.fixture(scope="module")
+def naive(cases: dict[str, Case]) -> dict[str, Outcome]:
+    outcomes = {}
+    for name, case in cases.items():
+        outcome = train_naively(case, _peft_model(case, trainable=True))
+        outcome.grads = _renamed(outcome.grads)
+        outcome.weights = _renamed(outcome.weights)
+        outcomes[name] = outcome
+    return outcomes
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def trained(request: pytest.FixtureRequest, cases, tmp_path_factory) -> dict[str, dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("trained"))
+    return run_fsdp_ranks(_train_all, request.param, request.param, cases, folder)[0]
+
+
+def _peft_model(case: Case, path: str | None = None, *, trainable: bool = False) -> PeftModel:
+    path = path or case.flags["lora_adapter_path"]
+    return PeftModel.from_pretrained(naive_model(case), path, is_trainable=trainable)
+
+
+def _renamed(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name.removeprefix(PEFT_PREFIX).replace(".default.", "."): t for name, t in named.items()
+    }
+
+
+def _train_all(rank: int, world_size: int, cases: dict[str, Case], folder: str) -> dict:
+    return {
+        name: _train(rank, world_size, case, f"{folder}/{name}") for name, case in cases.items()
+    }
+
+
+def _train(rank: int, world_size: int, case: Case, folder: str) -> dict[str, Any]:
+    """Train twice; return the outcome, what the engines would get, and what was exported."""
+    args = case.args()
+    actor = start_actor(args, rank, world_size)
+    before = whole_weights(actor)
+
+    def rows(rollout_id: int):
+        return split_batch(args, make_rows(rollout_id), dp_size=world_size, cp_size=1)[rank]
+
+    grads = first_gradient(actor, rows(0))
+    metrics = [actor.train(rollout_id, rows(rollout_id)).metrics for rollout_id in range(2)]
+    after = whole_weights(actor)
+    actor.export_hf(folder)
+    changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
+    return {
+        "outcome": Outcome(grads=grads, weights=after, metrics=metrics),
+        "changed": changed,
+        "states": set(actor.optimizer.state_tensors()),
+        "merged": {n: t.clone() for bucket in actor.hf_buckets() for n, t in bucket},
+        "log_probs": actor.log_probs(rows(0), "actor") if world_size == 1 else None,
+        "export": folder,
+    }
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_gradients_are_those_of_peft(name, trained, naive):
+    ours, theirs = trained[name]["outcome"].grads, naive[name].grads
+    assert ours.keys() == theirs.keys()
+    for parameter, expected in theirs.items():
+        scale = expected.abs().max()
+        torch.testing.assert_close(ours[parameter] / scale, expected / scale, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_adapters_after_training_are_those_of_peft(name, trained, naive):
+    for parameter, expected in naive[name].weights.items():
+        ours = trained[name]["outcome"].weights[parameter]
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_only_adapters_move_and_have_optimizer_state(name, trained, naive):
+    adapters = set(naive[name].weights)
+    assert trained[name]["changed"] == adapters
+    moments = ("exp_avg", "exp_avg_sq")
+    assert trained[name]["states"] == {f"{n}.{moment}" for n in adapters for moment in moments}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_peft_loads_the_export_and_its_merge_is_what_engines_get(name, trained, cases):
+    case, found = cases[name], trained[name]
+    peft = _peft_model(case, found["export"])
+    held = _renamed(dict(peft.named_parameters()))
+    for parameter, ours in found["outcome"].weights.items():
+        if ".lora_" in parameter:
+            assert torch.equal(held[parameter], ours), parameter
+    merged = peft.merge_and_unload().state_dict()
+    for parameter, sent in found["merged"].items():
+        if ".experts." not in parameter:  # engines get these one by one, and they have no adapters
+            torch.testing.assert_close(sent, merged[parameter], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_log_probs_are_those_of_peft_after_training(name, trained, cases):
+    ours, case = trained[name]["log_probs"], cases[name]
+    if ours is None:
+        return  # rows are split over ranks; gradients compare them already
+    peft = _peft_model(case, trained[name]["export"])
+    rows = make_rows(0)
+    with torch.no_grad():
+        theirs = [naive_log_probs(peft, rows, i, case.args())[0] for i in range(len(rows))]
+    order = {tuple(tokens): i for i, tokens in enumerate(map(tuple, rows.tokens))}
+    mine = split_batch(case.args(), make_rows(0), dp_size=1, cp_size=1)[0]
+    for row, column in enumerate(ours):
+        expected = theirs[order[tuple(mine.tokens[row])]].numpy() * mine.loss_masks[row]
+        np.testing.assert_allclose(column, expected, rtol=0, atol=2e-5)
+
+
+def test_merge_lora_writes_the_model_that_peft_merges(cases, tmp_path):
+    case = cases["qwen3"]
+    adapter, output = case.flags["lora_adapter_path"], tmp_path / "merged"
+    command = ["convert", "merge-lora", "--base", case.model, "--adapter", adapter]
+    assert slime_command([*command, "--output-dir", str(output)]) == 0
+    merged = _peft_model(case).merge_and_unload().state_dict()
+    for name, weight in AutoModelForCausalLM.from_pretrained(output).state_dict().items():
+        torch.testing.assert_close(weight, merged[name], rtol=1e-5, atol=1e-6)
+
+
+# ---- a new adapter: B = 0
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp("fresh")
+    model = make_tiny_checkpoint(folder / "model", weight_scale=3.0)
+    flags = {"lora_rank": 4, "lora_merge_for_rollout": True, "lora_dropout": 0.25, **KL, **BUDGET}
+    return Case(model=str(model), flags={**flags, "save": str(folder / "save")})
+
+
+def _start_fresh(rank: int, world_size: int, case: Case) -> dict[str, Any]:
+    args = case.args()
+    actor = start_actor(args, rank, world_size)
+    mine = split_batch(args, make_rows(), dp_size=world_size, cp_size=1)[rank]
+    base = start_actor(Case(model=case.model, flags=BUDGET).args(), rank, world_size)
+    same = [actor.log_probs(mine, "actor"), actor.log_probs(mine, "ref")]
+    expected = base.log_probs(mine, "actor")
+    sent = {n: t.clone() for bucket in actor.hf_buckets() for n, t in bucket}
+    adapters = {n: t for n, t in whole_weights(actor).items() if ".lora_" in n}
+    actor.train(0, split_batch(args, make_rows(), dp_size=world_size, cp_size=1)[rank])
+    return {
+        "equal": [all(map(np.array_equal, one, expected)) for one in same],
+        "sent_is_base": all(torch.equal(t, whole_weights(base)[n]) for n, t in sent.items()),
+        "adapters": adapters,
+        "ref_after": all(map(np.array_equal, actor.log_probs(mine, "ref"), expected)),
+        "actor_after": all(map(np.array_equal, actor.log_probs(mine, "actor"), expected)),
+        "frozen": list(actor.frozen),
+    }
+
+
+def test_a_new_adapter_changes_no_bit_and_is_the_same_on_any_ranks(fresh):
+    one = run_fsdp_ranks(_start_fresh, 1, 1, fresh)[0]
+    two = run_fsdp_ranks(_start_fresh, 2, 2, fresh)
+    for found in (one, *two):
+        assert found["equal"] == [True, True]
+        assert found["sent_is_base"]
+        assert found["frozen"] == []  # the reference is the base: no second copy
+        assert found["ref_after"] and not found["actor_after"]
+    assert one["adapters"].keys() == two[0]["adapters"].keys()
+    for name, value in one["adapters"].items():
+        assert torch.equal(value, two[0]["adapters"][name])
+        assert bool(value.any()) == ("lora_A" in name)
+
+
+# ---- checkpoints
+
+
+def _resume(rank: int, case: Case, other: Case, path: str) -> dict[str, Any]:
+    """Save after the first rollout; a second actor loads it and both train on the second."""
+    args = case.args()
+
+    def rows(rollout_id: int):
+        return split_batch(args, make_rows(rollout_id), dp_size=2, cp_size=1)[rank]
+
+    first = start_actor(args, rank, 2)
+    first.train(0, rows(0))
+    if rank == 0:
+        Path(path).mkdir()
+    torch.distributed.barrier()
+    first.save_to(path, 0)
+    second = start_actor(args, rank, 2, checkpoint=path)
+    loaded = whole_weights(first), whole_weights(second)
+    second.load(path)  # the state of the random generator of dropout too
+    second.train(1, rows(1))
+    after_second = whole_weights(second)
+    first.load(path)
+    first.train(1, rows(1))
+    after_first = whole_weights(first)
+    return {
+        "loaded": _equal(*loaded),
+        "stepped": _equal(after_first, after_second) and not _equal(loaded[0], after_first),
+        "refused": _error(lambda: start_actor(other.args(), rank, 2, checkpoint=path)),
+    }
+
+
+def _equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(t, two[n]) for n, t in one.items())
+
+
+def _error(action: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as found:
+        action()
+    return str(found.value)
+
+
+def test_a_checkpoint_holds_adapters_alone_and_resumes_bit_for_bit(fresh, tmp_path):
+    other_base = make_tiny_checkpoint(tmp_path / "other", seed=5, weight_scale=3.0)
+    other = Case(model=str(other_base), flags=fresh.flags)
+    path = tmp_path / "checkpoint"
+    for found in run_fsdp_ranks(_resume, 2, fresh, other, str(path)):
+        assert found["loaded"] and found["stepped"]
+        assert "holds adapters of another base" in found["refused"]
+        assert fresh.model in found["refused"]
+    base = sum(t.nbytes for t in load_file(f"{fresh.model}/model.safetensors").values())
+    saved = sum(file.stat().st_size for file in (path / "fsdp").glob("*.distcp"))
+    assert saved < base / 2
