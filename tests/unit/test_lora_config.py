@@ -1,0 +1,219 @@
+"""The flags of LoRA, PEFT's adapter_config.json, and everything that is refused before a start."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slime.config.lora import LoraConfig, check_lora_files, check_lora_resume, linear_modules
+from slime.core.errors import ConfigError, UserError
+from tests.args import make_args
+
+LORA = {"lora_rank": 4, "lora_merge_for_rollout": True}
+# Two layers of a dense model.
+SHAPES = {
+    "model.embed_tokens.weight": [320, 64],
+    "lm_head.weight": [320, 64],
+    **{
+        f"model.layers.{layer}.{module}.weight": shape
+        for layer in range(2)
+        for module, shape in {
+            "input_layernorm": [64],
+            "self_attn.q_proj": [96, 64],
+            "self_attn.o_proj": [64, 96],
+            "mlp.down_proj": [64, 128],
+        }.items()
+    },
+}
+LINEAR = [n.removesuffix(".weight") for n, s in SHAPES.items() if len(s) == 2 and "layers" in n]
+
+
+def refusal(**overrides: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        make_args(**overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"lora_alpha": 16}, ["--lora-alpha needs --lora-rank"]),
+        ({"lora_merge_for_rollout": True}, ["--lora-merge-for-rollout needs --lora-rank"]),
+        ({"lora_rank": 0}, ["--lora-rank must be at least 1"]),
+        ({**LORA, "lora_alpha": 0}, ["--lora-alpha must be above 0"]),
+        ({**LORA, "lora_dropout": 1}, ["--lora-dropout must be between 0 and 0.99"]),
+        ({"lora_rank": 4}, ["add --lora-merge-for-rollout"]),
+        (
+            {"lora_rank": 4, "train_backend": "megatron"},
+            ["--lora-rank belongs to --train-backend fsdp"],
+        ),
+        (
+            {**LORA, "lora_dropout": 0.1, "sglang_enable_deterministic_inference": True},
+            ["--lora-dropout 0.1", "--sglang-enable-deterministic-inference"],
+        ),
+        ({**LORA, "lora_target_modules": ["all-linear", "q_proj"]}, ["all-linear includes"]),
+        ({**LORA, "freeze_params_name_list": ["mlp"]}, ["--freeze-params-name-list"]),
+        ({**LORA, "only_train_params_name_list": ["mlp"]}, ["--only-train-params-name-list"]),
+        (
+            {**LORA, "ref_update_interval": 2, "use_kl_loss": True},
+            ["--ref-update-interval", "base with its adapters off"],
+        ),
+        ({**LORA, "lora_adapter_path": "/nowhere"}, ["--lora-adapter-path: /nowhere"]),
+    ],
+)
+def test_flags_that_are_refused(flags, words):
+    message = refusal(**flags)
+    for word in words:
+        assert word in message
+
+
+def test_training_without_engines_needs_no_merging():
+    rows = {"load_debug_rollout_data": "rows_{rollout_id}.pt"}
+    assert make_args(lora_rank=4, **rows).lora_rank == 4
+    assert LoraConfig.of(make_args()) is None
+
+
+def test_scaling_is_alpha_over_rank_or_its_root():
+    assert LoraConfig(rank=16, alpha=32).scaling == 2
+    assert LoraConfig(rank=16, alpha=32, use_rslora=True).scaling == 32 / math.sqrt(16)
+
+
+def test_targets_are_ends_of_names():
+    def targets(*names: str) -> list[str]:
+        return LoraConfig(rank=4, alpha=8, target_modules=names).targets([*LINEAR, "lm_head"])
+
+    assert targets("all-linear") == LINEAR
+    assert targets("q_proj") == [n for n in LINEAR if n.endswith("q_proj")]
+    assert targets("layers.1.mlp.down_proj") == ["model.layers.1.mlp.down_proj"]
+    with pytest.raises(ConfigError, match="has q_proj, o_proj, down_proj, lm_head"):
+        targets("q_proj", "proj")
+    with pytest.raises(ConfigError, match="the LM head cannot have an adapter"):
+        targets("lm_head")
+
+
+def test_unknown_modules_are_refused_from_the_files_alone():
+    assert linear_modules(SHAPES) == (["lm_head", *LINEAR], [])
+    args = make_args(**LORA, lora_target_modules=["q_proj", "k_proj"])
+    with pytest.raises(ConfigError, match=r"k_proj is no linear module.*o_proj.*down_proj"):
+        check_lora_files(args, SHAPES)
+    check_lora_files(make_args(**LORA), SHAPES)
+
+
+def test_experts_are_refused():
+    shapes = {**SHAPES, "model.layers.0.mlp.experts.0.up_proj.weight": [128, 64]}
+    for names in (["all-linear"], ["up_proj"]):
+        with pytest.raises(ConfigError, match=r"experts of a MoE layer.*such as q_proj o_proj"):
+            check_lora_files(make_args(**LORA, lora_target_modules=names), shapes)
+    check_lora_files(make_args(**LORA, lora_target_modules=["q_proj"]), shapes)
+
+
+# ---- a PEFT folder to start from
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    write_weights(tmp_path, LINEAR)
+    return tmp_path
+
+
+def write_weights(folder: Path, modules: list[str], rank: int = 4, extra: int = 0) -> None:
+    tensors = {}
+    for module in (name for name in modules if name.endswith("q_proj")):
+        rows, columns = SHAPES[f"{module}.weight"]
+        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.ones(rank, columns + extra)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.ones(rows, rank)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def change(folder: Path, **fields: object) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def test_rank_alpha_and_modules_come_from_the_folder(adapter):
+    change(adapter, use_rslora=True, lora_dropout=0.25, rank_pattern={r".*\.gate_up_proj": 9})
+    args = make_args(lora_adapter_path=str(adapter), lora_merge_for_rollout=True)
+    expected = LoraConfig(
+        rank=4, alpha=6, dropout=0.25, target_modules=("q_proj",), use_rslora=True
+    )
+    assert LoraConfig.of(args) == expected
+    check_lora_files(args, SHAPES)
+    change(adapter, target_modules=r".*q_proj")  # a pattern: the tensors say what it matched
+    args = make_args(lora_adapter_path=str(adapter), lora_merge_for_rollout=True)
+    assert args.lora_target_modules == [n for n in LINEAR if n.endswith("q_proj")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"peft_type": "LOHA"}, "only LORA"),
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias all"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 9}}, "rank_pattern"),
+        ({"target_parameters": ["gate_up_proj"]}, "target_parameters"),
+        ({"init_lora_weights": "pissa"}, "changes the base weights"),
+        ({"r": "four"}, "cannot be read"),
+        ({"a_setting_of_tomorrow": 1}, "a_setting_of_tomorrow"),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused(adapter, fields, words):
+    change(adapter, **fields)
+    assert words in refusal(lora_adapter_path=str(adapter), lora_merge_for_rollout=True)
+
+
+def test_flags_that_disagree_with_the_folder_are_refused(adapter):
+    given = {"lora_adapter_path": str(adapter), "lora_merge_for_rollout": True}
+    assert "--lora-rank 8 disagrees" in refusal(**given, lora_rank=8)
+    assert "--lora-alpha 8.0 disagrees" in refusal(**given, lora_alpha=8)
+    assert make_args(**given, lora_rank=4, lora_alpha=6).lora_rank == 4
+
+
+def test_damaged_folders_are_refused(adapter):
+    given = {"lora_adapter_path": str(adapter), "lora_merge_for_rollout": True}
+    file = adapter / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    assert "where its header says" in refusal(**given)
+    file.write_bytes((1 << 62).to_bytes(8, "little"))
+    assert "is not a safetensors file" in refusal(**given)
+    file.unlink()
+    assert "has no adapter_model.safetensors" in refusal(**given)
+    (adapter / "adapter_config.json").unlink()
+    assert "has no adapter_config.json" in refusal(**given)
+
+
+def test_an_adapter_of_another_base_is_refused(adapter):
+    args = make_args(lora_adapter_path=str(adapter), lora_merge_for_rollout=True)
+    for modules, extra in ((LINEAR, 8), (LINEAR[:1], 0)):
+        write_weights(adapter, modules, extra=extra)
+        with pytest.raises(UserError, match=r"adapter of another base.*q_proj\.lora_A"):
+            check_lora_files(args, SHAPES)
+
+
+# ---- resuming
+
+
+def test_resuming_with_other_adapters_is_refused(tmp_path):
+    def resume(saved: dict | None, **flags: object) -> None:
+        (tmp_path / "trainer.json").write_text(json.dumps({"lora": saved}))
+        check_lora_resume(make_args(**flags), tmp_path)
+
+    saved = {"rank": 4, "alpha": 8.0, "use_rslora": False, "dropout": 0.0}
+    resume(saved, **LORA, lora_dropout=0.1)
+    resume(None)
+    for flags, words in (
+        ({**LORA, "lora_rank": 8}, "--lora-rank 4, this run has 8"),
+        ({**LORA, "lora_alpha": 4}, "--lora-alpha 8.0, this run has 4.0"),
+        ({**LORA, "lora_use_rslora": True}, "--lora-use-rslora False"),
+        ({}, "with --lora-rank 4 adapters, this run has none"),
+    ):
+        with pytest.raises(UserError, match=words):
+            resume(saved, **flags)
+    with pytest.raises(UserError, match="saved without adapters, this run has --lora-rank 4"):
+        resume(None, **LORA)
