@@ -1,0 +1,143 @@
+"""An adapter counts as arrived only if every engine has bound all of it and holds its bits."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slime.config.lora import LoraConfig
+from slime.core.errors import WeightMismatchError, WeightSyncError
+from slime.core.types import EngineInfo
+from slime.weights.checksum import format_checksum, tensor_checksum
+from slime.weights.ipc import import_buffer
+from slime.weights.lora_sync import AdapterSync, adapter_update
+
+MODULES = [f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in ("q_proj", "o_proj")]
+LORA = LoraConfig(rank=2, alpha=8, target_modules=("q_proj", "o_proj"))
+
+
+class Engine:
+    """Loads adapters as an engine does, and afterwards damages or hides what the test says."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault, self.calls = fault, []
+        self.held: dict[str, torch.Tensor] = {}
+        self.config: dict = {}
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                reply = json.dumps(engine.answer(self.path, body)).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(reply)))
+                self.end_headers()
+                self.wfile.write(reply)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.info = EngineInfo(
+            url=f"http://127.0.0.1:{self.server.server_port}", device_ids=("cpu",), kind="slime"
+        )
+
+    def answer(self, route: str, body: dict) -> dict:
+        self.calls.append(route)
+        if not route.startswith("/load_lora_adapter"):
+            return {}
+        if self.fault == "refuse":
+            return {"success": False, "error_message": "rank 2 is above --max-lora-rank 1"}
+        self._take(route, body)
+        if self.fault == "bit":
+            self.held[next(iter(self.held))][0, 0] += 1
+        bound = {name.split("base_model.model.")[1].split(".lora_")[0] for name in self.held}
+        if self.fault == "unbound":
+            bound.pop()
+        sums = sum(tensor_checksum(name, tensor) for name, tensor in self.held.items())
+        version = "0" if self.fault == "version" else body["weight_version"]
+        return {
+            "success": True,
+            "bound_modules": sorted(bound),
+            "checksum": format_checksum(sums % 2**64),
+            "weight_version": version,
+        }
+
+    def _take(self, route: str, body: dict) -> None:
+        if route == "/load_lora_adapter":
+            folder = Path(body["lora_path"])
+            self.config = json.loads((folder / "adapter_config.json").read_text())
+            self.held = load_file(folder / "adapter_model.safetensors")
+            return
+        self.config = body["config_dict"]
+        with import_buffer(body["handle"]) as buffer:
+            for row in body["metadata"]:
+                dtype, size = getattr(torch, row["dtype"]), torch.Size(row["shape"]).numel()
+                part = buffer[row["offset"] : row["offset"] + size * dtype.itemsize]
+                self.held[row["name"]] = part.view(dtype).view(row["shape"]).clone()
+
+
+@contextmanager
+def engines(*faults: str):
+    made = [Engine(fault) for fault in faults]
+    threads = [threading.Thread(target=e.server.serve_forever, daemon=True) for e in made]
+    for thread in threads:
+        thread.start()
+    try:
+        yield made
+    finally:
+        for engine in made:
+            engine.server.shutdown()
+            engine.server.server_close()
+
+
+def make_update(dtype: torch.dtype = torch.bfloat16):
+    torch.manual_seed(0)
+    tensors = []
+    for module in MODULES:
+        tensors.append((f"{module}.lora_A.weight", torch.randn(2, 24)))
+        tensors.append((f"{module}.lora_B.weight", torch.randn(40, 2)))
+    return adapter_update(LORA, "/models/base", tensors, dtype), dict(tensors)
+
+
+@pytest.mark.parametrize("through", ["memory", "files"])
+def test_every_engine_gets_the_adapter_and_resumes(through, tmp_path):
+    update, tensors = make_update()
+    folder = str(tmp_path) if through == "files" else None
+    with engines("", "") as (first, second):
+        sync = AdapterSync(token=None, folder=folder)
+        report = sync.update(update, [first.info, second.info], 7)
+    assert report.version == 7 and report.num_engines == 2
+    assert report.nbytes == sum(2 * tensor.numel() for tensor in tensors.values())
+    for engine in (first, second):
+        route = "/load_lora_adapter" + ("" if folder else "_from_tensors")
+        assert engine.calls == ["/pause_generation", route, "/continue_generation"]
+        assert engine.config["r"] == 2 and engine.config["lora_alpha"] == 8
+        assert engine.config["base_model_name_or_path"] == "/models/base"
+        for name, tensor in tensors.items():
+            assert torch.equal(engine.held[f"base_model.model.{name}"], tensor.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        ("refuse", WeightSyncError, "above --max-lora-rank 1"),
+        ("unbound", WeightMismatchError, "3 of 4 modules are bound; unbound: model.layers."),
+        ("bit", WeightMismatchError, "checksum"),
+        ("version", WeightMismatchError, "it reports version 0"),
+    ],
+)
+def test_an_adapter_that_did_not_arrive_leaves_the_engines_paused(fault, error, words):
+    update, _ = make_update()
+    with engines("", fault) as (good, bad):
+        with pytest.raises(error) as found:
+            AdapterSync(token=None).update(update, [good.info, bad.info], 3)
+        assert words in str(found.value)
+        assert bad.info.url in str(found.value) and good.info.url not in str(found.value)
+        for engine in (good, bad):
+            assert "/continue_generation" not in engine.calls
