@@ -28,6 +28,7 @@ from tests.fsdp import (
     train_naively,
     whole_weights,
 )
+from tests.ppo import start_pair, train_pair
 from tests.rank_pool import run_fsdp_ranks
 from tests.tiny import make_tiny_checkpoint
 
@@ -265,6 +266,42 @@ def _resume(rank: int, case: Case, other: Case, path: str) -> dict[str, Any]:
         "stepped": _equal(after_first, after_second) and not _equal(loaded[0], after_first),
         "refused": _error(lambda: start_actor(other.args(), rank, 2, checkpoint=path)),
     }
+
+
+def _train_ppo(rank: int, case: Case, folder: str) -> dict[str, Any]:
+    """Save both models after the first rollout; a second pair loads them and both train on."""
+    args = case.args()
+    pair = start_pair(args, rank, 1)
+    before = [whole_weights(one) for one in pair]
+    train_pair(pair, range(1))
+    paths = f"{folder}/actor", f"{folder}/critic"
+    for one, path in zip(pair, paths, strict=True):
+        Path(path).mkdir()
+        one.save_to(path, 0)
+    resumed = start_pair(args, rank, 1, paths)
+    train_pair(pair, range(1, 2))
+    train_pair(resumed, range(1, 2))
+    after = [whole_weights(one) for one in pair]
+    return {
+        "changed": [
+            {name for name, weight in old.items() if not torch.equal(weight, new[name])}
+            for old, new in zip(before, after, strict=True)
+        ],
+        "resumed": [_equal(*map(whole_weights, both)) for both in zip(pair, resumed, strict=True)],
+        "names": [set(one.model.params) for one in pair],
+    }
+
+
+def test_a_critic_trains_adapters_and_its_head(fresh, tmp_path):
+    flags = {"lora_rank": 4, "lora_merge_for_rollout": True, "advantage_estimator": "ppo"}
+    case = Case(model=fresh.model, flags={**flags, "kl_coef": 0.1, "micro_batch_size": 3})
+    found = run_fsdp_ranks(_train_ppo, 1, case, str(tmp_path))[0]
+    for head, changed, names in zip(
+        (set(), {"lm_head.weight"}), found["changed"], found["names"], strict=True
+    ):
+        adapters = {name for name in names if ".lora_" in name}
+        assert changed == adapters | head
+    assert found["resumed"] == [True, True]
 
 
 def _equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:

@@ -117,14 +117,20 @@ def export_hf(
     """
     writes = dist.get_rank() == 0
     if model.lora is not None:
-        adapters = ((n, p, torch.float32) for n, p in model.params.items() if is_adapter(n))
-        whole = dict(whole_tensors(adapters))
+        adapters = list(whole_adapters(model, torch.float32))
         if writes:
-            write_peft_folder(path, model.lora, source, whole.items(), info)
-        return dist.barrier()
+            write_peft_folder(path, model.lora, source, adapters, info)
+        dist.barrier()
+        return
     buckets = hf_buckets(model, dtype, FILE_BYTES, keep=writes)
     write_hf_folder(path, source, dtype, buckets, writes=writes, info=info)
     dist.barrier()
+
+
+def whole_adapters(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedTensor]:
+    """Yield full adapters by Hugging Face name; all ranks must iterate together."""
+    wanted = ((n, p, dtype) for n, p in model.params.items() if is_adapter(n))
+    yield from whole_tensors(wanted)
 
 
 GATHER_BYTES = 64 << 20  # limit of full tensors per collective; a larger tensor has its own

@@ -168,7 +168,7 @@ def build_model(
     reshard = mesh.size() > 1 or lora is not None
     _shard(module, mesh, compute_dtype, offload=args.fsdp_cpu_offload, reshard=reshard)
     _materialise(module, torch.device("cpu") if args.fsdp_cpu_offload else current_device())
-    params = {k: p for k, p in hf.named_parameters() if isinstance(p, DTensor)}
+    params: dict[str, DTensor] = {k: p for k, p in hf.named_parameters() if isinstance(p, DTensor)}
     initialize_adapters(params, args.seed)
     return ShardedModel(module, params, lora)
 

@@ -130,6 +130,8 @@ class Trainer:
         return bool(self.args.gradient_checkpointing)
 
     def _dtype_note(self) -> str:
+        if self.args.lora_rank:
+            return f"{self.args.precision}, sharded; adapters fp32"
         return self.args.precision if self._is_megatron else "fp32, sharded"
 
     def _optimizer(self, rank: RankModel) -> tuple[int, int]:
@@ -193,19 +195,22 @@ class Trainer:
         return logits + 2 * hidden + gradient
 
     def _gathered(self, *, training: bool) -> list[Item]:
-        """Return what FSDP gathers: all parameters on one rank, else two layers and the head."""
+        """Return what FSDP gathers: all parameters on one rank, else two layers and the head.
+
+        With LoRA one rank gathers by layers too, and only adapters have gradients.
+        """
         if self._is_megatron:
             return []
         whole = self.count.whole
         parts = whole.total
-        if self.sizes.world > 1:
+        if self.sizes.world > 1 or self.args.lora_rank:
             parts = 2 * whole.layer + self._outside_layers()
         items = [Item(name="gathered parameters", nbytes=parts * self._element)]
         if training:
             own = self.count.ranks[0].trained_parameters
             here = 0 if self.args.fsdp_cpu_offload else own * 4
             whole_ones = 2 * whole.layer + self._outside_layers()
-            work = 0 if self.sizes.world == 1 else whole_ones * 4
+            work = 0 if self.sizes.world == 1 or self.args.lora_rank else whole_ones * 4
             items.append(Item(name=GRADIENTS, nbytes=here + work, note="fp32, until the step"))
         return items
 
@@ -226,7 +231,8 @@ def moments_name(args: Args) -> str:
 
 
 def frozen_models(args: Args) -> list[str]:
-    names = ["reference"] if args.use_kl_loss or args.kl_coef else []
+    """With LoRA the reference is the base itself."""
+    names = ["reference"] if (args.use_kl_loss or args.kl_coef) and not args.lora_rank else []
     return [*names, "teacher"] if args.use_opd and args.opd_type == "megatron" else names
 
 
