@@ -24,6 +24,7 @@ from slime.config.lora import LORA_A, PEFT_PREFIX, LoraConfig
 from slime.core.errors import WeightMismatchError, WeightSyncError
 from slime.core.types import EngineInfo, SyncReport
 from slime.utils.concurrency import call_all
+from slime.utils.sync_http import HttpError
 from slime.weights.buckets import Bucket, HFTensors, NamedTensor, pack
 from slime.weights.checksum import format_checksum, tensor_checksums
 from slime.weights.engine_client import EngineClient, LivenessProbe, transfer_timeout_s
@@ -109,7 +110,11 @@ class AdapterSync:
 
     def _load(self, engine: EngineClient, payload: dict[str, Any], adapter: AdapterUpdate) -> Any:
         route = "/load_lora_adapter" + ("" if self._folder else "_from_tensors")
-        return engine.post(route, payload, transfer_timeout_s(adapter.bucket.nbytes))
+        try:
+            return engine.post(route, payload, transfer_timeout_s(adapter.bucket.nbytes))
+        except HttpError as error:
+            text = f"adapter {adapter.name} did not arrive: engine {engine.url}: {error}"
+            raise WeightSyncError(text) from error
 
     @contextmanager
     def _payloads(self, adapter: AdapterUpdate, version: int) -> Iterator[Any]:
