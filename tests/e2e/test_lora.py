@@ -1,0 +1,76 @@
+"""A whole run with LoRA: engines sample from what the adapters make of the base, and it resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from slime.runlog.export_folder import export_info
+from tests.e2e import runs
+
+LORA = {"lora_rank": 4, "lora_alpha": 32, "lora_merge_for_rollout": True}
+FLAGS = {
+    **LORA,
+    "sglang_enable_deterministic_inference": True,
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.01,
+    "num_rollout": 3,
+    "save_interval": 1,
+    "lr": 0.01,
+}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny_model, tiny_data, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    written = {"save": folder / "checkpoints", "save_hf": folder / "adapter"}
+    words = runs.command(tiny_model, tiny_data, folder / "run", **FLAGS, **written)
+    status, output = runs.run(words)
+    assert status == 0, output
+    return folder
+
+
+def test_engines_sample_from_the_merged_weights(unbroken):
+    trained = runs.metrics(unbroken / "run", "train")
+    assert len(trained) == 3
+    assert all(0 <= record["train/log_prob_gap_max"] < 1e-4 for record in trained), trained
+    kl = [record["train/kl_loss"] for record in trained]
+    assert kl[0] == 0 and kl[2] > 0  # a new adapter is the base, which is the reference
+
+
+def test_the_export_is_an_adapter_that_peft_loads(unbroken, tiny_model):
+    info = export_info(unbroken / "adapter")
+    assert info is not None and info.rollout_id == 2
+    config = json.loads((unbroken / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tiny_model)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model = PeftModel.from_pretrained(base, unbroken / "adapter")
+    held = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    saved = load_file(unbroken / "adapter" / "adapter_model.safetensors")
+    assert len(held) == len(saved) == 2 * 2 * 7  # A and B of seven modules in two layers
+    for name, tensor in saved.items():
+        assert torch.equal(held[name.replace(".weight", ".default.weight")], tensor)
+        assert tensor.any()
+
+
+def test_a_resumed_run_learns_the_same_bit_by_bit(unbroken, tiny_model, tiny_data, tmp_path):
+    flags = {**FLAGS, "load": unbroken / "checkpoints", "ckpt_step": 1}
+    status, output = runs.run(runs.command(tiny_model, tiny_data, tmp_path / "run", **flags))
+    assert status == 0, output
+    resumed, whole = runs.learning(tmp_path / "run"), runs.learning(unbroken / "run")
+    assert {key[0] for key in resumed} == {2}
+    assert resumed == {key: value for key, value in whole.items() if key[0] == 2}
+
+
+def test_another_rank_is_refused_before_anything_starts(unbroken, tiny_model, tiny_data, tmp_path):
+    flags = {**FLAGS, "load": unbroken / "checkpoints", "lora_rank": 8}
+    status, output = runs.run(runs.command(tiny_model, tiny_data, tmp_path / "run", **flags))
+    assert status != 0
+    assert "was saved with --lora-rank 4, this run has 8: choose as then" in output
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
