@@ -21,7 +21,6 @@ FLAGS = {
     "use_kl_loss": True,
     "kl_loss_coef": 0.01,
     "num_rollout": 3,
-    "save_interval": 1,
     "lr": 0.01,
 }
 
@@ -29,7 +28,7 @@ FLAGS = {
 @pytest.fixture(scope="module")
 def unbroken(tiny_model, tiny_data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
-    written = {"save": folder / "checkpoints", "save_hf": folder / "adapter"}
+    written = {"save": folder / "checkpoints", "save_interval": 1, "save_hf": folder / "adapter"}
     words = runs.command(tiny_model, tiny_data, folder / "run", **FLAGS, **written)
     status, output = runs.run(words)
     assert status == 0, output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,7 @@ def test_merge_lora_writes_the_model_that_peft_merges(cases, tmp_path):
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Dropout must not show outside the training pass."""
     folder = tmp_path_factory.mktemp("fresh")
     model = make_tiny_checkpoint(folder / "model", weight_scale=3.0)
     flags = {"lora_rank": 4, "lora_merge_for_rollout": True, "lora_dropout": 0.25, **KL, **BUDGET}
@@ -206,7 +208,10 @@ def _start_fresh(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     args = case.args()
     actor = start_actor(args, rank, world_size)
     mine = split_batch(args, make_rows(), dp_size=world_size, cp_size=1)[rank]
-    base = start_actor(Case(model=case.model, flags=BUDGET).args(), rank, world_size)
+    precision = {"bf16": args.precision == "bf16"}
+    base = start_actor(
+        Case(model=case.model, flags={**BUDGET, **precision}).args(), rank, world_size
+    )
     same = [actor.log_probs(mine, "actor"), actor.log_probs(mine, "ref")]
     expected = base.log_probs(mine, "actor")
     sent = {n: t.clone() for bucket in actor.hf_buckets() for n, t in bucket}
@@ -215,12 +220,21 @@ def _start_fresh(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     actor.train(0, split_batch(args, make_rows(), dp_size=world_size, cp_size=1)[rank])
     return {
         "equal": [all(map(np.array_equal, one, expected)) for one in same],
-        "sent_is_base": all(torch.equal(t, base_weights[n]) for n, t in sent.items()),
+        "sent_is_base": all(torch.equal(t, base_weights[n].to(t.dtype)) for n, t in sent.items()),
         "adapters": adapters,
         "ref_after": all(map(np.array_equal, actor.log_probs(mine, "ref"), expected)),
         "actor_after": all(map(np.array_equal, actor.log_probs(mine, "actor"), expected)),
         "frozen": list(actor.frozen),
+        "dtypes": {(".lora_" in n, p.dtype) for n, p in actor.model.params.items()},
     }
+
+
+def test_in_bf16_the_base_is_held_in_bf16_and_adapters_in_fp32(fresh):
+    found = run_fsdp_ranks(_start_fresh, 2, 2, replace(fresh, flags={**fresh.flags, "bf16": True}))
+    for rank in found:
+        assert rank["dtypes"] == {(False, torch.bfloat16), (True, torch.float32)}
+        assert rank["equal"] == [True, True] and rank["sent_is_base"]
+        assert rank["ref_after"] and not rank["actor_after"]
 
 
 def test_a_new_adapter_changes_no_bit_and_is_the_same_on_any_ranks(fresh):
