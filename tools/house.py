@@ -64,7 +64,8 @@ ELSEWHERE = [
     "slime/rollout/agents/*",
     "slime/rollout/sandbox/*",
     "slime/compat/*",  # imported only by hooks
-    # other flags: external engines, router
+    # other flags: adapters alone, external engines, router
+    "slime/weights/lora*",
     "slime/serving/external.py",
     "slime/serving/router.py",
     # another verb of the loop

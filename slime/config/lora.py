@@ -21,6 +21,7 @@ ALL_LINEAR = "all-linear"
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."  # of a Hugging Face name in adapter_model.safetensors
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # after the name of a module
+ADAPTER = "slime"  # the name by which engines serve the adapter of a run
 _HEAD = "lm_head"
 _SHOWN = 12  # names in a message
 
@@ -135,6 +136,11 @@ class LoraConfig:
                 )
 
 
+def served_adapter(args: Args) -> str | None:
+    """Return the name by which engines serve the adapter of a run; None if they hold merged weights."""
+    return ADAPTER if args.lora_rank and not args.lora_merge_for_rollout else None
+
+
 def adapter_modules(folder: Path, flag: str = "--lora-adapter-path") -> list[str]:
     """Return the modules that have adapters in a PEFT folder, from the header of its weights."""
     header = adapter_shapes(folder, flag)
@@ -166,6 +172,14 @@ def linear_modules(shapes: dict[str, list[int]]) -> tuple[list[str], list[str]]:
 
 def derive_lora(draft: Draft) -> None:
     """Take rank, alpha and modules from --lora-adapter-path; flags that contradict it are refused."""
+    _derive_from_folder(draft)
+    if draft["lora_rank"] and not draft["lora_merge_for_rollout"] and draft["rollout_num_gpus"]:
+        draft.derive("sglang_enable_lora", True)
+        if draft["sglang_max_lora_rank"] is None:
+            draft.derive("sglang_max_lora_rank", draft["lora_rank"])
+
+
+def _derive_from_folder(draft: Draft) -> None:
     path = draft["lora_adapter_path"]
     if path is None or not draft.need_file(path, "--lora-adapter-path"):
         return
@@ -211,10 +225,29 @@ def check_lora(draft: Draft) -> None:
             "--critic-load with --lora-rank: a new critic starts from the base with adapters of its own: "
             "remove it"
         )
-    if draft["rollout_num_gpus"] and not draft["lora_merge_for_rollout"]:
+    obstacle = None if draft["lora_merge_for_rollout"] else _serving_obstacle(draft)
+    if draft["rollout_num_gpus"] and obstacle is not None:
         raise ConfigError(
-            "--lora-rank: the engines are sent merged weights: add --lora-merge-for-rollout"
+            f"--lora-rank: {obstacle}: send merged weights with --lora-merge-for-rollout"
         )
+
+
+def _serving_obstacle(draft: Draft) -> str | None:
+    """Return why engines cannot be sent the adapter alone, or None."""
+    if draft["rollout_engine"] != "slime" or draft["rollout_external"]:
+        return (
+            "only engines that the run starts with --rollout-engine slime are sent adapters alone"
+        )
+    if draft["offload_rollout"]:
+        return "engines that release their memory between rollouts lose the base"
+    if draft["ref_load"]:
+        return (
+            "engines load the base from --hf-checkpoint, and --ref-load gives the trainer another"
+        )
+    nodes = draft["actor_num_nodes"] > 1 or draft.cluster
+    if nodes and draft["update_weight_transport"] != "disk":
+        return "engines on other nodes get adapters by --update-weight-transport disk only"
+    return None
 
 
 def check_lora_files(args: Args, shapes: dict[str, list[int]]) -> None:

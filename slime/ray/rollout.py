@@ -20,6 +20,7 @@ from slime.config.arguments import Args
 from slime.config.engine_groups import default_model, models_of
 from slime.config.env import read_env
 from slime.config.flags.spec import option_of
+from slime.config.lora import served_adapter
 from slime.core.types import ModelAddress, RolloutResult, Sample
 from slime.data.stored_samples import load_debug_samples, save_debug_samples
 from slime.rollout.base_types import (
@@ -95,6 +96,7 @@ class RolloutManager:
             token=token,
             concurrency=self.args.sglang_server_concurrency,
             deadline_s=self.args.rollout_no_engine_timeout,
+            adapter=served_adapter(self.args),
         )
 
     def set_weight_version(self, version: int, next_rollout_id: int | None) -> None:

@@ -46,8 +46,13 @@ class EnginePool:
         *,
         deadline_s: float = 1800.0,
         request_timeout_s: float = 7200.0,
+        adapter: str | None = None,
     ) -> None:
-        """`deadline_s` (--rollout-no-engine-timeout): how long a request is retried while no engine answers."""
+        """`deadline_s` (--rollout-no-engine-timeout): how long a request is retried while no engine answers.
+
+        `adapter` is the LoRA adapter of requests that name none.
+        """
+        self._adapter = adapter
         self.concurrency = concurrency
         self.deadline_s = deadline_s
         self.request_timeout_s = request_timeout_s
@@ -109,6 +114,8 @@ class EnginePool:
     ) -> dict[str, Any]:
         """POST /generate on one engine. Requests of one `session_id` go to the same engine for its prefix cache."""
         self._loop = asyncio.get_running_loop()
+        if self._adapter is not None:
+            payload = {"lora_path": self._adapter, **payload}
         failing_since: float | None = None
         while True:
             url = await self._acquire(session_id)

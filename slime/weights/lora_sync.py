@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slime.config.lora import LORA_A, PEFT_PREFIX, LoraConfig
+from slime.config.env import read_env
+from slime.config.lora import ADAPTER, LORA_A, PEFT_PREFIX, LoraConfig
 from slime.core.errors import WeightMismatchError, WeightSyncError
 from slime.core.types import EngineInfo, SyncReport
 from slime.utils.concurrency import call_all
@@ -31,9 +32,11 @@ from slime.weights.engine_client import EngineClient, LivenessProbe, transfer_ti
 from slime.weights.ipc import SharedBuffer, collect_exports
 from slime.weights.lora import write_peft_folder
 
+if TYPE_CHECKING:
+    from slime.config.arguments import Args
+
 logger = logging.getLogger(__name__)
 
-ADAPTER = "slime"  # the name by which engines serve the adapter of a run
 _SHOWN = 3  # names in a message
 
 
@@ -134,6 +137,19 @@ class AdapterSync:
             yield lambda: {**common, **config, "metadata": metadata, "handle": buffer.export()}
         finally:
             buffer.close()
+
+
+def make_adapter_sync(args: Args) -> AdapterSync:
+    """Adapters are small: they go through host memory also where weights would not."""
+    disk = args.update_weight_transport == "disk"
+    return AdapterSync(
+        token=read_env().engine_token,
+        folder=args.update_weight_disk_dir if disk else None,
+        probe=LivenessProbe(
+            interval_s=args.rollout_health_check_interval,
+            timeout_s=args.rollout_health_check_timeout,
+        ),
+    )
 
 
 def check_adapters(

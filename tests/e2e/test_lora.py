@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from slime.runlog.export_folder import export_info
 from tests.e2e import runs
 
-LORA = {"lora_rank": 4, "lora_alpha": 32, "lora_merge_for_rollout": True}
+LORA = {"lora_rank": 4, "lora_alpha": 32}
 FLAGS = {
     **LORA,
     "sglang_enable_deterministic_inference": True,
@@ -25,10 +25,35 @@ FLAGS = {
 }
 
 
+def test_adapters_sent_alone_teach_the_same_as_merged_weights(
+    unbroken, tiny_model, tiny_data, tmp_path
+):
+    """The first rollouts are equal; later ones are sampled from numbers rounded in another order."""
+    flags = {**FLAGS, "save_hf": tmp_path / "adapter"}
+    status, output = runs.run(runs.command(tiny_model, tiny_data, tmp_path / "run", **flags))
+    assert status == 0, output
+    alone, merged = (runs.metrics(folder / "run", "train") for folder in (tmp_path, unbroken))
+    assert len(alone) == 3
+    assert all(0 <= record["train/log_prob_gap_max"] < 1e-4 for record in alone), alone
+    for name in ("train/loss", "train/grad_norm"):
+        assert alone[0][name] == pytest.approx(merged[0][name], rel=1e-4, abs=1e-6)
+    sent = runs.metrics(tmp_path / "run", "perf") or alone
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    nbytes = sum(tensor.nbytes for tensor in saved.values())
+    found = {r["perf/update_weights_bytes"] for r in sent if "perf/update_weights_bytes" in r}
+    assert found == {nbytes}, found
+
+
 @pytest.fixture(scope="module")
 def unbroken(tiny_model, tiny_data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
-    written = {"save": folder / "checkpoints", "save_interval": 1, "save_hf": folder / "adapter"}
+    merge = {"lora_merge_for_rollout": True}
+    written = {
+        **merge,
+        "save": folder / "checkpoints",
+        "save_interval": 1,
+        "save_hf": folder / "adapter",
+    }
     words = runs.command(tiny_model, tiny_data, folder / "run", **FLAGS, **written)
     status, output = runs.run(words)
     assert status == 0, output
@@ -60,6 +85,7 @@ def test_the_export_is_an_adapter_that_peft_loads(unbroken, tiny_model):
 
 def test_a_resumed_run_learns_the_same_bit_by_bit(unbroken, tiny_model, tiny_data, tmp_path):
     flags = {**FLAGS, "load": unbroken / "checkpoints", "ckpt_step": 1}
+    flags["lora_merge_for_rollout"] = True
     status, output = runs.run(runs.command(tiny_model, tiny_data, tmp_path / "run", **flags))
     assert status == 0, output
     resumed, whole = runs.learning(tmp_path / "run"), runs.learning(unbroken / "run")

@@ -8,7 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.config.lora import LoraConfig, check_lora_files, check_lora_resume, linear_modules
+from slime.config.lora import (
+    LoraConfig,
+    check_lora_files,
+    check_lora_resume,
+    linear_modules,
+    served_adapter,
+)
 from slime.core.errors import ConfigError, UserError
 from tests.args import make_args
 
@@ -46,7 +52,13 @@ def refusal(**overrides: object) -> str:
         ({"lora_rank": 0}, ["--lora-rank must be at least 1"]),
         ({**LORA, "lora_alpha": 0}, ["--lora-alpha must be above 0"]),
         ({**LORA, "lora_dropout": 1}, ["--lora-dropout must be between 0 and 0.99"]),
-        ({"lora_rank": 4}, ["add --lora-merge-for-rollout"]),
+        ({"lora_rank": 4, "colocate": True}, ["lose the base", "--lora-merge-for-rollout"]),
+        ({"lora_rank": 4, "actor_num_nodes": 2}, ["other nodes", "--lora-merge-for-rollout"]),
+        ({"lora_rank": 4, "ref_load": "."}, ["--ref-load", "--lora-merge-for-rollout"]),
+        (
+            {"lora_rank": 4, "rollout_external_engine_addrs": ["127.0.0.1:9"]},
+            ["only engines that the run starts", "--lora-merge-for-rollout"],
+        ),
         (
             {"lora_rank": 4, "train_backend": "megatron"},
             ["--lora-rank belongs to --train-backend fsdp"],
@@ -69,6 +81,17 @@ def test_flags_that_are_refused(flags, words):
     message = refusal(**flags)
     for word in words:
         assert word in message
+
+
+def test_embedded_engines_are_started_for_adapters():
+    args = make_args(lora_rank=12)
+    assert (served_adapter(args), args.sglang_enable_lora, args.sglang_max_lora_rank) == (
+        "slime",
+        True,
+        12,
+    )
+    merged = make_args(**LORA)
+    assert served_adapter(merged) is None and not merged.sglang_enable_lora
 
 
 def test_training_without_engines_needs_no_merging():

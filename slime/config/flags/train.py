@@ -156,7 +156,7 @@ class Lora:
     )
     lora_merge_for_rollout: bool = flag(
         False,
-        "send engines the weights with the adapters merged in, as without LoRA",
+        "send engines the weights with the adapters merged in, instead of the adapter alone",
         backend="fsdp",
         requires=_LORA,
     )
