@@ -44,6 +44,16 @@ def test_adapters_sent_alone_teach_the_same_as_merged_weights(
     assert found == {nbytes}, found
 
 
+def test_two_ranks_teach_two_engines_with_adapters_alone(tiny_model, tiny_data, tmp_path):
+    layout = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2}
+    words = runs.command(tiny_model, tiny_data, tmp_path / "run", **{**FLAGS, **layout})
+    status, output = runs.run(words)
+    assert status == 0, output
+    trained = runs.metrics(tmp_path / "run", "train")
+    assert len(trained) == 3
+    assert all(0 <= record["train/log_prob_gap_max"] < 1e-4 for record in trained), trained
+
+
 @pytest.fixture(scope="module")
 def unbroken(tiny_model, tiny_data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
