@@ -7,9 +7,9 @@ from tools.house import House
 # Measure -> (limit, target). Only a new capability raises the files and lines; no other limit is
 # ever raised. Lower a limit when the figure has gone down, until it has reached the target.
 LIMITS = {
-    "files on the main path": (61, 50),
-    "files in slime/": (326, 300),
-    "lines in slime/": (53_150, 40_000),
+    "files on the main path": (62, 50),
+    "files in slime/": (352, 300),
+    "lines in slime/": (59_500, 40_000),
     "files in one folder": (25, 25),
     "lines in one file": (400, 400),
     "lines in one function": (83, 80),
