@@ -38,6 +38,9 @@ _IN_LAYER = [
     (r"mlp\.gate\.e_score_correction_bias", ("mlp.router.expert_bias",)),
     (r"mlp\.(shared_experts\.)?(?:gate|up|gate_up)_proj\.(\w+)", (r"mlp.\1linear_fc1.\2",)),
     (r"mlp\.(shared_experts\.)?down_proj\.(\w+)", (r"mlp.\1linear_fc2.\2",)),
+    (r"mlp\.shared_expert\.(?:gate|up)_proj\.weight", ("mlp.shared_experts.linear_fc1.weight",)),
+    (r"mlp\.shared_expert\.down_proj\.weight", ("mlp.shared_experts.linear_fc2.weight",)),
+    (r"mlp\.shared_expert_gate\.weight", ("mlp.shared_experts.gate_weight",)),
     (
         r"mlp\.experts\.(\d+)\.(?:gate|up)_proj\.weight",
         (r"mlp.experts.local_experts.\1.linear_fc1.weight", r"mlp.experts.linear_fc1.weight\1"),

@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.config.checks.model_types import read_as
 from slime.core.errors import ConfigError, UserError
 from slime.utils.gc_tuning import collector_off
 
@@ -33,12 +34,29 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        return load_renamed_config(path) or AutoConfig.from_pretrained(
+            path, trust_remote_code=False
+        )
     except ValueError as error:
         reason = str(error).splitlines()[0]
         if "custom code" in reason or "trust_remote_code" in str(error):
             reason = "its model is Python code in the folder, which slime does not run"
         raise ConfigError(f"{path}: its config.json cannot be used: {reason}") from error
+
+
+def load_renamed_config(path: str | Path) -> PretrainedConfig | None:
+    """Return the config of a model whose type transformers has under another name; None for others.
+
+    `auto_map`, which names Python code in the folder, is dropped: transformers' own class is used.
+    """
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    raw, _ = PretrainedConfig.get_config_dict(path)
+    given = str(raw.get("model_type") or "")
+    if read_as(given) == given:
+        return None
+    fields = {key: value for key, value in raw.items() if key not in ("auto_map", "model_type")}
+    return CONFIG_MAPPING[read_as(given)].from_dict(fields)
 
 
 def encode_rendered(path: str, text: str) -> list[int]:

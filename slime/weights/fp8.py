@@ -242,7 +242,7 @@ def load_causal_lm(path: str, config: Any = None, *, dtype: Any = "auto", **opti
     fp8 = format_of(config.to_dict())
     if fp8 is None:
         return AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, **{"trust_remote_code": False, **options}
+            path, config=config, dtype=dtype, **{"trust_remote_code": False, **options}
         )
     config = copy.deepcopy(config)
     del config.quantization_config

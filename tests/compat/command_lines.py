@@ -25,7 +25,7 @@ GROUPS = {
 
 SCRIPTS = """
 coding_agent_rl/run_qwen36_35b_a3b_swe_8nodes | type:qwen3_5_moe_text | {next}
-delta_weight_sync/run-glm4.7-30B-A3B-delta | type:glm4_moe_lite | --no-position-embedding {delta}
+delta_weight_sync/run-glm4.7-30B-A3B-delta | glm4.7-30B-A3B | --no-position-embedding {delta}
 eval_multi_task/multi_task | qwen3-4B | --eval-interval 5 --eval-config EVAL
 fully_async/run-qwen2.5-0.5B-fully_async | qwen2.5-0.5B | {sp}
 fully_async/run-qwen3.5-9B-fully_async | type:qwen3_5_text | {next}
@@ -39,7 +39,7 @@ search-r1/run_qwen2.5_3B | qwen2.5-3B | {tp2}
 strands_sglang/strands_qwen3_8b | qwen3-8B | {tp2}
 tau-bench/run_qwen3_4B | qwen3-4B | {tp2}
 train_infer_mismatch_helper/run-qwen3-4b-mis | qwen3-4B | --use-tis --custom-config-path HOOKS
-low_precision/run-kimi-k2-Thinking-int4 | type:kimi_k2 | --no-check-for-nan-in-loss-and-grad {moe}
+low_precision/run-kimi-k2-Thinking-int4 | int4:kimi-k2-thinking | --no-check-for-nan-in-loss-and-grad {moe}
 low_precision/run-moonlight-16B-A3B-int4 | int4:moonlight | {moe}
 low_precision/run-qwen3-235B-A22B-int4 | int4:qwen3-235B-A22B | --no-check-for-nan-in-loss-and-grad {moe}
 low_precision/run-qwen3-30B-A3B-int4 | int4:qwen3-30B-A3B | --eval-interval 5 --eval-prompt-data DATA {moe}
@@ -47,12 +47,12 @@ low_precision/run-qwen3-30b-a3b-fp8 | qwen3-30B-A3B | {sp} {moe} {fp8}
 low_precision/run-qwen3-4b-fp8 | qwen3-4B | {tp2} {fp8}
 run-deepseek-r1 | deepseek-v3 | {moe} --expert-model-parallel-size 8
 run-glm4-9B | glm4-9B | {glm4} {tp2}
-run-glm4.7-30B-A3B | type:glm4_moe_lite | --no-position-embedding {mtp}
-run-glm4.7-355B-A32B | glm4.5-355B-A32B | {moe} --tensor-model-parallel-size 8 --sequence-parallel
+run-glm4.7-30B-A3B | glm4.7-30B-A3B | --no-position-embedding {mtp}
+run-glm4.7-355B-A32B | glm4.7-355B-A32B | {moe} --tensor-model-parallel-size 8 --sequence-parallel
 run-glm5-744B-A40B | type:glm_moe_dsa | --no-position-embedding --data-pad-size-multiplier 4096
 run-glm5.2-744B-A40B | type:glm_moe_dsa | --no-check-for-nan-in-loss-and-grad {engines}
-run-kimi-k2-Instruct | type:kimi_k2 | {moe}
-run-kimi-k2-Thinking | type:kimi_k2 | {moe}
+run-kimi-k2-Instruct | kimi-k2 | {moe}
+run-kimi-k2-Thinking | kimi-k2-thinking | {moe}
 run-mimo-7B-rl-eagle | mimo-7B-rl | {mtp}
 run-minimax-m2 | type:minimax_m2 | --spec slime_plugins.models.minimax_m2 get_spec
 run-moonlight-16B-A3B | moonlight | --moe-router-num-groups 1 --moe-router-group-topk 1 --mscale-all-dim 1.0 {moe}
@@ -75,7 +75,7 @@ test_gspo | qwen3-4B | {tp2} --advantage-estimator gspo
 LAUNCHERS = """
 run_geo3k_vlm_multi_turn | type:qwen3_5_moe_text | {next} --multimodal-keys {}
 test_full_disk_weight_update | type:qwen3_5_text | {next} {ci} --update-weight-mode full
-test_glm4.7_30B_A3B_pd_mooncake | type:glm4_moe_lite | --no-position-embedding {ci}
+test_glm4.7_30B_A3B_pd_mooncake | glm4.7-30B-A3B | --no-position-embedding {ci}
 test_mimo_7B_mtp_only_grad | mimo-7B-rl | {mtp} {ci} --ci-disable-kl-checker
 test_moonlight_16B_A3B | moonlight | {ci} {moe}
 test_moonlight_16B_A3B_r3 | moonlight | {ci} {moe} --use-rollout-routing-replay
@@ -110,6 +110,7 @@ test_sglang_config_mixed_offload_ft | qwen2.5-0.5B | {ci} {sp} {engines}
 
 # Of models that are trained: what is refused, and the words of the answer.
 REFUSED = {
+    "delta_weight_sync/run-glm4.7-30B-A3B-delta": "every update sends all weights",
     "test_qwen3_4B_external_pd": "every update sends all weights",
     "test_qwen2.5_0.5B_opd_sglang": "engines return log-probs at temperature 1",
 }

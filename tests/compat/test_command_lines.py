@@ -52,7 +52,8 @@ def folder(tmp_path_factory) -> Path:
 
 def facts(name: str) -> dict:
     mtp = {"num_nextn_predict_layers": 1} if name.startswith("mimo") else {}
-    return {**MODELS[name]().to_dict(), **mtp}
+    kimi = {"model_type": "kimi_k2"} if name.startswith("kimi") else {}
+    return {**MODELS[name]().to_dict(), **mtp, **kimi}
 
 
 def resolved(folder: Path, model: str, words: list[str]) -> Args:

@@ -92,6 +92,14 @@ FAMILIES = {
         **MLA,
         **ROUTED,
     },
+    "glm4_moe_lite": {**COMMON, "num_key_value_heads": 4, **MLA, **ROUTED, "n_group": 1},
+    "qwen2_moe": {
+        **COMMON,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },  # a shared expert with a gate
 }
 
 

@@ -6,10 +6,12 @@ from transformers import (
     DeepseekV3Config,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -97,6 +99,34 @@ _DEEPSEEK_YARN = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": 4096,
 }
+
+
+def _kimi_k2(factor: float, eps: float) -> PretrainedConfig:
+    """Its config.json says model_type kimi_k2, which is read as deepseek_v3."""
+    yarn = {**_DEEPSEEK_YARN, "rope_theta": 5e4, "factor": factor, "beta_fast": 1.0}
+    return DeepseekV3Config(
+        vocab_size=163840,
+        num_attention_heads=64,
+        num_key_value_heads=64,
+        n_routed_experts=384,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.827,
+        n_group=1,
+        topk_group=1,
+        rms_norm_eps=eps,
+        max_position_embeddings=int(4096 * factor),
+        rope_parameters=yarn,
+        num_nextn_predict_layers=0,
+    )
+
+
+def _qwen2_moe(experts: tuple, shared: int, *facts) -> PretrainedConfig:
+    fields = _fields(*facts, 151936, 1e6, 1e-6, False, **_experts(*experts))
+    return Qwen2MoeConfig(
+        **{**fields, "norm_topk_prob": False}, shared_expert_intermediate_size=shared
+    )
+
+
 _L8 = (32, 4096, 14336, 32, 8, 128, 128256, 5e5, 1e-5, False)
 
 MODELS = {
@@ -207,6 +237,14 @@ MODELS = {
             "topk_group": 1,
         }
     ),
+    "kimi-k2": lambda: _kimi_k2(32.0, 1e-6),
+    "kimi-k2-thinking": lambda: _kimi_k2(64.0, 1e-5),
+    "glm4.7-30B-A3B": lambda: Glm4MoeLiteConfig(
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0},
+        num_nextn_predict_layers=1,
+    ),
+    "qwen1.5-moe-A2.7B": lambda: _qwen2_moe((60, 4, 1408), 5632, 24, 2048, 5632, 16, 16, 128),
+    "qwen2-57B-A14B": lambda: _qwen2_moe((64, 8, 2560), 20480, 28, 3584, 18944, 28, 4, 128),
     "gpt-oss-20B": lambda: _gpt_oss(24, 32),
     "gpt-oss-120B": lambda: _gpt_oss(36, 128),
 }
@@ -216,5 +254,8 @@ SAME_MODEL = {
     "llama3.2-3B-Instruct": "llama3.2-3B",
     "llama3.2-3B-Instruct-amd": "llama3.2-3B",
     "mimo-7B-rl": "mimo-7B",
+    "glm4.6-355B-A32B": "glm4.5-355B-A32B",
+    "glm4.7-355B-A32B": "glm4.5-355B-A32B",
+    "deepseek-v3.1": "deepseek-v3",
 }
 MODELS |= {name: MODELS[other] for name, other in SAME_MODEL.items()}

@@ -27,6 +27,7 @@ MODELS = {
     "mimo with two": ("mimo", 2),
     "glm4_moe": ("glm4_moe", 1),
     "deepseek_v3": ("deepseek_v3", 1),
+    "glm4_moe_lite": ("glm4_moe_lite", 1),
 }
 NEXTN = {"enorm": "enorm", "hnorm": "hnorm", "proj": "eh_proj", "norm": "shared_head.norm"}
 MIMO = {
@@ -52,6 +53,7 @@ def make_mtp_model(folder: Path, name: str) -> Path:
     config = json.loads((whole / "config.json").read_text())
     config |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": count}
     config.pop("layer_types", None)
+    config.pop("mlp_layer_types", None)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -62,14 +62,21 @@ def glm_moe(layers, first, hidden, ffn, expert, experts, heads, groups, vocab, *
     return 2 * vocab * hidden + hidden + layers * attention + mlps
 
 
-def deepseek_v3():
-    hidden, heads, q_lora, kv_lora = 7168, 128, 1536, 512
-    queries = hidden * q_lora + q_lora + q_lora * heads * (128 + 64)
-    keys = hidden * (kv_lora + 64) + kv_lora + kv_lora * heads * (128 + 128)
-    attention = queries + keys + heads * 128 * hidden + 2 * hidden
-    sparse = 3 * hidden * 2048 * (256 + 1) + 256 * hidden
-    mlps = 3 * 3 * hidden * 18432 + 58 * sparse
-    return 2 * 129280 * hidden + hidden + 61 * attention + mlps
+def deepseek_v3(layers, first, hidden, ffn, expert, experts, heads, vocab, *, q_lora, nope, value):
+    kv_lora, rope = 512, 64
+    queries = hidden * q_lora + q_lora + q_lora * heads * (nope + rope)
+    keys = hidden * (kv_lora + rope) + kv_lora + kv_lora * heads * (nope + value)
+    attention = queries + keys + heads * value * hidden + 2 * hidden
+    sparse = 3 * hidden * expert * (experts + 1) + experts * hidden
+    mlps = first * 3 * hidden * ffn + (layers - first) * sparse
+    return 2 * vocab * hidden + hidden + layers * attention + mlps
+
+
+def qwen2_moe(layers, hidden, expert, experts, shared, heads, groups):
+    width = (heads + 2 * groups) * 128
+    attention = hidden * width + width + heads * 128 * hidden + 2 * hidden
+    sparse = 3 * hidden * (expert * experts + shared) + experts * hidden + hidden
+    return 2 * 151936 * hidden + hidden + layers * (attention + sparse)
 
 
 # Published under rounded names only: counted from the tables of their sizes.
@@ -78,7 +85,17 @@ BY_HAND = {
     "mimo-7B": dense(36, 4096, 11008, 32, 8, 128, 151680, bias=1),
     "glm4.5-355B-A32B": glm_moe(92, 3, 5120, 12288, 1536, 160, 96, 8, 151552, qk_norm=1),
     "glm4.5-106B-A12B": glm_moe(46, 1, 4096, 10944, 1408, 128, 96, 8, 151552, qk_norm=0),
-    "deepseek-v3": deepseek_v3(),
+    "deepseek-v3": deepseek_v3(
+        61, 3, 7168, 18432, 2048, 256, 128, 129280, q_lora=1536, nope=128, value=128
+    ),
+    "kimi-k2": deepseek_v3(
+        61, 1, 7168, 18432, 2048, 384, 64, 163840, q_lora=1536, nope=128, value=128
+    ),
+    "glm4.7-30B-A3B": deepseek_v3(
+        47, 1, 2048, 10240, 1536, 64, 20, 154880, q_lora=768, nope=192, value=256
+    ),
+    "qwen1.5-moe-A2.7B": qwen2_moe(24, 2048, 1408, 60, 5632, 16, 16),
+    "qwen2-57B-A14B": qwen2_moe(28, 3584, 2560, 64, 20480, 28, 4),
 }
 
 

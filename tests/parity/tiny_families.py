@@ -12,10 +12,12 @@ from transformers import (
     DeepseekV3Config,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -68,6 +70,7 @@ def tiny_config(family: str, **changes: object) -> PretrainedConfig:
     fields = config.to_dict()
     if "num_hidden_layers" in changes:
         fields.pop("layer_types", None)
+        fields.pop("mlp_layer_types", None)
     return type(config)(**{**fields, **changes})
 
 
@@ -91,6 +94,9 @@ _CONFIGS = {
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **_COMMON, **_EXPERTS, head_dim=16, num_experts=4, norm_topk_prob=True
     ),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **_COMMON, **_EXPERTS, num_experts=4, shared_expert_intermediate_size=40
+    ),
     "glm4_moe": lambda: Glm4MoeConfig(
         **_COMMON,
         **_EXPERTS,
@@ -106,6 +112,21 @@ _CONFIGS = {
         topk_group=2,
         first_k_dense_replace=1,
         rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    # DeepSeek-V3's layers, one group of experts, and queries rotated with few frequencies.
+    "kimi_k2": lambda: DeepseekV3Config(
+        **{**_COMMON, **_EXPERTS, **_SHARED, **_MLA, "num_experts_per_tok": 3},
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        rms_norm_eps=1e-3,  # not that of the latents
+        rope_parameters={**_YARN, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        num_nextn_predict_layers=0,
+    ),
+    "glm4_moe_lite": lambda: Glm4MoeLiteConfig(
+        **{**_COMMON, **_EXPERTS, **_SHARED, **_MLA},
+        rms_norm_eps=1e-3,
+        num_nextn_predict_layers=1,
     ),
 }
 FAMILIES = list(_CONFIGS)
@@ -131,13 +152,14 @@ ROPES: dict[str, tuple[str, dict]] = {
         },
     ),
 }
-MOE = ["gpt_oss", "qwen3_moe", "glm4_moe", "deepseek_v3"]
+MOE = ["gpt_oss", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "glm4_moe_lite"]
 
 # Tensors of layers that predict further tokens, which a checkpoint may hold and nobody trains.
 UNTRAINED = {
     "mimo": ["model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.self_attn.q_proj.weight"],
     "glm4_moe": [f"model.layers.{NUM_LAYERS}.eh_proj.weight"],
     "deepseek_v3": [f"model.layers.{NUM_LAYERS}.eh_proj.weight"],
+    "glm4_moe_lite": [f"model.layers.{NUM_LAYERS}.eh_proj.weight"],
 }
 
 
@@ -152,17 +174,28 @@ def make_family(folder: Path, family: str, *, seed: int = 0, **changes: object) 
         file = folder / "model.safetensors"
         tensors = load_file(file) | {name: torch.randn(8, 8) for name in extra}
         save_file(tensors, file, metadata={"format": "pt"})
-    if family == "mimo":
+    if family in _PUBLISHED_AS:
         path = folder / "config.json"
-        config = json.loads(path.read_text())
-        config |= {
-            "model_type": "mimo",
-            "architectures": ["MiMoForCausalLM"],
-            "attention_bias": True,
-            "num_nextn_predict_layers": 1,
-        }
-        path.write_text(json.dumps(config))
+        path.write_text(json.dumps(json.loads(path.read_text()) | _PUBLISHED_AS[family]))
     return folder
+
+
+# What config.json says of models for which transformers has no class of their own.
+_PUBLISHED_AS = {
+    "mimo": {
+        "model_type": "mimo",
+        "architectures": ["MiMoForCausalLM"],
+        "attention_bias": True,
+        "num_nextn_predict_layers": 1,
+    },
+    "kimi_k2": {
+        "model_type": "kimi_k2",
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        },
+    },
+}
 
 
 def make_model(family: str, *, seed: int = 0, **changes: object) -> torch.nn.Module:

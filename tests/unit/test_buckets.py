@@ -96,6 +96,8 @@ FAMILIES = {
     "gpt_oss": LOCAL_EXPERTS,
     "deepseek_v3": {**ROUTED_EXPERTS, **MLA},
     "glm4_moe": ROUTED_EXPERTS,
+    "glm4_moe_lite": {**ROUTED_EXPERTS, **MLA},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
 }
 

@@ -3,16 +3,17 @@
 import json
 
 import pytest
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DeepseekV3Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from slime.backends.fsdp_utils.model import refuse_unpackable
 from slime.config.checks.model_types import TRAINED, check_model_type
 from slime.core.errors import ConfigError
+from slime.data.tokenizer import load_hf_config
 from tests.args import make_args
 
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm_moe_dsa", "deepseek_v32"]
-FAMILIES += ["glm4_moe_lite", "minimax_m2", "kimi_k2", "qwen3_vl_text", "qwen3_vl_moe_text"]
+FAMILIES += ["minimax_m2", "qwen3_vl_text", "qwen3_vl_moe_text"]
 FAMILIES += ["gemma2", "mamba", "kimi_linear"]
 
 
@@ -63,14 +64,15 @@ def is_refused(model_type: str) -> bool:
             "vision tower",
         ),
         ({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}, "delta net"),
-        ({"model_type": "glm_moe_dsa"}, "indexed tokens"),
+        ({"model_type": "glm_moe_dsa"}, "its sparse attention, in which an indexer chooses"),
+        ({"model_type": "deepseek_v32"}, "its sparse attention, in which an indexer chooses"),
     ],
 )
 def test_families_have_their_own_sentence(tmp_path, config, words):
     (tmp_path / "config.json").write_text(json.dumps(config))
     said = refusal(make_args, hf_checkpoint=str(tmp_path), train_backend="megatron")
     assert words in said
-    assert TRAINED[0] not in said, "the list of what is trained does not help here"
+    assert ", ".join(TRAINED[:2]) not in said, "the list of what is trained does not help here"
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "glm_moe_dsa"])
@@ -81,11 +83,29 @@ def test_packed_samples_that_would_be_mixed_are_refused_before_a_start(tmp_path,
     make_args(hf_checkpoint=str(tmp_path), train_backend="fsdp", qkv_format="bshd")
 
 
-def test_a_type_that_transformers_does_not_know_is_one_sentence(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_k2"}))
-    said = refusal(make_args, hf_checkpoint=str(tmp_path), train_backend="fsdp")
-    assert said.startswith("--train-backend fsdp does not train models of type kimi_k2: ")
-    assert "\n" not in said and "transformers" in said
+def test_kimi_k2_is_read_as_deepseek_v3_and_its_python_code_is_not_run(tmp_path):
+    code = "raise SystemExit('code of the checkpoint was run')"
+    (tmp_path / "configuration_deepseek.py").write_text(code)
+    given = {
+        "model_type": "kimi_k2",
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModelForCausalLM": "configuration_deepseek.DeepseekV3ForCausalLM",
+        },
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_hidden_layers": 2,
+        "n_routed_experts": 384,
+        "num_nextn_predict_layers": 0,
+        "rope_theta": 50000.0,
+        "rope_scaling": {"type": "yarn", "factor": 32.0, "beta_fast": 1.0, "mscale_all_dim": 1.0},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    for backend in ("fsdp", "megatron"):
+        make_args(hf_checkpoint=str(tmp_path), train_backend=backend)
+    config = load_hf_config(tmp_path)
+    assert type(config) is DeepseekV3Config and config.model_type == "deepseek_v3"
+    assert config.n_routed_experts == 384 and config.rope_parameters["beta_fast"] == 1.0
+    assert type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(config, "auto_map")
 
 
 INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}

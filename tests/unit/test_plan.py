@@ -176,7 +176,9 @@ def test_model_args_alone_are_enough():
     [
         ("glm4.5-355B-A32B", "glm4_moe"),
         ("deepseek-v3", "deepseek_v3"),
+        ("kimi-k2", "deepseek_v3"),
         ("gpt-oss-20B", "gpt_oss"),
+        ("qwen1.5-moe-A2.7B", "qwen2_moe"),
         ("qwen3-30B-A3B", "qwen3_moe"),
         ("qwen2.5-7B", "qwen2"),
         ("glm4-9B", "glm4"),

@@ -80,6 +80,7 @@ _ABSENT: dict[str, Any] = {
     "num_moe_experts": None,
     "moe_ffn_hidden_size": None,
     "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
     "moe_router_enable_expert_bias": False,
     "moe_router_topk_scaling_factor": None,
     "moe_router_num_groups": None,
@@ -113,8 +114,22 @@ def _qwen3(config: PretrainedConfig, model: Architecture) -> None:
     model.fields["qk_layernorm"] = True
 
 
+def _qwen2_moe(config: PretrainedConfig, model: Architecture) -> None:
+    _refuse_sliding_window(config)
+    model.fields["add_qkv_bias"] = bool(config.qkv_bias)
+    model.fields |= _softmax_moe(config) | {
+        "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
+        "moe_shared_expert_gate": True,
+    }
+
+
 def _qwen3_moe(config: PretrainedConfig, model: Architecture) -> None:
     _qwen3(config, model)
+    model.fields |= _softmax_moe(config)
+
+
+def _softmax_moe(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of Qwen's router, a softmax over all experts; some layers may be dense."""
     sparse = [
         int(
             layer not in config.mlp_only_layers
@@ -123,7 +138,7 @@ def _qwen3_moe(config: PretrainedConfig, model: Architecture) -> None:
         )
         for layer in range(config.num_hidden_layers)
     ]
-    model.fields |= {
+    return {
         "num_moe_experts": config.num_experts,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
         "moe_router_topk": config.num_experts_per_tok,
@@ -143,14 +158,26 @@ def _glm4(config: PretrainedConfig, model: Architecture) -> None:
 def _glm4_moe(config: PretrainedConfig, model: Architecture) -> None:
     model.fields["add_qkv_bias"] = bool(config.attention_bias)
     model.fields["qk_layernorm"] = bool(config.use_qk_norm)
-    model.fields |= _sigmoid_moe(config)
+    model.fields |= _sigmoid_moe(config, _dense_first(config))
 
 
 def _deepseek_v3(config: PretrainedConfig, model: Architecture) -> None:
+    model.fields |= _latent(config, model) | _sigmoid_moe(config, _dense_first(config))
+
+
+def _glm4_moe_lite(config: PretrainedConfig, model: Architecture) -> None:
+    if model.rope.percent != 1.0:
+        raise _unsupported(config, "partial_rotary_factor", model.rope.percent, "1.0")
+    sparse = [int(kind == "sparse") for kind in config.mlp_layer_types]
+    model.fields |= _latent(config, model) | _sigmoid_moe(config, sparse)
+
+
+def _latent(config: PretrainedConfig, model: Architecture) -> dict[str, Any]:
+    """Return the fields of multi-head latent attention."""
     for name, wanted in (("attention_bias", False), ("rope_interleave", True)):
         if bool(getattr(config, name)) is not wanted:
             raise _unsupported(config, name, not wanted, str(wanted).lower())
-    model.fields |= _sigmoid_moe(config) | {
+    return {
         "multi_latent_attention": True,
         "qk_layernorm": True,  # of the two latents
         "num_query_groups": config.num_attention_heads,
@@ -193,7 +220,12 @@ def _gpt_oss(config: PretrainedConfig, model: Architecture) -> None:
     }
 
 
-def _sigmoid_moe(config: PretrainedConfig) -> dict[str, Any]:
+def _dense_first(config: PretrainedConfig) -> list[int]:
+    dense = config.first_k_dense_replace
+    return [0] * dense + [1] * (config.num_hidden_layers - dense)
+
+
+def _sigmoid_moe(config: PretrainedConfig, sparse: list[int]) -> dict[str, Any]:
     """Return the fields of DeepSeek-V3's router: sigmoid scores, bias, top-k in expert groups."""
     topk, groups, chosen = config.num_experts_per_tok, config.n_group, config.topk_group
     if topk > 1 and not config.norm_topk_prob:
@@ -202,7 +234,6 @@ def _sigmoid_moe(config: PretrainedConfig) -> dict[str, Any]:
     if grouped and topk // chosen != 2:
         # Groups are ranked by their best two experts; megatron-core uses the best topk / chosen.
         raise _unsupported(config, "topk_group", chosen, f"{topk // 2}")
-    dense = config.first_k_dense_replace
     return {
         "num_moe_experts": config.n_routed_experts,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
@@ -218,7 +249,7 @@ def _sigmoid_moe(config: PretrainedConfig) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": config.routed_scaling_factor,
         "moe_router_num_groups": groups if grouped else None,
         "moe_router_group_topk": chosen if grouped else None,
-        "moe_layer_freq": [0] * dense + [1] * (config.num_hidden_layers - dense),
+        "moe_layer_freq": sparse,
     }
 
 
@@ -276,7 +307,9 @@ _FAMILIES: dict[str, Callable[[PretrainedConfig, Architecture], None]] = {
     "mimo": _mimo,
     "glm4": _glm4,
     "gpt_oss": _gpt_oss,
+    "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
     "deepseek_v3": _deepseek_v3,
 }

@@ -93,7 +93,7 @@ def _with_own_modules(layer: ModuleSpec, config: TransformerConfig, *, te: bool)
         _use_latent_projections(attention)
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if getattr(attention, name, None) not in (None, IdentityOp):
-            setattr(attention, name, RMSNorm)
+            setattr(attention, name, LatentNorm if config.multi_latent_attention else RMSNorm)
     if parts.mlp.module is MoELayer:
         parts.mlp.submodules.experts.module = GroupedExperts
     return layer
@@ -115,6 +115,16 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class LatentNorm(RMSNorm):
+    """The norm of a latent of MLA, whose epsilon is 1e-6 whatever that of the layers is.
+
+    DeepSeek's code and transformers leave it at the default of the class.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps=1e-6)
 
 
 class LatentProjection(torch.nn.Module):

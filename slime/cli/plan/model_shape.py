@@ -154,6 +154,7 @@ def _model_type(given: dict[str, Any]) -> str:
         ("deepseek_v3", given.get("multi_latent_attention")),
         ("gpt_oss", given.get("softmax_type") == "learnable"),
         ("glm4_moe", sparse and given.get("moe_router_score_function") == "sigmoid"),
+        ("qwen2_moe", sparse and given.get("moe_shared_expert_gate")),
         ("qwen3_moe", sparse),
         ("glm4", given.get("post_self_attn_layernorm")),
         ("qwen3", given.get("qk_layernorm")),
@@ -217,6 +218,14 @@ def _qwen3_moe(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen2_moe(given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_qwen3_moe(given),
+        "shared_expert_intermediate_size": given.get("moe_shared_expert_intermediate_size"),
+        "qkv_bias": bool(given.get("add_qkv_bias")),
+    }
+
+
 def _sigmoid_moe(given: dict[str, Any]) -> dict[str, Any]:
     shared, width = given.get("moe_shared_expert_intermediate_size"), given["moe_ffn_hidden_size"]
     return {
@@ -266,6 +275,7 @@ def _gpt_oss(given: dict[str, Any]) -> dict[str, Any]:
 
 
 _EXTRA = {
+    "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "glm4_moe": _glm4_moe,
     "deepseek_v3": _deepseek_v3,

@@ -12,20 +12,25 @@ TRAINED = (
     "deepseek_v3",
     "glm4",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_oss",
     "llama",
     "mimo",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
     "qwen3_moe",
 )
-MTP = ("deepseek_v3", "glm4_moe", "mimo")  # may have multi-token-prediction layers
-LATENT = ("deepseek_v3",)  # multi-head latent attention
+MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mimo")  # may have multi-token-prediction layers
+LATENT = ("deepseek_v3", "glm4_moe_lite")  # multi-head latent attention
+# Types whose models are Python code in the checkpoint, which is never run, and the type of
+# transformers that has the same layers, tensors and settings.
+_READ_AS = {"kimi_k2": "deepseek_v3"}
 _ROPES = ("default", "linear", "llama3", "yarn")
 _PACKED_LAYERS = {"full_attention", "sliding_attention"}
 _VISION = "its vision tower and positions in images are missing"
 _DELTA_NET = "its gated delta net layers and gated attention are missing"
-_INDEXED = "its attention to indexed tokens is missing"
+_INDEXED = "its sparse attention, in which an indexer chooses the tokens that each token attends to, is missing"
 _MISSING = {
     "qwen3_vl": _VISION,
     "qwen3_vl_moe": _VISION,
@@ -35,13 +40,11 @@ _MISSING = {
     "glm_moe_dsa": _INDEXED,
     "deepseek_v32": _INDEXED,
 }
-# Types that transformers may not have; others are found out when the model is built.
-_MAYBE_UNKNOWN = ("kimi_k2",)
 
 
 def check_model_type(model_type: str) -> None:
     """Raise ConfigError if the Megatron backend does not train models of this type."""
-    if model_type in TRAINED:
+    if read_as(model_type) in TRAINED:
         return
     why = _MISSING.get(family_of(model_type), f"it trains {', '.join(TRAINED)}")
     raise ConfigError(
@@ -52,10 +55,15 @@ def check_model_type(model_type: str) -> None:
 
 def check_fsdp_type(draft: Draft, model_type: str) -> None:
     """Refuse known types that the FSDP backend would refuse only after the start."""
-    if family_of(model_type) in {*_MISSING, *_MAYBE_UNKNOWN}:
+    if family_of(model_type) in _MISSING:
         refusal = fsdp_refusal(model_type, padded=draft["qkv_format"] == "bshd")
         if refusal is not None:
             raise ConfigError(refusal)
+
+
+def read_as(model_type: str) -> str:
+    """Return the type of transformers as which a model is read: "deepseek_v3" for "kimi_k2"."""
+    return _READ_AS.get(model_type, model_type)
 
 
 def family_of(model_type: str) -> str:
@@ -70,9 +78,9 @@ def fsdp_refusal(model_type: str, *, padded: bool) -> str | None:
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, __version__
 
     refusal = f"--train-backend fsdp does not train models of type {model_type}: "
-    if model_type not in CONFIG_MAPPING:
+    if read_as(model_type) not in CONFIG_MAPPING:
         return f"{refusal}transformers {__version__} does not have them"
-    config_class = CONFIG_MAPPING[model_type]
+    config_class = CONFIG_MAPPING[read_as(model_type)]
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return f"{refusal}transformers {__version__} has no causal language model for them"
     obstacle = packing_obstacle(config_class(), MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
@@ -98,7 +106,7 @@ def packing_obstacle(config: Any, model_class: Any) -> str | None:
 
 def check_rope(model_type: str, rope_type: str) -> None:
     """Raise ConfigError if the Megatron backend does not have the RoPE scaling of config.json."""
-    known = ("default", "yarn") if model_type in LATENT else _ROPES
+    known = ("default", "yarn") if read_as(model_type) in LATENT else _ROPES
     if rope_type not in known:
         raise ConfigError(
             f"config.json of --hf-checkpoint has rope_type {rope_type}: --train-backend megatron trains "

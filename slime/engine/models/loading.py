@@ -16,6 +16,7 @@ from transformers import (
 
 from slime.config.checks.file_checks import check_weights
 from slime.core.errors import UserError
+from slime.data.tokenizer import load_renamed_config
 from slime.engine.arguments import EngineArgs
 from slime.engine.models.attention import IMPLEMENTATION
 from slime.weights.fp8 import load_causal_lm
@@ -119,7 +120,9 @@ def _load_config(args: EngineArgs) -> PreTrainedConfig:
             f"--model-path: {path} has no config.json, so it is not a Hugging Face model"
         )
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+        config = load_renamed_config(path) or AutoConfig.from_pretrained(
+            path, trust_remote_code=args.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         raise UserError(f"--model-path {path}: {_first_line(error)}") from error
     known = type(config) in AutoModelForCausalLM._model_mapping or args.trust_remote_code

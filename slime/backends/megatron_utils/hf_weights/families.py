@@ -133,6 +133,17 @@ def _qwen3_moe(config: PretrainedConfig) -> list[Rule]:
     return [*_qwen3(config), *_experts()]
 
 
+def _qwen2_moe(config: PretrainedConfig) -> list[Rule]:
+    """Return the rules of Qwen2 with MoE in all layers or in some, and a gated shared expert."""
+    return [
+        *_attention(config, qkv_bias=bool(config.qkv_bias)),
+        *_mlp(),
+        *_experts(),
+        *_gated("mlp.shared_experts", "mlp.shared_expert"),
+        _plain("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
+    ]
+
+
 def _mimo(config: PretrainedConfig) -> list[Rule]:
     """Return the rules of Qwen2, with biases or without."""
     return [*_attention(config, qkv_bias=bool(config.attention_bias)), *_mlp()]
@@ -162,7 +173,7 @@ def _glm4_moe(config: PretrainedConfig) -> list[Rule]:
 
 
 def _deepseek_v3(config: PretrainedConfig) -> list[Rule]:
-    """Return the rules of MLA, dense layers first, then MoE with shared experts."""
+    """Return the rules of MLA, dense layers first, then MoE with shared experts (GLM-4.7-Flash too)."""
     return [
         *_latent_attention(config),
         *_mlp(),
@@ -305,7 +316,9 @@ _FAMILIES = {
     ),
     "glm4": Family(_glm4),
     "gpt_oss": Family(_gpt_oss),
+    "qwen2_moe": Family(_qwen2_moe),
     "qwen3_moe": Family(_qwen3_moe),
     "glm4_moe": Family(_glm4_moe, Mtp()),
+    "glm4_moe_lite": Family(_deepseek_v3, Mtp()),
     "deepseek_v3": Family(_deepseek_v3, Mtp()),
 }
