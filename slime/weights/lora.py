@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -47,6 +49,17 @@ def write_peft_folder(
     except BaseException:
         discard_export(path)
         raise
+
+
+def initial_a(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
+    """Return the initial lora_A of this name: uniform within 1 / sqrt(in), as in PEFT.
+
+    It depends on the name and the seed alone, so backends and layouts start from the same adapters.
+    """
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    bound = 1 / math.sqrt(shape[-1])
+    return torch.empty(*shape, device="cpu").uniform_(-bound, bound, generator=generator)
 
 
 def read_peft_weights(folder: str | Path) -> dict[str, torch.Tensor]:

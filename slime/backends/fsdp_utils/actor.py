@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from slime.backends.backend import HFBucket, ModelName, StepResult
-from slime.backends.base import TrainRayActor, first_weights, teacher_weights
+from slime.backends.base import first_weights, teacher_weights
 from slime.backends.fsdp_utils.checkpoint import Checkpointer, is_checkpoint
 from slime.backends.fsdp_utils.hf_export import export_hf, hf_buckets, whole_adapters
 from slime.backends.fsdp_utils.loading import (
@@ -25,17 +24,16 @@ from slime.backends.fsdp_utils.loading import (
 )
 from slime.backends.fsdp_utils.lora import adapters_off
 from slime.backends.fsdp_utils.optimizer import ShardedOptimizer, muon_names
+from slime.backends.lora import LoraTrainRayActor
 from slime.backends.offload import Offloaded, return_unused
 from slime.backends.optim import step_optimizer
 from slime.backends.param_names import Freezing
-from slime.config.lora import served_adapter
-from slime.core.errors import WeightMismatchError, WeightSyncError
 from slime.core.packing import pack, unpack
-from slime.core.types import EngineInfo, RolloutBatch, SyncReport, TrainBatch
+from slime.core.types import RolloutBatch, TrainBatch
 from slime.runlog.checkpoint_folder import find_checkpoint
 from slime.runlog.export_folder import ExportInfo
 from slime.utils.device import current_device, device_type
-from slime.weights.lora_sync import adapter_update, make_adapter_sync
+from slime.weights.buckets import NamedTensor
 from slime.weights.sync import serving_dtype
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
 _SAVE_MINUTES = 30  # minimum timeout: writing takes longer than a gradient all-reduce
 
 
-class FSDPTrainRayActor(TrainRayActor):
+class FSDPTrainRayActor(LoraTrainRayActor):
     def init(
         self,
         args: Args | None = None,
@@ -196,31 +194,8 @@ class FSDPTrainRayActor(TrainRayActor):
     def _ref_moves(self) -> bool:
         return "ref" in self.frozen and bool(self.args.ref_update_interval)
 
-    def update_weights(
-        self, engines: list[EngineInfo] | None = None, version: int | None = None
-    ) -> SyncReport:
-        """With LoRA send the adapter alone, unless merged weights are asked for."""
-        if served_adapter(self.args) is None or engines is None or version is None:
-            return super().update_weights(engines, version)
-        self._engines, self._version = engines, version
-        return self._update_adapter(engines, version)
-
-    def _update_adapter(self, engines: list[EngineInfo], version: int) -> SyncReport:
-        assert self.model.lora is not None
-        dtype = serving_dtype(self.args)
-        tensors = list(whole_adapters(self.model, dtype))
-        update = adapter_update(self.model.lora, self.args.hf_checkpoint, tensors, dtype)
-        found: list[SyncReport | Exception | None] = [None]
-        if self.rank == 0:
-            try:
-                found = [make_adapter_sync(self.args).update(update, engines, version)]
-            except (WeightSyncError, WeightMismatchError) as error:
-                found = [error]
-        dist.broadcast_object_list(found)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        assert found[0] is not None
-        return found[0]
+    def whole_adapters(self, dtype: torch.dtype) -> Iterator[NamedTensor]:
+        return whole_adapters(self.model, dtype)
 
     def hf_buckets(self) -> Iterator[HFBucket]:
         # The tensor transport sends from every rank to engines on its device, others from rank 0.

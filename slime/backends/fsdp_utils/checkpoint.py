@@ -26,6 +26,7 @@ from slime.backends.checkpoint_reader import DataReader, FileCheck, load_object
 from slime.backends.fsdp_utils.loading import ShardedModel, zero_value_head
 from slime.backends.fsdp_utils.lora import is_adapter
 from slime.backends.fsdp_utils.optimizer import ShardedOptimizer
+from slime.backends.lora import refuse_other_base_weights
 from slime.config.lora import refuse_other_adapters
 from slime.core.errors import UserError
 from slime.runlog.checkpoint_files import record_checksums
@@ -126,7 +127,7 @@ class Checkpointer:
         only_own = adapters and model.lora is not None
         refuse_other_adapters(facts.lora, model.lora if only_own else None, path)
         if only_own:
-            _refuse_other_base_weights(facts, model, path)
+            refuse_other_base_weights(facts.base, model.base_checksum, path)
         head = model.value_head
         absent = head if head and facts.shapes.get(head, [0])[0] != 1 else None
         _refuse_other_architecture(facts, _saved_params(model, own=only_own), path, absent)
@@ -198,16 +199,6 @@ def _saved_params(model: ShardedModel, *, own: bool) -> ItemsView[str, DTensor]:
     if own or model.lora is None:
         return (model.own if own else model.params).items()
     return {n: p for n, p in model.params.items() if not is_adapter(n)}.items()
-
-
-def _refuse_other_base_weights(facts: CheckpointFacts, model: ShardedModel, path: str) -> None:
-    """Raise if the base has other values; in another dtype they cannot be compared."""
-    saved, held = facts.base or {}, model.base_checksum
-    if saved.get("dtype") == held["dtype"] and saved.get("checksum") != held["checksum"]:
-        raise UserError(
-            f"{path} holds adapters of another base: they were trained on {saved.get('path')}, whose "
-            "weights differ from those of this run: give that base with --hf-checkpoint"
-        )
 
 
 def _refuse_other_architecture(

@@ -13,7 +13,6 @@ shard by shard, and only A is gathered.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel
 from slime.config.lora import LORA_A, LORA_B, LoraConfig
 from slime.core.errors import UserError
 from slime.weights.buckets import hf_views
+from slime.weights.lora import initial_a
 
 
 class LoraLinear(nn.Linear):
@@ -85,20 +85,14 @@ def is_adapter(name: str) -> bool:
 
 @torch.no_grad()
 def initialize_adapters(params: dict[str, DTensor], seed: int) -> None:
-    """Initialize A as PEFT does (uniform within 1 / sqrt(in)) and B to zero.
-
-    Every rank computes whole matrices from the seed, so they do not depend on the number of ranks.
-    """
-    generator = torch.Generator().manual_seed(seed)
+    """Initialize A as PEFT does and B to zero; every rank computes whole matrices."""
     for name, param in params.items():
         if param.is_meta or not is_adapter(name):
             continue
         if name.endswith(LORA_B):
             param.to_local().zero_()
-            continue
-        bound = 1 / math.sqrt(param.shape[1])
-        whole = torch.empty(param.shape).uniform_(-bound, bound, generator=generator)
-        copy_shard(param, whole)
+        else:
+            copy_shard(param, initial_a(name, param.shape, seed))
 
 
 @torch.no_grad()
