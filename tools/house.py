@@ -46,7 +46,7 @@ ENTRIES = {
     ],
     "update": [
         "slime.ray.train_group.TrainGroup.update_weights",
-        "slime.backends.fsdp_utils.actor.FSDPTrainRayActor.update_weights",
+        "slime.backends.base.TrainRayActor.update_weights",  # without LoRA
     ],
 }
 ELSEWHERE = [
@@ -65,6 +65,7 @@ ELSEWHERE = [
     "slime/rollout/sandbox/*",
     "slime/compat/*",  # imported only by hooks
     # other flags: adapters alone, external engines, router
+    "slime/backends/lora.py",
     "slime/weights/lora*",
     "slime/serving/external.py",
     "slime/serving/router.py",
