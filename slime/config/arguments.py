@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
+from collections.abc import Container
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,6 +38,7 @@ from slime.config.flags.spec import nearest
 from slime.config.installed import count_gpus
 from slime.config.role_config import apply_role_config
 from slime.core.errors import ConfigError
+from slime.utils.addresses import port_of
 from slime.utils.printable import safe_text
 
 __all__ = ["Args", "EvalDataset", "parse_args", "print_resolved"]
@@ -97,6 +99,11 @@ class Args(OwnFlags):
         """Whether a critic is trained beside the actor; its values are the input of GAE."""
         return self.advantage_estimator == "ppo" and self.loss_type != "sft_loss"
 
+    @property
+    def num_training_gpus(self) -> int:
+        """Return the GPUs of the trainer, or CPU processes where there are none."""
+        return self.actor_num_nodes * self.actor_num_gpus_per_node
+
     def origin(self, name: str) -> Origin:
         """Return where a value came from."""
         getattr(self, name)
@@ -149,21 +156,37 @@ def parse_args(
     `add_custom_arguments(parser)` adds options of the caller's own, which become attributes too.
     """
     argv = sys.argv[1:] if argv is None else argv
-    own: dict[str, Any] = {}
-    if add_custom_arguments is not None:
-        own, argv = read_custom_arguments(add_custom_arguments, argv)
-    given, origins = read_given(argv)
+    own, given, origins = _read_all(argv, add_custom_arguments)
     offline = offline or bool(given.get("dry_run"))
     cluster = read_env().ray_address is not None
     draft = Draft(given, origins, gpus=count_gpus(), offline=offline, cluster=cluster)
-    _add_custom(draft, own, "add_custom_arguments")
+    _add_custom(draft, own, "add_custom_arguments", "own option")
     return resolve(draft)
 
 
-def read_given(argv: list[str]) -> tuple[dict[str, Any], dict[str, Origin]]:
-    """Return the values of a command line and of its --config file, and where each came from."""
+def _read_all(
+    argv: list[str], add: AddArguments | None
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Origin]]:
+    """Return the options that the caller added, the flags that were given, and where each came from."""
+    if add is None:
+        return {}, *read_given(argv)
+    own, rest = read_custom_arguments(add, argv)
+    given, origins = read_given(rest, own)
+    configured = {name: given.pop(name) for name in own if name in given}
+    for name in configured:
+        del origins[name]
+    return read_custom_arguments(add, argv, configured)[0], given, origins
+
+
+def read_given(
+    argv: list[str], own: Container[str] = ()
+) -> tuple[dict[str, Any], dict[str, Origin]]:
+    """Return the values of a command line and of its --config file, and where each came from.
+
+    `own` are names of options that the caller added, which the file may have too.
+    """
     typed = read_command_line(argv)
-    configured = read_config(typed["config"]) if typed.get("config") else {}
+    configured = read_config(typed["config"], own) if typed.get("config") else {}
     origins: dict[str, Origin] = {
         **dict.fromkeys(configured, "config"),
         **dict.fromkeys(typed, "command line"),
@@ -175,7 +198,7 @@ def resolve(draft: Draft) -> Args:
     """Derive the values that were not given and check everything."""
     own = draft["custom_config_path"]
     if own is not None and draft.need_file(own, "--custom-config-path"):
-        _add_custom(draft, read_custom_config(own), f"--custom-config-path {own}")
+        _add_custom(draft, read_custom_config(own), f"--custom-config-path {own}", "custom")
     apply_role_config(draft)
     check_values(draft)
     derive(draft)
@@ -186,13 +209,13 @@ def resolve(draft: Draft) -> Args:
     return Args(draft.values, draft.origins, tuple(draft.warnings))
 
 
-def _add_custom(draft: Draft, values: dict[str, Any], where: str) -> None:
+def _add_custom(draft: Draft, values: dict[str, Any], where: str, origin: Origin) -> None:
     """Add values that are no flags, for hooks."""
     for name, value in values.items():
         if not Args.is_free(name) or name in draft.values:
             raise ConfigError(f"{where}: args.{name} is taken already: choose another name")
         draft.values[name] = value
-        draft.origins[name] = "custom"
+        draft.origins[name] = origin
 
 
 @functools.cache
@@ -206,7 +229,7 @@ def _place(url: str) -> tuple[str, int]:
     host = parts.netloc.rpartition("@")[2]
     if parts.port is not None:
         host = host.rpartition(":")[0]
-    return host, parts.port or (443 if parts.scheme == "https" else 80)
+    return host, port_of(parts)
 
 
 def resolved_lines(args: Args) -> list[str]:
@@ -224,7 +247,7 @@ def resolved_lines(args: Args) -> list[str]:
 def placement_lines(args: Args) -> list[str]:
     """Return the GPUs, or CPU processes, of trainer and engines, and the sizes of a rollout."""
     unit = "GPU" if count_gpus() else "CPU process"
-    training = args.actor_num_nodes * args.actor_num_gpus_per_node
+    training = args.num_training_gpus
     layout = "colocated: the engines share them" if args.colocate else "disaggregated"
     total = training if args.colocate else training + args.rollout_num_gpus
     nodes = f"{args.actor_num_nodes} x {args.actor_num_gpus_per_node}"

@@ -131,7 +131,7 @@ def _derive_engine_size(draft: Draft) -> None:
 
 
 def _derive_placement(draft: Draft) -> None:
-    training = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
+    training = draft.num_training_gpus
     if draft["debug_train_only"] or _needs_no_engine(draft):
         draft.derive("rollout_num_gpus", 0)
         draft.derive("engine_models", [])

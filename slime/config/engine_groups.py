@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -114,7 +113,7 @@ def engines_of(args: Args) -> list[EngineSpec]:
 
 
 def _offload_values(args: Args, model: ServedModel, gpus: range) -> dict[str, Any]:
-    training = args.actor_num_nodes * args.actor_num_gpus_per_node
+    training = args.num_training_gpus
     if args.colocate and gpus.start >= training:  # the trainer does not need its memory
         return {"offload_rollout": False}
     if args.offload_rollout and args.rollout_engine == "sglang" and not model.update_weights:
@@ -142,12 +141,10 @@ def group_drafts(draft: Draft) -> Iterator[tuple[str, ServedModel, Draft]]:
     """Yield for each group where it is declared, its model, and the flags with which its engines start."""
     option = "--sglang-config" if draft["sglang_config"] else "--prefill-num-servers"
     for model, group in serving_groups(draft["engine_models"]):
-        view = copy.copy(draft)
-        view.values, view.origins = dict(draft.values), dict(draft.origins)
+        view = draft.view()
         for name, value in _values(model, group).items():
             view.values[name] = value
             view.origins[name] = "config" if name.startswith("sglang_") else "derived"
-        view.warnings = []
         yield f"{option}: {model.name}, {group.worker_type}", model, view
         draft.warnings += [text for text in view.warnings if text not in draft.warnings]
 

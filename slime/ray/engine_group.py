@@ -17,7 +17,7 @@ from slime.ray.engine_actor import EngineHandle
 from slime.ray.watch import LostError, Member, first_line
 from slime.serving.external import ExternalGroup
 from slime.serving.health import failed_engines, flush_until_idle, health_route
-from slime.serving.router import Router, make_router
+from slime.serving.router import ExternalRouter, Router, make_router
 from slime.utils.addresses import own_host
 from slime.utils.concurrency import run_all, start_in_thread
 from slime.utils.engine_keys import remember_key
@@ -61,7 +61,7 @@ class EngineGroup:
         self.all: list[EngineInfo] = []
         self._down: set[int] = set()  # could not be restarted so far
         self._specs = engines_of(args)[: len(options)]
-        self._routers: dict[str, Router] = {}  # by model
+        self._routers: dict[str, Router | ExternalRouter] = {}  # by model
         self._handles: list[EngineHandle] = []
         self._starting: list[Future[EngineInfo]] = []
         self._start_retries = _START_RETRIES

@@ -58,7 +58,7 @@ def plan_layout(
     with_critic: bool = False,
 ) -> Layout:
     """Return the bundles of each role; pure arithmetic on the cluster flags."""
-    train = args.actor_num_nodes * args.actor_num_gpus_per_node if with_trainer else 0
+    train = args.num_training_gpus if with_trainer else 0
     rollout = args.rollout_num_gpus if with_engines else 0
     first = 0 if args.colocate else train
     models = args.engine_models if with_engines else ()

@@ -41,7 +41,7 @@ class Recorder:
         self._metrics: dict[str, float] = {}
         self.failed_phase: str | None = None  # the outermost one that an error left
         cards = gpus()
-        train_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+        train_gpus = args.num_training_gpus
         self._gpus = {
             "train_gpus": train_gpus,
             "num_gpus": train_gpus + (0 if args.colocate else args.rollout_num_gpus),
@@ -127,9 +127,7 @@ class LiveDisplay:
             run_name=printable(Path(args.run_dir).name),
             model=printable(model_name(args.hf_checkpoint)),
             layout=layout(
-                trainers=0
-                if args.debug_rollout_only
-                else args.actor_num_nodes * args.actor_num_gpus_per_node,
+                trainers=0 if args.debug_rollout_only else args.num_training_gpus,
                 rollout=args.rollout_num_gpus,
                 colocate=args.colocate,
                 backend=args.train_backend,

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from slime.config.arguments import Args
 
 _HEADER = "# slime run. Repeat it in a folder of its own: slime train --config THIS_FILE --run-dir NEW_FOLDER\n"
+_REPEATED = ("command line", "config", "own option")  # origins of what the user set
 # Belong to one start, not to the run.
 _NOT_REPEATED = ("config", "run_dir", "dry_run", "wandb_run_id")
 
@@ -108,7 +109,7 @@ def _given(args: Args) -> dict[str, object]:
     given = {
         name: value
         for name, value in plain.items()
-        if args.origin(name) in ("command line", "config") and name not in left_out
+        if args.origin(name) in _REPEATED and name not in left_out
     }
     given |= {name: _plain(value) for name, value in args.role_replaced.items()}
     return portable(given, args.run_dir)

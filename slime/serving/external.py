@@ -17,7 +17,7 @@ from slime.core.types import EngineInfo, ModelAddress
 from slime.data.tokenizer import load_tokenizer
 from slime.serving.health import answers, health_route
 from slime.serving.router import external_router_url
-from slime.utils.addresses import engine_url
+from slime.utils.addresses import engine_url, port_of
 from slime.utils.concurrency import call_all
 from slime.utils.engine_keys import remember_key
 from slime.utils.sync_http import HttpError, get_json, post_json
@@ -76,8 +76,7 @@ def _check_all_differ(urls: list[str]) -> None:
     seen: dict[tuple[Any, ...], str] = {}
     for url in urls:
         parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        for place in {info[4] for info in socket.getaddrinfo(parts.hostname, port)}:
+        for place in {info[4] for info in socket.getaddrinfo(parts.hostname, port_of(parts))}:
             if seen.setdefault(place, url) != url:
                 raise UserError(
                     f"{_OPTION}: {seen[place]} and {url} are the same engine: name it once"

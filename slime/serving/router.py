@@ -67,8 +67,52 @@ def _spell(name: str, value: object) -> list[str]:
     return [option, json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
-class Router:
-    """A router of this run. `split`: it pairs prefill with decode engines; `port`: 0 for a free one."""
+class RouterClient:
+    """The workers of a router that is up at `url`, whoever runs it."""
+
+    def __init__(self, token: str, url: str = "", log: str = "") -> None:
+        self.url, self._token, self._log = url, token, log
+        self._added: set[str] = set()  # addresses of workers of this run
+
+    def answers(self) -> bool:
+        with suppress(HttpError):
+            get_json(f"{self.url}/workers", timeout=5, retries=0)
+            return True
+        return False
+
+    def set_workers(self, engines: list[EngineInfo]) -> None:
+        """Route to exactly these engines of this run; return once the router has found them healthy.
+
+        Workers that somebody else added stay.
+        """
+        known, wanted = self._workers(), {info.url: info for info in engines}
+        for url in (self._added & known.keys()) - wanted.keys():
+            delete_json(f"{self.url}/workers/{known[url]['id']}", timeout=_START_TIMEOUT_S)
+        for url in wanted.keys() - known.keys():
+            body = _worker(wanted[url], self._token)
+            post_json(f"{self.url}/workers", body, timeout=_START_TIMEOUT_S)
+        removed, self._added = self._added - wanted.keys(), set(wanted)
+        ready = wait_until(
+            lambda: self._routes_to(wanted.keys(), removed), _WORKER_TIMEOUT_S, every_s=_POLL_S
+        )
+        if not ready:
+            raise UserError(
+                f"sglang-router at {self.url} does not accept the engines {', '.join(wanted)}"
+                + (f"; its log is {self._log}" if self._log else "")
+            )
+
+    def _routes_to(self, urls: Collection[str], removed: Collection[str]) -> bool:
+        found = self._workers()
+        gone = not any(url in found for url in removed)
+        return gone and all(url in found and found[url]["is_healthy"] for url in urls)
+
+    def _workers(self) -> dict[str, dict]:
+        reply = get_json(f"{self.url}/workers", timeout=_START_TIMEOUT_S)
+        return {worker["url"]: worker for worker in reply["workers"]}
+
+
+class Router(RouterClient):
+    """A router process of this run. `split`: it pairs prefill with decode engines; `port`: 0 for a free one."""
 
     def __init__(
         self,
@@ -81,12 +125,11 @@ class Router:
         port: int = 0,
         split: bool = False,
     ):
-        self.args, self._python, self._host, self._token = args, python, host, token
+        self.log_path = Path(args.run_dir) / "logs" / f"{name}.log"
+        super().__init__(token, log=str(self.log_path))
+        self.args, self._python, self._host = args, python, host
         self._port, self._split = port, split
         self._process: ServerProcess | None = None
-        self.log_path = Path(args.run_dir) / "logs" / f"{name}.log"
-        self.url = ""
-        self._added: set[str] = set()  # addresses of workers of this run
 
     def start(self) -> None:
         for _ in range(_PORT_TRIES):
@@ -117,63 +160,31 @@ class Router:
     def alive(self) -> bool:
         return self._process is not None and self._process.status() is None
 
-    def set_workers(self, engines: list[EngineInfo]) -> None:
-        """Route to exactly these engines of this run; return once the router has found them healthy.
-
-        Workers that somebody else added stay.
-        """
-        known, wanted = self._workers(), {info.url: info for info in engines}
-        for url in (self._added & known.keys()) - wanted.keys():
-            delete_json(f"{self.url}/workers/{known[url]['id']}", timeout=_START_TIMEOUT_S)
-        for url in wanted.keys() - known.keys():
-            body = _worker(wanted[url], self._token)
-            post_json(f"{self.url}/workers", body, timeout=_START_TIMEOUT_S)
-        removed, self._added = self._added - wanted.keys(), set(wanted)
-        ready = wait_until(
-            lambda: self._routes_to(wanted.keys(), removed), _WORKER_TIMEOUT_S, every_s=_POLL_S
-        )
-        if not ready:
-            raise UserError(
-                f"sglang-router at {self.url} does not accept the engines {', '.join(wanted)}"
-                + (f"; its log is {self.log_path}" if self._process else "")
-            )
-
     def stop(self) -> None:
         if self._process is not None:
             self._process.stop(
                 timeout_s=1.0
             )  # it would wait for requests that are not needed any more
 
-    def _routes_to(self, urls: Collection[str], removed: Collection[str]) -> bool:
-        found = self._workers()
-        gone = not any(url in found for url in removed)
-        return gone and all(url in found and found[url]["is_healthy"] for url in urls)
-
-    def _workers(self) -> dict[str, dict]:
-        reply = get_json(f"{self.url}/workers", timeout=_START_TIMEOUT_S)
-        return {worker["url"]: worker for worker in reply["workers"]}
-
     def _comes_up(self) -> bool:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline and self.alive():
-            try:
-                get_json(f"{self.url}/workers", timeout=5, retries=0)
+            if self.answers():
                 return True
-            except HttpError:
-                time.sleep(_POLL_S)
+            time.sleep(_POLL_S)
         return False
 
 
-class ExternalRouter(Router):
+class ExternalRouter(RouterClient):
     """The router of --sglang-router-ip: somebody else runs it; the engines of this run are added and removed."""
 
     def __init__(self, args: Args, *, token: str):
-        super().__init__(args, python="", host="", token=token)
-        self.url = external_router_url(args) or ""
+        super().__init__(token, external_router_url(args) or "")
         remember_key([self.url], token)
 
     def start(self, timeout_s: float = _START_TIMEOUT_S) -> None:
-        if not wait_until(self.alive, timeout_s, every_s=_POLL_S):
+        """Wait until it answers."""
+        if not wait_until(self.answers, timeout_s, every_s=_POLL_S):
             raise UserError(
                 f"--sglang-router-ip, --sglang-router-port: no sglang-router answers at {self.url}: start it, "
                 "or remove both flags and slime starts its own; one with an API key needs it in "
@@ -181,13 +192,10 @@ class ExternalRouter(Router):
             )
 
     def alive(self) -> bool:
-        """Return whether it answers; its process is not this run's."""
-        with suppress(HttpError):
-            get_json(f"{self.url}/workers", timeout=5, retries=0)
-            return True
-        return False
+        return self.answers()
 
     def stop(self) -> None:
+        """Remove the engines of this run from it."""
         with suppress(HttpError, UserError):
             self.set_workers([])
 
@@ -198,7 +206,9 @@ def external_router_url(args: Args) -> str | None:
     return f"http://{ip}:{args.sglang_router_port}" if ip else None
 
 
-def make_router(args: Args, engines: list[EngineSpec], host: str, token: str) -> Router | None:
+def make_router(
+    args: Args, engines: list[EngineSpec], host: str, token: str
+) -> Router | ExternalRouter | None:
     """Return the router of one model's engines; None if the pool spreads requests itself.
 
     That is so for one engine, and where sglang-router is not installed.

@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from urllib.parse import SplitResult
 
 import psutil
 
@@ -26,6 +27,11 @@ _PORT_IN_USE = re.compile(
 def engine_url(address: str) -> str:
     """Spell 10.0.0.1:30000 and http://10.0.0.1:30000/ the same way."""
     return (address if "://" in address else f"http://{address}").rstrip("/")
+
+
+def port_of(url: SplitResult) -> int:
+    """Return the port of a URL, or the default one of its scheme."""
+    return url.port or (443 if url.scheme == "https" else 80)
 
 
 def own_host() -> str:

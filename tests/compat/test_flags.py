@@ -217,6 +217,16 @@ def test_the_command_line_says_where_a_run_starts(tmp_path):
     assert sum("counts, not /ckpt/" in warning for warning in args.warnings) == 2
 
 
+def test_the_critic_is_checked_with_its_own_values(tmp_path):
+    """The actor's --min-lr is above the critic's learning rate, and the critic has a lower one of its own."""
+    args = roles(tmp_path, "critic: {lr: 1.0e-6, min_lr: 0.0}", lr=1e-3, min_lr=1e-4)
+    assert args.critic_overrides == {"lr": 1e-6, "min_lr": 0.0}
+    args = roles(tmp_path, "critic: {optimizer: sgd, adam_beta2: 0.9}")
+    assert any(
+        "critic: --adam-beta2 has no effect with --optimizer sgd" in w for w in args.warnings
+    )
+
+
 def test_flags_of_one_model_as_a_list(tmp_path):
     rows = "[{role: critic, overrides: {lr: 1.0e-5, adam_beta2: 0.95}}]"
     args = roles(tmp_path, f"megatron: {rows}")
@@ -232,6 +242,14 @@ def test_flags_of_one_model_as_a_list(tmp_path):
         ("critic: {lr: fast}", "is not a number"),
         ("critic: 3", "must hold 'flag: value' lines"),
         ("critic: {micro_batch_size: 7}", "--micro-batch-size of the actor"),
+        ("critic: {min_lr: 1.0e-3}", "critic: --min-lr 0.001 is above --lr"),
+        (
+            "critic: {lr: 1.0e-5, min_lr: 1.0e-3}",
+            "critic: --min-lr 0.001 is above --critic-lr 1e-05",
+        ),
+        ("critic: {lr_decay_style: WSD}", "critic: --lr-decay-style WSD is not honoured"),
+        ("critic: {optimizer: dist_muon}", "critic: --optimizer dist_muon belongs to"),
+        ("critic: {lr_warmup_iters: 2, lr_warmup_fraction: 0.5}", "mutually exclusive"),
         ("ref: {lr: 1.0e-6}", "load and ckpt_step only"),
         ("megatron: [{overrides: {}}]", "needs a 'role'"),
         ("megatron: [{role: [a]}]", "there is no role"),

@@ -113,6 +113,18 @@ def test_a_script_may_add_options():
     assert pickle.loads(pickle.dumps(args)).names == ["a", "b"]
 
 
+def test_a_run_is_repeated_with_the_options_of_its_script(tmp_path):
+    """They are in config.yaml, which the same script reads again; the command line has the last word."""
+    argv = [*make_argv(run_dir=tmp_path), "--my-flag", "7", "--names", "a", "b"]
+    write_config(parse_args(argv, add_custom_arguments=add_arguments), tmp_path)
+    again = ["--config", str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "again")]
+    args = parse_args(again, add_custom_arguments=add_arguments)
+    assert (args.my_flag, args.names) == (7, ["a", "b"])
+    assert parse_args([*again, "--my-flag", "8"], add_custom_arguments=add_arguments).my_flag == 8
+    with pytest.raises(ConfigError, match="there is no flag my_flag"):
+        parse_args(again)
+
+
 def test_the_function_may_return_nothing():
     def add(parser):
         parser.add_argument("--mine", action="store_true")

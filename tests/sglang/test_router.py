@@ -17,7 +17,7 @@ from slime.config.engine_groups import engines_of
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo
 from slime.rollout.engine_pool import EnginePool
-from slime.serving.router import ExternalRouter, Router, make_router
+from slime.serving.router import ExternalRouter, Router, RouterClient, make_router
 from slime.utils import http
 from slime.utils.addresses import find_port
 from slime.utils.sync_http import get_json
@@ -243,6 +243,6 @@ def test_an_external_router_that_does_not_answer_is_named(tmp_path):
         router.start(timeout_s=0.5)
 
 
-def workers(router: Router) -> set[str]:
+def workers(router: RouterClient) -> set[str]:
     reply = get_json(f"{router.url}/workers", timeout=10)
     return {worker["url"] for worker in reply["workers"]}

@@ -1,22 +1,22 @@
 """Layout arithmetic: which bundle belongs to whom."""
 
-from types import SimpleNamespace
-
 import pytest
 
+from slime.config.arguments import Args
 from slime.core.errors import ConfigError
 from slime.ray.placement_group import Node, node_of_bundle, plan_layout
 
 
 def flags(nodes=1, per_node=2, rollout=2, per_engine=1, colocate=False):
-    return SimpleNamespace(
-        actor_num_nodes=nodes,
-        actor_num_gpus_per_node=per_node,
-        rollout_num_gpus=rollout,
-        rollout_num_gpus_per_engine=per_engine,
-        colocate=colocate,
-        engine_models=[],
-    )
+    values = {
+        "actor_num_nodes": nodes,
+        "actor_num_gpus_per_node": per_node,
+        "rollout_num_gpus": rollout,
+        "rollout_num_gpus_per_engine": per_engine,
+        "colocate": colocate,
+        "engine_models": [],
+    }
+    return Args(values, {})
 
 
 def test_disaggregated_roles_share_no_bundle():

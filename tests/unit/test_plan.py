@@ -379,3 +379,29 @@ def test_groups_of_engines_have_their_own_memory_and_models(folder, tmp_path):
     lines = "\n".join(summary_lines(plan))
     assert "policy: 4 x 2 GPUs" in lines and "judge (frozen): 1 x 2 GPUs" in lines
     assert plan_json(plan)["engines"][-1]["model"] == "judge"
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_frozen_engine_on_a_gpu_of_the_trainer_counts_there(folder, tmp_path, offload):
+    """The judge is larger than the policy: while training it stays if nothing is offloaded, its weights during updates."""
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    (judge / "config.json").write_text(json.dumps(QWEN3_4B))
+    group = {"worker_type": "regular", "num_gpus": 4, "num_gpus_per_engine": 2}
+    wide = {**group, "overrides": {"mem_fraction_static": 0.9}}
+    models = [
+        {"name": "policy", "server_groups": [group]},
+        {"name": "judge", "model_path": str(judge), "server_groups": [wide]},
+    ]
+    file = tmp_path / "engines.yaml"
+    file.write_text(json.dumps({"sglang": models}))
+    own = count(500_000_000)
+    large = replace(own.whole, total=10**10, by_part={"attention": 10**10})
+    flags = ["--sglang-config", str(file), "--rollout-num-gpus", "8"]
+    if not offload:
+        flags += ["--no-offload-rollout"]
+    plan = plan_of(folder, replace(own, served={str(judge): large}), *flags)
+    weights = 2 * 10**10 // 2  # bf16 on two GPUs
+    assert item(phase(plan, "weight_update").items, "engine weights") == weights
+    training = [one for one in phase(plan, "training").items if one.name == "engine weights"]
+    assert [one.nbytes for one in training] == ([] if offload else [weights])

@@ -195,7 +195,7 @@ class PlannedEngine:
 def planned_engines(args: Args, count: ModelCount, capacity: float) -> list[PlannedEngine]:
     """Return every engine of the run in the order of its GPUs; those of one group share one `memory`."""
     specs = [] if args.rollout_external else engines_of(args)
-    training = args.actor_num_nodes * args.actor_num_gpus_per_node
+    training = args.num_training_gpus
     engines: list[PlannedEngine] = []
     for spec in specs:
         last = engines[-1].memory if engines else None
@@ -221,9 +221,9 @@ def planned_engines(args: Args, count: ModelCount, capacity: float) -> list[Plan
     return engines
 
 
-def policy_engine(args: Args, engines: list[PlannedEngine]) -> Engine | None:
+def policy_engine(args: Args, engines: list[PlannedEngine]) -> PlannedEngine | None:
     """Return an engine of the model that is trained."""
     if not engines:
         return None
     name = default_model(args).name
-    return next(engine.memory for engine in engines if engine.model == name)
+    return next(engine for engine in engines if engine.model == name)

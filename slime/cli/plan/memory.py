@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from slime.backends.model_size import RankModel
-from slime.config.arguments import Args
 
 if TYPE_CHECKING:
     from slime.cli.plan.engine_memory import Engine, PlannedEngine
@@ -65,30 +64,32 @@ _Items = Callable[[RankModel], list[Item]]
 
 
 def phases_of(
-    args: Args, trainer: Trainer, engine: Engine | None, others: Sequence[PlannedEngine] = ()
+    trainer: Trainer, policy: PlannedEngine | None, others: Sequence[PlannedEngine] = ()
 ) -> list[Phase]:
-    """Return the phases; `engine` is one of the policy, `others` one of each further group."""
-    shared = engine if args.colocate else None
+    """Return the phases; `policy` is one engine of the model that is trained, `others` one of each further group."""
+    every = [*([policy] if policy else []), *others]
+    beside = [engine.memory for engine in every if engine.colocated]
     phases = [
-        _trainer_phase("training", trainer.resident, trainer.training, trainer, shared),
-        _trainer_phase("log_probs", trainer.between_steps, trainer.log_probs, trainer, shared),
+        _trainer_phase("training", trainer.resident, trainer.training, trainer, beside),
+        _trainer_phase("log_probs", trainer.between_steps, trainer.log_probs, trainer, beside),
     ]
-    if engine is None:
+    if policy is None:
         return phases
     heavy = max(trainer.count.ranks, key=lambda rank: total(trainer.between_steps(rank)))
-    phases += [_rollout(trainer, engine, heavy), _update(trainer, engine, heavy)]
+    phases += [_rollout(trainer, policy, heavy), _update(trainer, beside, heavy)]
     for other in others:
-        phase = _rollout(trainer, other.memory, heavy, shared=other.colocated)
+        phase = _rollout(trainer, other, heavy)
         phases.append(replace(phase, name=f"rollout of {other.title}"))
     return phases
 
 
 def _trainer_phase(
-    name: str, held: _Items, work: _Items, trainer: Trainer, beside: Engine | None
+    name: str, held: _Items, work: _Items, trainer: Trainer, beside: list[Engine]
 ) -> Phase:
-    """Return the phase of the rank that needs most memory in it."""
-    there = _everything(beside) if beside else []
-    stays = beside.overhead() if beside and trainer.args.offload_rollout else there
+    """Return the phase of the rank that needs most memory in it, beside the engine that keeps most."""
+    offload = trainer.args.offload_rollout
+    there = _most([_everything(engine) for engine in beside])
+    stays = _most([engine.overhead() for engine in beside]) if offload else there
     phases = []
     for rank in trainer.count.ranks:
         working = [*work(rank), *trainer.overhead()]
@@ -104,11 +105,9 @@ def _trainer_phase(
     return max(phases, key=lambda phase: phase.total)
 
 
-def _rollout(
-    trainer: Trainer, engine: Engine, heavy: RankModel, shared: bool | None = None
-) -> Phase:
-    items = _everything(engine)
-    if not (trainer.args.colocate if shared is None else shared):
+def _rollout(trainer: Trainer, engine: PlannedEngine, heavy: RankModel) -> Phase:
+    items = _everything(engine.memory)
+    if not engine.colocated:
         return Phase(
             name="rollout", where="engine", rank=0, items=items, without_offload=total(items)
         )
@@ -125,12 +124,12 @@ def _rollout(
     )
 
 
-def _update(trainer: Trainer, engine: Engine, heavy: RankModel) -> Phase:
-    """Return the update phase; an offloaded engine has weights only, its KV cache comes after."""
+def _update(trainer: Trainer, beside: list[Engine], heavy: RankModel) -> Phase:
+    """Return the update phase; offloaded engines, frozen ones too, have weights only, the KV cache comes after."""
     work = [*trainer.update(), *trainer.overhead()]
     items = [*trainer.between_steps(heavy), *work]
     awake = [*trainer.resident(heavy), *work]
-    if not trainer.args.colocate:
+    if not beside:
         return Phase(
             name="weight_update",
             where="trainer",
@@ -138,11 +137,9 @@ def _update(trainer: Trainer, engine: Engine, heavy: RankModel) -> Phase:
             items=items,
             without_offload=total(awake),
         )
-    everything = _everything(engine)
-    there = everything
+    there = everything = _most([_everything(engine) for engine in beside])
     if trainer.args.offload_rollout:
-        weights = [item for item in engine.static() if item.name == "engine weights"]
-        there = [*weights, *engine.overhead()]
+        there = _most([[*engine.static()[:1], *engine.overhead()] for engine in beside])
     return Phase(
         name="weight_update",
         where="shared",
@@ -150,6 +147,10 @@ def _update(trainer: Trainer, engine: Engine, heavy: RankModel) -> Phase:
         items=[*items, *there],
         without_offload=total([*awake, *everything]),
     )
+
+
+def _most(choices: list[list[Item]]) -> list[Item]:
+    return max(choices, key=total, default=[])
 
 
 def _everything(engine: Engine) -> list[Item]:

@@ -108,17 +108,19 @@ def plan_from_count(args: Args, count: ModelCount, machine: Machine) -> Plan:
     batches = batches_of(args, layout.sizes, shape)
     trainer = Trainer(args=args, shape=shape, sizes=layout.sizes, batches=batches, count=count)
     engines = planned_engines(args, count, machine.gpu_bytes)
-    engine = policy_engine(args, engines)
-    groups = {id(other.memory): other for other in engines if other.memory is not engine}
+    policy = policy_engine(args, engines)
+    groups = {id(other.memory): other for other in engines}
+    if policy is not None:
+        del groups[id(policy.memory)]
     return Plan(
         args=args,
         shape=shape,
         count=count,
         layout=layout,
         batches=batches,
-        phases=phases_of(args, trainer, engine, list(groups.values())),
+        phases=phases_of(trainer, policy, list(groups.values())),
         host=Host(args=args, trainer=trainer, engines=engines, layout=layout).fullest(),
-        cache=engine.cache() if engine else None,
+        cache=policy.memory.cache() if policy else None,
         capacity=machine.gpu_bytes,
         capacity_source=machine.source,
         host_capacity=machine.host_bytes,

@@ -111,7 +111,7 @@ _FIXED = {
 
 
 def sizes_of(args: Args) -> Sizes:
-    world = args.actor_num_nodes * args.actor_num_gpus_per_node
+    world = args.num_training_gpus
     if args.train_backend == "fsdp":
         return Sizes(world=world)
     return Sizes(

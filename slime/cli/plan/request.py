@@ -148,7 +148,7 @@ def _gpus_per_node(given: dict[str, Any]) -> int:
 
 
 def _check_gpus(args: Args, options: PlanOptions) -> None:
-    training = args.actor_num_nodes * args.actor_num_gpus_per_node
+    training = args.num_training_gpus
     needed = training if args.colocate else training + args.rollout_num_gpus
     if options.gpus is None or options.suggest or needed <= options.gpus:
         return

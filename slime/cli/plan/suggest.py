@@ -123,7 +123,7 @@ def cluster_flags(gpus: int, argv: list[str]) -> list[str]:
 
 def _layouts(args: Args, shape: Shape, machine: Machine) -> list[dict[str, Any]]:
     """Return candidates by TP x PP, without those whose weights and gradients cannot fit."""
-    gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    gpus = args.num_training_gpus
     found = []
     for tp in _divisors(args.actor_num_gpus_per_node):
         for pp in _divisors(gpus // tp):
@@ -181,7 +181,7 @@ def _floor(shape: Shape, gpus: int, tp: int, pp: int, ep: int) -> float:
 
 def _engine_size(args: Args, shape: Shape, machine: Machine) -> dict[str, Any]:
     """Return the smallest engine whose weights take at most half of its memory fraction."""
-    gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
+    gpus = args.num_training_gpus
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     mlp = 3 * shape.hidden * max(shape.ffn, shape.expert_ffn * shape.num_experts)
     weights = 2 * (shape.layers * (attention + mlp) + 2 * shape.hidden * shape.vocab)

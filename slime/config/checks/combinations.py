@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 
 from slime.config.checks.engine_checks import check_engine
 from slime.config.checks.layout_checks import check_cluster
 from slime.config.derive import context_limit
-from slime.config.flags.draft import Draft, check_requirements, warn_without_effect
+from slime.config.engine_groups import named
+from slime.config.flags.draft import (
+    Draft,
+    check_own_flag,
+    check_requirements,
+    warn_without_effect,
+)
 from slime.config.flags.registry import all_flags, own_flags
 from slime.config.flags.spec import option_of
 from slime.config.lora import check_lora
@@ -35,6 +42,7 @@ def check_all(draft: Draft) -> None:
     check_lora(draft)
     check_optimizer(draft)
     check_optimizer_kind(draft)
+    check_critic(draft)
     check_reward(draft)
     check_batches(draft)
     check_lengths(draft)
@@ -146,17 +154,35 @@ def check_distillation(draft: Draft) -> None:
         raise ConfigError("--opd-type megatron needs the teacher's folder: --opd-teacher-load")
 
 
-def check_optimizer(draft: Draft) -> None:
-    if draft["min_lr"] > draft["lr"]:
-        raise ConfigError(f"--min-lr {draft['min_lr']} is above --lr {draft['lr']}")
-    if draft["critic_lr"] is not None and draft["min_lr"] > draft["critic_lr"]:
-        raise ConfigError(f"--min-lr {draft['min_lr']} is above --critic-lr {draft['critic_lr']}")
+def check_optimizer(draft: Draft, lr: str = "lr") -> None:
+    if draft["min_lr"] > draft[lr]:
+        raise ConfigError(f"--min-lr {draft['min_lr']} is above {option_of(lr)} {draft[lr]}")
     iters, decay = draft["lr_warmup_iters"], draft["lr_decay_iters"]
     if draft["lr_decay_style"] != "constant" and decay is not None and iters > decay:
         raise ConfigError(
             f"--lr-warmup-iters {iters} is more than the {decay} steps of the schedule: lower it, or "
             "set --lr-decay-iters"
         )
+
+
+def check_critic(draft: Draft) -> None:
+    """Check the critic's optimizer by the rules of the actor's, with the values that it has of its own."""
+    own = draft["critic_overrides"]
+    if not own:
+        return
+    view = draft.view()
+    view.values.update(own)
+    view.origins.update(dict.fromkeys(own, "role file"))
+    where = f"{draft['megatron_config_path']}: critic" if draft["megatron_config_path"] else ""
+    with named(where) if where else nullcontext():
+        for name in own:
+            check_own_flag(all_flags()[name], view)
+        check_backend(view)
+        check_optimizer(view, "lr" if draft["critic_lr"] is None else "critic_lr")
+        check_optimizer_kind(view)
+    warn_without_effect(view)
+    new = [text for text in view.warnings if any(option_of(n) in text for n in own)]
+    draft.warnings += [f"{where}: {text}" for text in new if where]
 
 
 def check_optimizer_kind(draft: Draft) -> None:

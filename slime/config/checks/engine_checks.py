@@ -21,6 +21,7 @@ from slime.config.flags.engine_options import (
 from slime.config.flags.registry import all_flags
 from slime.config.installed import SGLangInstall, find_sglang, has_package
 from slime.core.errors import ConfigError
+from slime.utils.addresses import port_of
 
 _ROUTER_OWNED = {
     "router_api_key": "remove it: every run makes a key of its own",
@@ -176,13 +177,13 @@ def _engine_place(address: str) -> tuple[str, int] | None:
     """Return host and port; None if the address is malformed."""
     try:
         parts = urlsplit(address if "://" in address else f"http://{address}")
-        port = parts.port
+        port = port_of(parts)
     except ValueError:
         return None
     odd = any(letter.isspace() for letter in address)
     if odd or parts.scheme not in ("http", "https") or not parts.hostname:
         return None
-    return parts.hostname, port or (443 if parts.scheme == "https" else 80)
+    return parts.hostname, port
 
 
 def sglang_values(draft: Draft) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def check_env_vars(draft: Draft) -> None:
 def _training(draft: Draft) -> int:
     if draft["debug_rollout_only"]:
         return 0
-    return draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
+    return draft.num_training_gpus
 
 
 def _engines_beside(draft: Draft) -> int:

@@ -121,7 +121,7 @@ def check_expert_flags(draft: Draft, config: dict[str, Any]) -> None:
 
 def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
     """Check that TP x PP x CP x DP = GPUs; expert parallelism divides the same GPUs."""
-    gpus = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
+    gpus = draft.num_training_gpus
     tp, pp, cp = (draft[f"{axis}_parallel_size"] for axis in _AXES)
     if gpus % (tp * pp * cp):
         raise ConfigError(

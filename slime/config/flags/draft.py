@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,9 +11,13 @@ from slime.config.flags.run import phase_timeouts
 from slime.config.flags.spec import Flag, nearest, option_of
 from slime.core.errors import ConfigError
 
-# "custom": no flag, from --custom-config-path or an option that the user's own script added
+# "custom": no flag, from --custom-config-path
+# "own option": no flag, an option that the user's own script added
 # "role file": from --megatron-config-path, which is read again when the run is repeated
-Origin = Literal["default", "config", "command line", "role file", "derived", "custom"]
+Origin = Literal[
+    "default", "config", "command line", "role file", "derived", "custom", "own option"
+]
+_NOT_GIVEN = ("derived", "custom", "own option")
 _RESULTS = (
     "precision",
     "deterministic",
@@ -56,10 +61,21 @@ class Draft:
     def given(self, name: str) -> bool:
         if name not in self.values:
             self._unset(name)
-        return name in self.origins and self.origins[name] not in ("derived", "custom")
+        return name in self.origins and self.origins[name] not in _NOT_GIVEN
 
     def given_names(self) -> list[str]:
         return [name for name in self.origins if self.given(name)]
+
+    @property
+    def num_training_gpus(self) -> int:
+        return self["actor_num_nodes"] * self["actor_num_gpus_per_node"]
+
+    def view(self) -> Draft:
+        """Return a copy in which other values can be checked; its warnings are its own."""
+        copied = copy.copy(self)
+        copied.values, copied.origins = dict(self.values), dict(self.origins)
+        copied.warnings = []
+        return copied
 
     def derive(self, name: str, value: Any) -> None:
         """Set a value that the user did not give."""
@@ -105,7 +121,7 @@ def check_values(draft: Draft) -> None:
             hint = f": {flag.hint}" if flag.hint else ""
             raise ConfigError(f"{flag.option} must be {flag.bounds}, not {value}{hint}")
     for flag in own_flags().values():
-        _check_own(flag, draft)
+        check_own_flag(flag, draft)
     if draft["num_rollout"] is None and draft["num_epoch"] is None:
         raise ConfigError("how long to train is missing: give --num-rollout or --num-epoch")
     phase_timeouts(draft["phase_timeout_minutes"])
@@ -140,7 +156,7 @@ def warn_without_effect(draft: Draft) -> None:
                 draft.warn(f"{flag.option} has no effect with {condition.text}{note}")
 
 
-def _check_own(flag: Flag, draft: Draft) -> None:
+def check_own_flag(flag: Flag, draft: Draft) -> None:
     value = draft[flag.name]
     if flag.required and value is None:
         raise ConfigError(f"{flag.option} is missing: give {flag.required}")

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,10 +37,16 @@ def read_command_line(argv: list[str]) -> dict[str, Any]:
     }
 
 
-def read_config(path: str) -> dict[str, Any]:
-    """Return the values of a YAML file by attribute; errors name the file and the key."""
+def read_config(path: str, own: Container[str] = ()) -> dict[str, Any]:
+    """Return the values of a YAML file by attribute; errors name the file and the key.
+
+    `own` are names of options that the user's script added.
+    """
     values: dict[str, Any] = {}
     for key, raw in load_mapping(path, "--config").items():
+        if key in own:
+            values[key] = raw
+            continue
         flag, negated = _find_key(str(key), path)
         if flag.name in values:
             raise ConfigError(f"{path}: {flag.option} is given twice, once as {key}: remove one")
@@ -72,8 +78,13 @@ def read_custom_config(path: str) -> dict[str, Any]:
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
 
-def read_custom_arguments(add: AddArguments, argv: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the options that `add` declares, with defaults, and the other words."""
+def read_custom_arguments(
+    add: AddArguments, argv: list[str], configured: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of the options that `add` declares, with defaults, and the other words.
+
+    Values that --config has of them replace their defaults.
+    """
     parser = _Parser(prog=_program(), add_help=False, allow_abbrev=False)
     parser = add(parser) or parser
     for action in parser._actions:
@@ -84,6 +95,7 @@ def read_custom_arguments(add: AddArguments, argv: list[str]) -> tuple[dict[str,
                 f"add_custom_arguments: {(action.option_strings or [action.dest])[0]} is the flag "
                 f"{flag.option} already: choose another name"
             )
+    parser.set_defaults(**configured or {})
     known, rest = parser.parse_known_args(argv)
     return vars(known), rest
 
