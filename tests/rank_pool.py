@@ -9,14 +9,16 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
-import multiprocessing
 import pickle
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.forked import start_forked
 
 _MEGATRON, _FSDP = "slime.backends.megatron_utils.actor", "slime.backends.fsdp_utils.actor"
 _workers: dict[str, list[_Worker]] = {_MEGATRON: [], _FSDP: []}
@@ -56,11 +58,9 @@ def _run_ranks(
 
 class _Worker:
     def __init__(self, trainer: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
+        self.connection, theirs = Pipe()
         # Not a daemon: a save in the background is a process of its own.
-        self.process = context.Process(target=_serve, args=(theirs, trainer))
-        self.process.start()
+        self.process = start_forked(_serve, theirs, trainer)
         theirs.close()
 
     def send(self, task: Any) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.forked import run_forked
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """`function(rank, *args)` on every rank; what each returned. It must be a top-level function."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(function, world_size, folder, args), nprocs=world_size)
+        run_forked(_rank, world_size, function, world_size, folder, args)
         return [pickle.loads(Path(folder, str(r)).read_bytes()) for r in range(world_size)]
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from slime.weights.process_group import Rendezvous
 from tests.args import make_args
+from tests.forked import run_forked
 from tests.tiny import make_tiny_checkpoint
 
 MINUTES = 47  # more than torch's own for any backend
@@ -23,14 +23,14 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_every_group_of_the_trainer(backend, model, tmp_path):
-    mp.spawn(_trainer, args=(backend, str(model), str(tmp_path / "found")), nprocs=1)
+    run_forked(_trainer, 1, backend, str(model), str(tmp_path / "found"))
     found = pickle.loads((tmp_path / "found").read_bytes())
     assert len(found) >= 2  # on a CPU, groups of the same ranks are one
     assert set(found) == {timedelta(minutes=MINUTES)}
 
 
 def test_the_group_with_the_engines(tmp_path):
-    mp.spawn(_side_group, args=(str(tmp_path / "found"),), nprocs=1)
+    run_forked(_side_group, 1, str(tmp_path / "found"))
     assert pickle.loads((tmp_path / "found").read_bytes()) == [timedelta(minutes=MINUTES)]
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 from datetime import timedelta
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
 from slime.weights.process_group import Rendezvous
+from tests.forked import start_forked
 
 
 def _rank(rank: int, driver: Connection) -> None:
@@ -26,11 +27,8 @@ def _rank(rank: int, driver: Connection) -> None:
 
 
 def test_ranks_meet_at_the_address_rank_0_serves():
-    context = mp.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(2)]
-    ranks = [context.Process(target=_rank, args=(r, pipes[r][1])) for r in range(2)]
-    for process in ranks:
-        process.start()
+    pipes = [Pipe() for _ in range(2)]
+    ranks = [start_forked(_rank, rank, pipes[rank][1]) for rank in range(2)]
     ours = [pipe[0] for pipe in pipes]
     address = ours[0].recv()
     assert address[0] == "127.0.0.1"
