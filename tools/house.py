@@ -43,10 +43,12 @@ ENTRIES = {
     "train": [
         "slime.ray.train_group.TrainGroup.train",
         "slime.backends.fsdp_utils.actor.FSDPTrainRayActor.train",
+        "slime.backends.base.TrainRayActor.train",
     ],
     "update": [
         "slime.ray.train_group.TrainGroup.update_weights",
-        "slime.backends.base.TrainRayActor.update_weights",  # without LoRA
+        "slime.backends.fsdp_utils.actor.FSDPTrainRayActor.update_weights",
+        "slime.backends.base.TrainRayActor.update_weights",
     ],
 }
 ELSEWHERE = [

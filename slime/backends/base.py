@@ -29,9 +29,8 @@ rank i of the actor, so both use the same parallel layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +61,7 @@ from slime.runlog.perf_metrics import Timer
 from slime.utils.device import device_type
 from slime.weights.process_group import Rendezvous
 from slime.weights.sync import WeightSync, make_weight_sync, named_engines
-from slime.weights.verify import score_probe
+from slime.weights.verify import add_probe
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -107,7 +106,6 @@ class TrainRayActor(Backend):
         self.profiler = Profiler(args.profile_target, args.run_dir, rank, args.num_rollout)
         master = None if master_addr is None or master_port is None else (master_addr, master_port)
         self._rendezvous = Rendezvous(rank, world_size, master)
-        self._weight_sync: WeightSync | None = None
         self._targets: CriticColumns | None = None
         self._engines: list[EngineInfo] = []  # of the last weight update
         self._version = 0  # of the weights they hold
@@ -344,14 +342,16 @@ class TrainRayActor(Backend):
             engines = self._engines or named_engines(self.args)
         self._engines = engines
         self._version = self._version + 1 if version is None else version
-        if self._weight_sync is None:
-            self._weight_sync = make_weight_sync(self.args)
-        report = self._weight_sync.update(self.hf_buckets(), engines, self._version)
-        if self.args.check_weight_update_equal and any(e.kind == "sglang" for e in engines):
-            score = partial(self.log_probs, model="actor")
-            probe = score_probe(self.args, score, pp_size=self.parallel.pp_size)
-            report = replace(report, probe=probe)
-        return report
+        report = self.send_weights(engines, self._version)
+        score = partial(self.log_probs, model="actor")
+        return add_probe(report, self.args, engines, score, pp_size=self.parallel.pp_size)
+
+    def send_weights(self, engines: list[EngineInfo], version: int) -> SyncReport:
+        return self.weight_sync.update(self.hf_buckets(), engines, version)
+
+    @cached_property
+    def weight_sync(self) -> WeightSync:
+        return make_weight_sync(self.args)
 
     def save(self, rollout_id: int, force_sync: bool = False) -> None:
         """Write a checkpoint below --save and make it the latest one; a run saves its data too.

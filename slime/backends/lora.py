@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 import torch
-import torch.distributed as dist
 
+from slime.backends.backend import HFBucket
 from slime.backends.base import TrainRayActor
 from slime.config.lora import LoraConfig, served_adapter
-from slime.core.errors import UserError, WeightMismatchError, WeightSyncError
+from slime.core.errors import UserError
 from slime.core.types import EngineInfo, SyncReport
 from slime.weights.buckets import NamedTensor
-from slime.weights.lora_sync import adapter_update, make_adapter_sync
+from slime.weights.lora_sync import BASE_VERSION, AdapterSync, adapter_update, make_adapter_sync
 from slime.weights.sync import serving_dtype
 
 
@@ -23,31 +24,25 @@ class LoraTrainRayActor(TrainRayActor):
         """Return full adapters by Hugging Face name; all ranks must iterate together."""
         raise TypeError(f"{type(self).__name__} trains no adapters")
 
-    def update_weights(
-        self, engines: list[EngineInfo] | None = None, version: int | None = None
-    ) -> SyncReport:
-        """With LoRA send the adapter alone, unless merged weights are asked for."""
-        if served_adapter(self.args) is None or engines is None or version is None:
-            return super().update_weights(engines, version)
-        self._engines, self._version = engines, version
-        return self._update_adapter(engines, version)
+    def base_buckets(self) -> Iterable[HFBucket]:
+        """Return what `hf_buckets` does, without adapters merged in."""
+        raise TypeError(f"{type(self).__name__} trains no adapters")
 
-    def _update_adapter(self, engines: list[EngineInfo], version: int) -> SyncReport:
-        lora, dtype = LoraConfig.of(self.args), serving_dtype(self.args)
-        assert lora is not None, "served_adapter is None without --lora-rank"
+    def send_weights(self, engines: list[EngineInfo], version: int) -> SyncReport:
+        """With LoRA send the adapter alone, after the base where an engine has another one."""
+        lora = LoraConfig.of(self.args)
+        if lora is None or served_adapter(self.args) is None:
+            return super().send_weights(engines, version)
+        if missing := self._adapter_sync.without_base(engines):
+            self.weight_sync.update(self.base_buckets(), missing, BASE_VERSION)
+        dtype = serving_dtype(self.args)
         tensors = list(self.whole_adapters(dtype))
         update = adapter_update(lora, self.args.hf_checkpoint, tensors, dtype)
-        found: list[SyncReport | Exception | None] = [None]
-        if self.rank == 0:
-            try:
-                found = [make_adapter_sync(self.args).update(update, engines, version)]
-            except (WeightSyncError, WeightMismatchError) as error:
-                found = [error]
-        dist.broadcast_object_list(found)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        assert found[0] is not None
-        return found[0]
+        return self._adapter_sync.update(update, engines, version)
+
+    @cached_property
+    def _adapter_sync(self) -> AdapterSync:
+        return make_adapter_sync(self.args)
 
 
 def refuse_other_base_weights(

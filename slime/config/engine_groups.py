@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from slime.config.flags.draft import Draft
+from slime.config.lora import served_adapter
 from slime.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,7 +100,11 @@ def engines_of(args: Args) -> list[EngineSpec]:
     for model, group in serving_groups(args.engine_models):
         for _ in range(group.num_engines):
             gpus = next(free)
-            values = {**_values(model, group), **_offload_values(args, model, gpus)}
+            values = {
+                **_lora_values(args, model),
+                **_values(model, group),
+                **_offload_values(args, model, gpus),
+            }
             specs.append(
                 EngineSpec(
                     model=model.name,
@@ -120,6 +125,13 @@ def _offload_values(args: Args, model: ServedModel, gpus: range) -> dict[str, An
         # SGLang drops released weights, and a frozen model is sent none.
         return {"sglang_enable_weights_cpu_backup": True}
     return {}
+
+
+def _lora_values(args: Args, model: ServedModel) -> dict[str, Any]:
+    """A frozen model is sent no adapter and so has no slots for one."""
+    if model.update_weights or served_adapter(args) is None:
+        return {}
+    return {"sglang_enable_lora": None, "sglang_max_lora_rank": None}
 
 
 def gpu_ranges(models: Sequence[ServedModel], total: int, per_engine: int) -> list[range]:

@@ -167,16 +167,27 @@ def linear_modules(shapes: dict[str, list[int]]) -> tuple[list[str], list[str]]:
     return [n for n in linear if ".experts." not in n], experts
 
 
+def served_modules(args: Args, shapes: dict[str, list[int]]) -> list[str]:
+    """Return the ends of the names of the modules that have adapters, as SGLang's option names them."""
+    config = LoraConfig.of(args)
+    assert config is not None, "called with --lora-rank only"
+    return sorted(_ends_of(config.targets(*linear_modules(shapes))))
+
+
 # ---- checks before anything starts
 
 
 def derive_lora(draft: Draft) -> None:
     """Take rank, alpha and modules from --lora-adapter-path; flags that contradict it are refused."""
     _derive_from_folder(draft)
-    if draft["lora_rank"] and not draft["lora_merge_for_rollout"] and draft["rollout_num_gpus"]:
-        draft.derive("sglang_enable_lora", True)
-        if draft["sglang_max_lora_rank"] is None:
-            draft.derive("sglang_max_lora_rank", draft["lora_rank"])
+    if not draft["lora_rank"] or draft["lora_merge_for_rollout"] or draft["rollout_external"]:
+        return
+    if draft["rollout_num_gpus"]:
+        draft.derive_if_unset("sglang_enable_lora", True)
+        draft.derive_if_unset("sglang_max_lora_rank", draft["lora_rank"])
+        if draft["rollout_engine"] == "sglang" and draft["offload_rollout"]:
+            # SGLang drops released weights, and is sent the adapter alone.
+            draft.derive("sglang_enable_weights_cpu_backup", True)
 
 
 def _derive_from_folder(draft: Draft) -> None:
@@ -234,19 +245,15 @@ def check_lora(draft: Draft) -> None:
 
 def _serving_obstacle(draft: Draft) -> str | None:
     """Return why engines cannot be sent the adapter alone, or None."""
-    if draft["rollout_engine"] != "slime" or draft["rollout_external"]:
-        return (
-            "only engines that the run starts with --rollout-engine slime are sent adapters alone"
-        )
-    if draft["offload_rollout"]:
-        return "engines that release their memory between rollouts lose the base"
-    if draft["ref_load"]:
-        return (
-            "engines load the base from --hf-checkpoint, and --ref-load gives the trainer another"
-        )
-    nodes = draft["actor_num_nodes"] > 1 or draft.cluster
-    if nodes and draft["update_weight_transport"] != "disk":
-        return "engines on other nodes get adapters by --update-weight-transport disk only"
+    if draft["ref_load"] and draft["rollout_engine"] == "sglang":
+        return "SGLang loads the base from --hf-checkpoint and cannot be sent that of --ref-load beside an adapter"
+    if not draft["sglang_enable_lora"] and not draft["rollout_external"]:
+        return "--no-sglang-enable-lora starts engines that serve no adapters"
+    if draft["sglang_enable_dp_attention"]:
+        return "SGLang loads no adapters with --sglang-enable-dp-attention"
+    rank = draft["sglang_max_lora_rank"]
+    if rank is not None and rank < draft["lora_rank"]:
+        return f"--sglang-max-lora-rank {rank} is smaller"
     return None
 
 

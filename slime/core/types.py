@@ -296,6 +296,7 @@ class Probe:
     log_probs: tuple[float, ...]
     temperature: float
     tolerance: float  # largest difference that rounding can cause
+    adapter: str | None = None  # the LoRA adapter that the requests name
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from slime.config.arguments import Args
-from slime.config.engine_groups import default_model, models_of
+from slime.config.engine_groups import ServedModel, default_model, models_of
 from slime.config.env import read_env
 from slime.config.flags.spec import option_of
 from slime.config.lora import served_adapter
@@ -62,7 +62,7 @@ class RolloutManager:
         )
         source = load_class(args.data_source_path, flag="--data-source-path", protocol=DataSource)
         self.data_source: Any = source(args)
-        self.pools = {model.name: self._make_pool(token) for model in models_of(args)}
+        self.pools = {model.name: self._make_pool(token, model) for model in models_of(args)}
         clock = WeightClock(interval=args.update_weights_interval)
         pool = self.pools[default_model(args).name]
         self.context = RolloutContext(pool=pool, models=self.pools, clock=clock)
@@ -90,13 +90,13 @@ class RolloutManager:
         if default in urls:
             self.args.set_router(urls[default])
 
-    def _make_pool(self, token: str) -> EnginePool:
+    def _make_pool(self, token: str, model: ServedModel) -> EnginePool:
         return EnginePool(
             [],
             token=token,
             concurrency=self.args.sglang_server_concurrency,
             deadline_s=self.args.rollout_no_engine_timeout,
-            adapter=served_adapter(self.args),
+            adapter=served_adapter(self.args) if model.update_weights else None,
         )
 
     def set_weight_version(self, version: int, next_rollout_id: int | None) -> None:

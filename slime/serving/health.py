@@ -94,6 +94,7 @@ def _probe_log_probs(url: str, probe: Probe) -> list[float]:
         "sampling_params": {"temperature": probe.temperature, "max_new_tokens": 1},
         "return_logprob": True,
         "token_ids_logprob": [[token] for token in tokens[1:]],
+        **({} if probe.adapter is None else {"lora_path": probe.adapter}),
     }
     replies = post_json(f"{url}/generate", body, timeout=_PROBE_TIMEOUT_S)
     return [reply["meta_info"]["output_token_ids_logprobs"][0][0][0] for reply in replies]

@@ -7,6 +7,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,16 @@ class DistributedTransport(WeightTransport):
             self._join()
 
     def send(self, bucket: Bucket) -> None:
-        """Broadcast the bucket and wait for the engines' replies, which come once they have it.
+        self.broadcast(
+            bucket,
+            "/update_weights_from_distributed",
+            load_format="flattened_bucket",
+            weight_version=str(self._version),
+            flush_cache=False,
+        )
+
+    def broadcast(self, bucket: Bucket, route: str, **options: Any) -> list[Any]:
+        """Broadcast the bucket and return the engines' replies, which come once they have it.
 
         An engine that refuses never joins the broadcast, so the replies are waited for first.
         """
@@ -57,16 +67,10 @@ class DistributedTransport(WeightTransport):
             "dtypes": [dtype_name(tensor.dtype) for _, tensor in bucket.tensors],
             "shapes": [list(tensor.shape) for _, tensor in bucket.tensors],
             "group_name": self._group_name,
-            "load_format": "flattened_bucket",
-            "weight_version": str(self._version),
-            "flush_cache": False,
+            **options,
         }
         calls = {
-            start_in_thread(
-                partial(
-                    engine.update, "/update_weights_from_distributed", payload, nbytes=bucket.nbytes
-                )
-            ): engine
+            start_in_thread(partial(engine.update, route, payload, nbytes=bucket.nbytes)): engine
             for engine in self._engines
         }
         work = dist.broadcast(flat, group=self._group, group_src=0, async_op=True)
@@ -79,6 +83,7 @@ class DistributedTransport(WeightTransport):
                 f"bucket {bucket.index} did not arrive: engine {engine.url}: {error}"
             ) from error
         work.wait()
+        return [call.result() for call in calls]
 
     def finish(self) -> None:
         """Nothing is under way: every `send` waits for the engines."""
@@ -174,7 +179,7 @@ def _completes(work: dist.Work) -> bool:
 
 
 def _first_failure(
-    calls: dict[Future[None], EngineClient],
+    calls: dict[Future[Any], EngineClient],
 ) -> tuple[EngineClient, BaseException] | None:
     """Wait until all calls have ended or one has failed; return the engine that failed and its error."""
     done, _ = wait(calls, return_when=FIRST_EXCEPTION)

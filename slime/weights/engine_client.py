@@ -140,20 +140,21 @@ class EngineClient:
 
     def update(
         self, route: str, payload: dict[str, Any], *, nbytes: int = 0, timeout: float | None = None
-    ) -> None:
-        """Make one of the /update_weights_from_* calls and check the `success` in its reply."""
-        self.start_update(route, payload, nbytes=nbytes, timeout=timeout)()
+    ) -> dict[str, Any]:
+        """Make a call that changes weights or adapters, check the `success` in its reply, return it."""
+        return self.start_update(route, payload, nbytes=nbytes, timeout=timeout)()
 
     def start_update(
         self, route: str, payload: dict[str, Any], *, nbytes: int = 0, timeout: float | None = None
-    ) -> Callable[[], None]:
+    ) -> Callable[[], dict[str, Any]]:
         """Send what `update` sends, and return a function that waits for the reply and checks it."""
         call = self._start("POST", route, payload, timeout=timeout or transfer_timeout_s(nbytes))
 
-        def finish() -> None:
+        def finish() -> dict[str, Any]:
             reply = self._result(call)
             if not (isinstance(reply, dict) and reply.get("success") is True):
                 raise HttpError(f"POST {self.url}{route}: {reply}")
+            return reply
 
         return finish
 
@@ -163,10 +164,10 @@ class EngineClient:
         return [_rank_checksums(rank) for rank in reply["ranks"]]
 
     def server_info(self) -> dict[str, Any]:
-        return self._get("/server_info")
+        return self.get("/server_info")
 
     def architectures(self) -> list[str] | None:
-        return self._get("/model_info").get("architectures")
+        return self.get("/model_info").get("architectures")
 
     def start_resume(self) -> Callable[[], None]:
         """Continue generation."""
@@ -231,7 +232,7 @@ class EngineClient:
     def _version(self, call: Call) -> str:
         return str(self._result(call)["weight_version"])
 
-    def _get(self, route: str) -> Any:
+    def get(self, route: str) -> Any:
         return self._result(self._start("GET", route))
 
     def _wait_all(self, waits: dict[str, Callable[[], Any]]) -> dict[str, Any]:

@@ -88,18 +88,20 @@ def _payload(named: list[NamedTensor], *, num_ranks: int, version: int) -> dict[
     Each rank of the engine opens a handle of its own: CUDA handles are counted.
     """
     return {
-        "serialized_named_tensors": [_serialize(named) for _ in range(num_ranks)],
+        "serialized_named_tensors": [serialize(named) for _ in range(num_ranks)],
         "load_format": None,
         "flush_cache": False,
         "weight_version": str(version),
     }
 
 
-def _serialize(named: list[NamedTensor]) -> str:
-    _identify_gpus_by_uuid(named[0][1].is_cuda)
+def serialize(tensors: list[NamedTensor] | dict[str, torch.Tensor]) -> str:
+    """Pickle handles of tensors for one rank of a server; the tensors must stay alive until it has replied."""
+    first = next(iter(dict(tensors).values()))
+    _identify_gpus_by_uuid(first.is_cuda)
     buffer = io.BytesIO()
     with _shared_by_name():
-        ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(named)
+        ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(tensors)
     return base64.b64encode(buffer.getvalue()).decode()
 
 

@@ -74,7 +74,7 @@ def named_engines(args: Args) -> list[EngineInfo]:
     urls = [engine_url(address) for address in args.rollout_external_engine_addrs or ()]
     if not urls:
         raise UserError("no engines to update: name them with --rollout-external-engine-addrs")
-    devices = _gather(device_id())
+    devices = gather_from_ranks(device_id())
     free = iter(devices)  # on CPUs there may be more engines than ranks, on the same device
     ranks = range(args.rollout_num_gpus_per_engine)
     places = [tuple(next(free, devices[-1]) for _ in ranks) for _ in urls]
@@ -125,8 +125,8 @@ class WeightSync:
             buckets = (list(quantize_all(bucket, fp8)) for bucket in buckets)
         try:
             nbytes, num_buckets = self._transfer(buckets, clients, version)
-            with _on_all_ranks("finishing the update"):
-                if _rank() == 0:
+            with on_all_ranks("finishing the update"):
+                if own_rank() == 0:
                     for client in clients:
                         client.nbytes = nbytes
                     self._commit(clients, version)
@@ -150,7 +150,7 @@ class WeightSync:
             seconds=time.perf_counter() - started,
             checksum_seconds=self._checksum_seconds,
         )
-        if _rank() == 0:
+        if own_rank() == 0:
             logger.info("%s", report)
         return report
 
@@ -160,15 +160,15 @@ class WeightSync:
         """Send every bucket to every engine; return the number of bytes and of buckets."""
         mine = self._engines_served(clients)
         nbytes, index = 0, -1
-        with _on_all_ranks("preparing the engines"):
+        with on_all_ranks("preparing the engines"):
             sessions = self._prepare(clients, mine, version)
         bucket: Bucket | None = None
         for index, tensors in enumerate(buckets):
             if index == 0:  # built while the engines pause; no rank may send before they have
-                with _on_all_ranks("preparing the engines"):
+                with on_all_ranks("preparing the engines"):
                     bucket = self._build(index, tensors, to_engines=bool(mine))
                     call_all(sessions, lambda wait: wait())
-            with _on_all_ranks(f"bucket {index}"):
+            with on_all_ranks(f"bucket {index}"):
                 bucket = bucket or self._build(index, tensors, to_engines=bool(mine))
                 self._send(bucket, to_engines=bool(mine))
                 nbytes += bucket.nbytes
@@ -176,7 +176,7 @@ class WeightSync:
             del tensors  # both freed before the next ones are gathered
         if index < 0:
             raise WeightSyncError("there are no weights to send")
-        with _on_all_ranks(f"bucket {index}"):
+        with on_all_ranks(f"bucket {index}"):
             if mine:
                 self.transport.finish()
         return nbytes, index + 1
@@ -186,7 +186,7 @@ class WeightSync:
     ) -> list[Callable[[], None]]:
         """Start opening sessions; return the functions that wait until the engines are ready."""
         sessions: list[Callable[[], None]] = []
-        if _rank() == 0:
+        if own_rank() == 0:
             sessions = call_all(clients, lambda engine: engine.start_session(self._pause_mode))
             sglang = [engine for engine in clients if engine.info.kind == "sglang"]
             if self._verify and sglang:
@@ -208,7 +208,7 @@ class WeightSync:
     def _send(self, bucket: Bucket, *, to_engines: bool) -> None:
         if to_engines:
             self.transport.send(bucket)
-        if _rank() == 0:  # while the engines copy it
+        if own_rank() == 0:  # while the engines copy it
             with self._checksum_time():
                 self._sent.add(bucket)
                 if self._sglang is not None:
@@ -239,11 +239,13 @@ class WeightSync:
 
     def _engines_served(self, clients: list[EngineClient]) -> list[EngineClient]:
         if not self.transport.shares_device:
-            return clients if _rank() == 0 else []
+            return clients if own_rank() == 0 else []
         if not self._rank_devices:
-            self._rank_devices = _gather(device_id())
+            self._rank_devices = gather_from_ranks(device_id())
         return [
-            engine for engine in clients if serving_rank(engine.info, self._rank_devices) == _rank()
+            engine
+            for engine in clients
+            if serving_rank(engine.info, self._rank_devices) == own_rank()
         ]
 
 
@@ -280,11 +282,13 @@ def _several_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _rank() -> int:
+def own_rank() -> int:
+    """Return the rank of this trainer process; 0 outside a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _gather(value: str | None) -> list:
+def gather_from_ranks(value: str | None) -> list:
+    """Return the value of every rank; a collective call."""
     if not _several_ranks():
         return [value]
     values = [None] * dist.get_world_size()
@@ -293,14 +297,14 @@ def _gather(value: str | None) -> list:
 
 
 @contextlib.contextmanager
-def _on_all_ranks(stage: str) -> Iterator[None]:
+def on_all_ranks(stage: str) -> Iterator[None]:
     """Raise a failure of one rank on all, so that none waits for another in a collective."""
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
         failure = error
-    texts = _gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+    texts = gather_from_ranks(None if failure is None else f"{type(failure).__name__}: {failure}")
     if isinstance(failure, (WeightSyncError, WeightMismatchError)):
         raise failure
     if failure is not None:

@@ -19,7 +19,7 @@ from slime.weights.buckets import Bucket, TensorMetadata, pack
 from slime.weights.engine_client import EngineClient
 from slime.weights.ipc import BufferHandle, SharedBuffer, release_export
 
-PendingCall = tuple[EngineClient, Callable[[], None]]  # the second waits for the engine's reply
+PendingCall = tuple[EngineClient, Callable[[], object]]  # the second waits for the engine's reply
 
 
 class WeightTransport(ABC):

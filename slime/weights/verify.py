@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,9 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from slime.config.lora import served_adapter
 from slime.core.errors import WeightMismatchError
-from slime.core.types import Probe, RolloutBatch, Schedule
+from slime.core.types import EngineInfo, Probe, RolloutBatch, Schedule, SyncReport
 from slime.utils.concurrency import call_all
 from slime.weights.buckets import Bucket
 from slime.weights.checksum import RunningChecksums
@@ -195,6 +197,20 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + more
 
 
+def add_probe(
+    report: SyncReport,
+    args: Args,
+    engines: list[EngineInfo],
+    log_probs: Callable[[RolloutBatch], list[np.ndarray]],
+    *,
+    pp_size: int,
+) -> SyncReport:
+    """Add a probe to the report if SGLang is to be checked with one; a collective call."""
+    if not args.check_weight_update_equal or all(info.kind != "sglang" for info in engines):
+        return report
+    return replace(report, probe=score_probe(args, log_probs, pp_size=pp_size))
+
+
 def score_probe(
     args: Args, log_probs: Callable[[RolloutBatch], list[np.ndarray]], *, pp_size: int
 ) -> Probe:
@@ -212,6 +228,7 @@ def score_probe(
         log_probs=tuple(float(value) for value in column),
         temperature=args.rollout_temperature,
         tolerance=0.002 if args.precision == "fp32" else 0.5,
+        adapter=served_adapter(args),
     )
 
 

@@ -7,6 +7,7 @@ import torch
 
 from tests.e2e import runs
 
+LORA = {"lora_rank": 4, "lr": 0.01}  # adapters are changed in place under the requests
 FULLY = "slime.rollout.fully_async_rollout.generate_rollout"
 
 
@@ -48,8 +49,10 @@ def test_the_next_rollout_is_made_while_this_one_is_trained_on(tiny_model, tiny_
     assert sorted(trained_indices(record)) == list(range(6 * 16))
 
 
-@pytest.mark.parametrize("script", ["train.py", "train_async.py"])
-def test_weights_swap_while_requests_are_under_way(tiny_model, tiny_data, tmp_path, script):
+@pytest.mark.parametrize(
+    ("script", "lora"), [("train.py", {}), ("train_async.py", {}), ("train_async.py", LORA)]
+)
+def test_weights_swap_while_requests_are_under_way(tiny_model, tiny_data, tmp_path, script, lora):
     run_dir, record = tmp_path / "run", tmp_path / "batches"
     words = runs.command(
         tiny_model,
@@ -64,6 +67,7 @@ def test_weights_swap_while_requests_are_under_way(tiny_model, tiny_data, tmp_pa
         max_tokens_per_gpu=512,
         eval_interval=5,
         eval_prompt_data=["sums", tiny_data],
+        **lora,
     )
     status, output = runs.run(words, script=script)
     assert status == 0, output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.runlog.export_folder import export_info
 from tests.e2e import runs
+from tests.e2e.test_engines_lost import DISTRIBUTED, lose_one_in_an_update
 
 LORA = {"lora_rank": 4, "lora_alpha": 32}
 FLAGS = {
@@ -52,6 +54,26 @@ def test_two_ranks_teach_two_engines_with_adapters_alone(tiny_model, tiny_data, 
     trained = runs.metrics(tmp_path / "run", "train")
     assert len(trained) == 3
     assert all(0 <= record["train/log_prob_gap_max"] < 1e-4 for record in trained), trained
+
+
+def test_a_colocated_engine_keeps_the_base_while_its_memory_is_released(
+    tiny_model, tiny_data, tmp_path
+):
+    words = runs.command(
+        *(tiny_model, tiny_data, tmp_path / "run"),
+        **{**FLAGS, "colocate": True, "rollout_num_gpus": None},
+    )
+    status, output = runs.run(words)
+    assert status == 0, output
+    trained = runs.metrics(tmp_path / "run", "train")
+    assert len(trained) == 3
+    assert all(0 <= record["train/log_prob_gap_max"] < 1e-4 for record in trained), trained
+
+
+def test_an_engine_lost_in_an_update_gets_base_and_adapter_again(tiny_model, tiny_data, tmp_path):
+    flags = {**LORA, "lr": 0.01, **DISTRIBUTED}
+    words = runs.command(tiny_model, tiny_data, tmp_path / "run", **flags)
+    lose_one_in_an_update(words, tmp_path / "run", signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

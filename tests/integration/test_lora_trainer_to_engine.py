@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from slime.backends.fsdp_utils.hf_export import whole_adapters
+from slime.config.checks.file_checks import weight_shapes
+from slime.config.lora import linear_modules
 from slime.core.errors import WeightSyncError
 from slime.core.types import EngineInfo
 from slime.rollout.train_data import split_batch
 from slime.utils.device import device_id
-from slime.weights.lora_sync import ADAPTER, AdapterSync, adapter_update
-from tests.engines import ROOM, engine_server
+from slime.utils.engine_keys import remember_key
+from slime.weights.distributed_transport import DistributedTransport
+from slime.weights.lora_sync import ADAPTER, BASE_VERSION, AdapterSync, adapter_update
+from tests.engines import ROOM, TOKEN, engine_server
 from tests.fsdp import Case, make_rows, start_actor
 from tests.rank_pool import run_fsdp_ranks
 from tests.tiny import make_tiny_checkpoint
@@ -37,7 +41,7 @@ def _train(rank: int, case: Case) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("through", ["memory", "files"])
+@pytest.mark.parametrize("through", ["memory", "files", "broadcast"])
 def test_the_engine_serves_what_the_trainer_trained(through, tmp_path):
     base = make_tiny_checkpoint(tmp_path / "base", weight_scale=3.0)
     flags = {"lora_rank": 4, "lora_alpha": 32, "lora_merge_for_rollout": True, "lr": 0.02}
@@ -46,7 +50,10 @@ def test_the_engine_serves_what_the_trainer_trained(through, tmp_path):
     folder = str(tmp_path / "adapters") if through == "files" else None
     with engine_server(base, "--enable-lora", "--max-lora-rank", "8", *ROOM) as server:
         info = EngineInfo(url=server.url, device_ids=(device_id(),), kind="slime")
-        sync = AdapterSync(token=None, folder=folder)
+        group = DistributedTransport(host="127.0.0.1", backend="gloo")
+        sync = AdapterSync(
+            token=None, folder=folder, group=group if through == "broadcast" else None
+        )
         for version in (1, 2):  # a second update replaces the first in place
             report = sync.update(update, [info], version)
         assert report.nbytes == sum(tensor.nbytes for _, tensor in trained["tensors"])
@@ -71,6 +78,51 @@ def _assert_scored(server, name: str | None, tokens: list[int], expected, mask) 
     found = [entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
     scored = np.array(found[-len(expected) :]) * mask
     np.testing.assert_allclose(scored, expected, rtol=0, atol=2e-4)
+
+
+def _send(rank: int, case: Case, engines: list[EngineInfo]) -> dict[str, Any]:
+    """Train an adapter and send it twice; return the trainer's log-probs and the bytes of each update."""
+    args = case.args()
+    remember_key([info.url for info in engines], TOKEN)
+    actor = start_actor(args, rank, 1)
+    actor.train(0, split_batch(args, make_rows(), dp_size=1, cp_size=1)[rank])
+    rows = split_batch(args, make_rows(), dp_size=1, cp_size=1)[rank]
+    reports = [actor.update_weights(engines, version) for version in (1, 2)]
+    return {
+        "nbytes": [report.nbytes for report in reports],
+        "tokens": [tokens.tolist() for tokens in rows.tokens],
+        "masks": rows.loss_masks,
+        "actor": actor.log_probs(rows, "actor"),
+        "base": actor.log_probs(rows, "ref"),
+    }
+
+
+@pytest.mark.parametrize("transport", ["distributed", "disk"])
+def test_an_engine_with_another_base_gets_the_trainers_first(transport, tmp_path):
+    """Engines of somebody else, and --ref-load: each gets the base once, then adapters alone."""
+    base = make_tiny_checkpoint(tmp_path / "base", weight_scale=3.0)
+    other = make_tiny_checkpoint(tmp_path / "other", weight_scale=3.0, seed=7)
+    with engine_server(other, "--enable-lora", "--max-lora-rank", "8", *ROOM) as server:
+        info = EngineInfo(url=server.url, device_ids=("elsewhere",), kind="slime")
+        flags = {
+            "lora_rank": 4,
+            "lr": 0.02,
+            "rollout_external_engine_addrs": [server.url],
+            "update_weight_transport": transport,
+            "run_dir": str(tmp_path / "run"),
+        }
+        sent = run_fsdp_ranks(_send, 1, Case(model=str(base), flags=flags), [info])[0]
+        held = server.get("/model_info")["weight_version"]
+        for name, expected in ((ADAPTER, sent["actor"]), (None, sent["base"])):
+            _assert_scored(server, name, sent["tokens"][0], expected[0], sent["masks"][0])
+    assert held == str(BASE_VERSION)
+    shapes = weight_shapes(str(base))
+    linear, _ = linear_modules(shapes)
+    sizes = (sum(shapes[f"{name}.weight"]) for name in linear if "layers" in name)
+    adapter = 4 * 4 * sum(sizes)  # fp32, rank 4: the bytes of A and B
+    assert sent["nbytes"] == [adapter, adapter]
+    left = [path.name for path in (tmp_path / "run" / "weights").glob("adapter_*")]
+    assert left == (["adapter_0000002"] if transport == "disk" else [])
 
 
 def test_a_module_that_the_engine_does_not_bind_is_an_error(tmp_path):

@@ -164,7 +164,7 @@ class Corrupting(TensorTransport):
 def corrupted_update(rank: int, checkpoint: Path, engines: list[EngineInfo]) -> str:
     actor = trainer(rank, 2, checkpoint, update_weight_transport="tensor", colocate=True)
     actor.update_weights(engines, 1)
-    actor._weight_sync.transport = Corrupting(torch.device("cpu"))
+    actor.weight_sync.transport = Corrupting(torch.device("cpu"))
     try:
         actor.update_weights(engines, 2)
     except Exception as error:

@@ -133,8 +133,8 @@ def test_a_key_beside_the_models_is_refused(tmp_path):
 
 
 def test_the_embedded_engine_refuses_by_group_what_it_does_not_do(tmp_path):
-    message = refusal(tmp_path, policy({**REGULAR, "overrides": {"enable_lora": True}}))
-    assert "policy, regular" in message and "--sglang-enable-lora is not supported" in message
+    message = refusal(tmp_path, policy({**REGULAR, "overrides": {"enable_eplb": True}}))
+    assert "policy, regular" in message and "--sglang-enable-eplb is not supported" in message
     halves = [{**REGULAR, "worker_type": role} for role in ("prefill", "decode")]
     assert "the embedded engine does both in one" in refusal(tmp_path, policy(*halves))
     two = {**REGULAR, "num_gpus": 2, "num_gpus_per_engine": 2}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slime.config.engine_groups import ServedModel, ServerGroup, engines_of
 from slime.config.lora import (
     LoraConfig,
     check_lora_files,
@@ -37,6 +38,24 @@ SHAPES = {
 LINEAR = [n.removesuffix(".weight") for n, s in SHAPES.items() if len(s) == 2 and "layers" in n]
 
 
+TWO_RANKS = {
+    "rollout_engine": "sglang",
+    "rollout_num_gpus": 2,
+    "rollout_num_gpus_per_engine": 2,
+    "sglang_dp_size": 2,
+    "sglang_enable_dp_attention": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def sglang_somewhere(monkeypatch, tmp_path):
+    """An interpreter that says it has SGLang: the checks ask it for its version and nothing else."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 0.5.23\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("SLIME_SGLANG_PYTHON", str(python))
+
+
 def refusal(**overrides: object) -> str:
     with pytest.raises(ConfigError) as error:
         make_args(**overrides)
@@ -52,12 +71,21 @@ def refusal(**overrides: object) -> str:
         ({"lora_rank": 0}, ["--lora-rank must be at least 1"]),
         ({**LORA, "lora_alpha": 0}, ["--lora-alpha must be above 0"]),
         ({**LORA, "lora_dropout": 1}, ["--lora-dropout must be between 0 and 0.99"]),
-        ({"lora_rank": 4, "colocate": True}, ["lose the base", "--lora-merge-for-rollout"]),
-        ({"lora_rank": 4, "actor_num_nodes": 2}, ["other nodes", "--lora-merge-for-rollout"]),
-        ({"lora_rank": 4, "ref_load": "."}, ["--ref-load", "--lora-merge-for-rollout"]),
         (
-            {"lora_rank": 4, "rollout_external_engine_addrs": ["127.0.0.1:9"]},
-            ["only engines that the run starts", "--lora-merge-for-rollout"],
+            {"lora_rank": 4, "ref_load": ".", "rollout_engine": "sglang"},
+            ["--ref-load", "--lora-merge-for-rollout"],
+        ),
+        (
+            {"lora_rank": 4, "sglang_enable_lora": False},
+            ["--no-sglang-enable-lora", "--lora-merge-for-rollout"],
+        ),
+        (
+            {"lora_rank": 8, "sglang_max_lora_rank": 4},
+            ["--sglang-max-lora-rank 4", "--lora-merge-for-rollout"],
+        ),
+        (
+            {"lora_rank": 8, **TWO_RANKS},
+            ["--sglang-enable-dp-attention", "--lora-merge-for-rollout"],
         ),
         (
             {"lora_rank": 4, "train_backend": "megatron"},
@@ -83,15 +111,51 @@ def test_flags_that_are_refused(flags, words):
         assert word in message
 
 
-def test_embedded_engines_are_started_for_adapters():
-    args = make_args(lora_rank=12)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"colocate": True},
+        {"actor_num_nodes": 2},
+        {"ref_load": "."},
+        {"rollout_engine": "sglang"},
+        {"rollout_engine": "sglang", "colocate": True},
+    ],
+    ids=lambda flags: " ".join(flags) or "apart",
+)
+def test_engines_are_started_for_adapters(flags):
+    args = make_args(lora_rank=12, **flags)
     assert (served_adapter(args), args.sglang_enable_lora, args.sglang_max_lora_rank) == (
         "slime",
         True,
         12,
     )
-    merged = make_args(**LORA)
+    # SGLang loses what it releases; embedded engines keep it in host memory.
+    backup = args.rollout_engine == "sglang" and args.colocate
+    assert bool(args.sglang_enable_weights_cpu_backup) == backup
+    merged = make_args(lora_merge_for_rollout=True, lora_rank=12, **flags)
     assert served_adapter(merged) is None and not merged.sglang_enable_lora
+
+
+def test_engines_of_somebody_else_are_asked_for_the_adapter():
+    args = make_args(lora_rank=4, rollout_external_engine_addrs=["127.0.0.1:9"])
+    assert served_adapter(args) == "slime" and not args.sglang_enable_lora
+
+
+def test_engines_of_a_frozen_model_have_no_slots():
+    frozen, trained = (
+        ServedModel(
+            name=name,
+            model_path=path,
+            update_weights=name == "actor",
+            groups=(ServerGroup(worker_type="regular", num_gpus=1, num_gpus_per_engine=1),),
+        )
+        for name, path in (("judge", "/models/judge"), ("actor", "."))
+    )
+    args = make_args(lora_rank=4).replace(engine_models=[trained, frozen], rollout_num_gpus=2)
+    first, second = engines_of(args)
+    assert (first.args.sglang_enable_lora, first.args.sglang_max_lora_rank) == (True, 4)
+    assert (second.args.sglang_enable_lora, second.args.sglang_max_lora_rank) == (None, None)
 
 
 def test_training_without_engines_needs_no_merging():

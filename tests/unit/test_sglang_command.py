@@ -12,6 +12,7 @@ from slime.core.errors import ConfigError
 from slime.utils.addresses import Ports, find_ports, says_port_taken
 from slime.weights.fp8 import Fp8Format, declaration
 from tests.args import make_args
+from tests.tiny import make_tiny_checkpoint
 
 OLD, NEW = "0.5.16", "0.5.23"
 
@@ -103,6 +104,23 @@ def test_the_seeds_spellings_in_the_words_of_each_version():
     assert old["--enable-dp-attention"] == [] and old["--dp-size"] == ["32"]
     assert new["--attn-dp-size"] == ["32"]
     assert "--enable-dp-attention" not in new and "--dp-size" not in new
+
+
+@pytest.mark.parametrize("version", [OLD, NEW])
+def test_a_run_with_lora_starts_servers_with_slots_for_its_adapter(version, tmp_path):
+    model = str(make_tiny_checkpoint(tmp_path / "model"))
+    run = {"rollout_engine": "sglang", "hf_checkpoint": model, "lora_rank": 12}
+    found = command(make_args(**run), version)
+    assert found["--enable-lora"] == [] and found["--max-lora-rank"] == ["12"]
+    every = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert found["--lora-target-modules"] == every
+    assert "--lora-strict-loading" in found and "--lora-backend" not in found
+    few = make_args(**run, lora_target_modules=["q_proj", "self_attn.v_proj"])
+    found = command(few, version, on_gpu=False)
+    assert found["--lora-target-modules"] == ["q_proj", "v_proj"]
+    assert found["--lora-backend"] == ["torch_native"]  # the others are kernels for GPUs
+    merged = command(make_args(**run, lora_merge_for_rollout=True), version)
+    assert not any("lora" in option for option in merged)
 
 
 @pytest.mark.parametrize("version", [OLD, NEW])

@@ -83,6 +83,18 @@ def pin_nothing(module):
     module._cuda_host_register = lambda *args, **kwargs: None
 
 
+def pin_no_tensors(module):
+    """Leave tensors of adapters in plain host memory, for the same reason."""
+    import torch
+
+    def unpinned(make):
+        return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
+
+    torch.Tensor.pin_memory = lambda self, device=None: self
+    for name in ("tensor", "zeros", "empty", "full"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+
+
 def multiply_in_torch(module):
     """Replace the FP8 matmuls, which SGLang implements for AMX, by dequantised ones in fp32."""
     import torch
@@ -137,6 +149,7 @@ def _wide(bias):
 _FP8 = "sglang.srt.layers.quantization"
 PATCHES = {
     "sglang.srt.mem_cache.pool_host.common": pin_nothing,
+    "sglang.srt.lora.lora_manager": pin_no_tensors,
     f"{_FP8}.fp8": multiply_in_torch,
     f"{_FP8}.compressed_tensors.compressed_tensors": allow_channels,
     f"{_FP8}.compressed_tensors.schemes.compressed_tensors_w8a8_fp8": multiply_channels_in_torch,

@@ -197,11 +197,15 @@ class FSDPTrainRayActor(LoraTrainRayActor):
     def whole_adapters(self, dtype: torch.dtype) -> Iterator[NamedTensor]:
         return whole_adapters(self.model, dtype)
 
-    def hf_buckets(self) -> Iterator[HFBucket]:
+    def base_buckets(self) -> Iterator[HFBucket]:
+        return self.hf_buckets(merged=False)
+
+    def hf_buckets(self, *, merged: bool = True) -> Iterator[HFBucket]:
         # The tensor transport sends from every rank to engines on its device, others from rank 0.
         keep = self.rank == 0 or self.args.update_weight_transport == "tensor"
         size = self.args.update_weight_buffer_size
-        return hf_buckets(self.model, serving_dtype(self.args), size, keep=keep)
+        dtype = serving_dtype(self.args)
+        return hf_buckets(self.model, dtype, size, keep=keep, merged=merged)
 
     def export_hf(self, path: str, info: ExportInfo | None = None) -> None:
         export_hf(self.model, path, self.args.hf_checkpoint, serving_dtype(self.args), info)

@@ -39,16 +39,18 @@ def hf_buckets(
     max_bytes: int,
     *,
     keep: bool,
+    merged: bool = True,
 ) -> Iterator[CastBucket]:
     """Yield buckets of (checkpoint name, full tensor), each up to `max_bytes` or one larger tensor.
 
     Tied weights occur once. Gathering is collective: all ranks must iterate together. A tensor may
     share memory with its parameter: read it before the next training step. With `keep=False` a rank
     yields the same number of buckets, but empty: it takes part in gathering and stores nothing.
-    Adapters are merged into the weights.
+    Adapters are merged into the weights, or with `merged=False` left out.
     """
-    as_is = model.is_whole and model.lora is None
-    tensors = _own_tensors(model, dtype) if as_is else _gathered_tensors(model, dtype)
+    lora = model.lora if merged else None
+    as_is = model.is_whole and lora is None
+    tensors = _own_tensors(model, dtype) if as_is else _gathered_tensors(model, dtype, lora)
     bucket: list[NamedCast] = []
     size = 0
     for name, tensor, wanted in tensors:
@@ -74,8 +76,10 @@ def _own_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedCast]
                 yield hf_name, view, wanted
 
 
-def _gathered_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedCast]:
-    wanted = _wanted(model, dtype) if model.lora is None else _merged(model, dtype, model.lora)
+def _gathered_tensors(
+    model: ShardedModel, dtype: torch.dtype, lora: LoraConfig | None
+) -> Iterator[NamedCast]:
+    wanted = _wanted(model, dtype) if lora is None else _merged(model, dtype, lora)
     whole = whole_tensors(wanted)
     for name, tensor in hf_views(whole, model_type=model.module.hf.config.model_type):
         yield name, tensor, tensor.dtype

@@ -14,9 +14,11 @@ import sys
 from dataclasses import dataclass
 
 from slime.config.arguments import Args
+from slime.config.checks.file_checks import weight_shapes
 from slime.config.flags.engine_options import known_version, sglang_argv
 from slime.config.flags.registry import all_flags, read_table
 from slime.config.installed import SGLangInstall, find_sglang
+from slime.config.lora import served_modules
 from slime.utils.addresses import Ports
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -93,6 +95,16 @@ def _defaults(args: Args, *, index: int, on_gpu: bool, label: str | None) -> dic
         "dtype": _DTYPES[args.precision],
         "random_seed": args.rollout_seed + index,
         **({} if label is None else {"weight_version": label}),
+        **(_lora(args, on_gpu=on_gpu) if args.sglang_enable_lora and args.lora_rank else {}),
+    }
+
+
+def _lora(args: Args, *, on_gpu: bool) -> dict[str, object]:
+    """Return the slots of the run's adapter; a matrix that fits none must not be skipped."""
+    return {
+        "lora_target_modules": served_modules(args, weight_shapes(args.hf_checkpoint)),
+        "lora_strict_loading": True,
+        **({} if on_gpu else {"lora_backend": "torch_native"}),
     }
 
 
