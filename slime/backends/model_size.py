@@ -26,6 +26,7 @@ from slime.utils.machine import usable_cores
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
+    from slime.config.lora import LoraConfig
 
 _ANSWER = "COUNTED "
 _TIMEOUT_S = 600
@@ -100,6 +101,21 @@ class WholeModel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterCount:
+    """Sizes of LoRA adapters: A of a module has rank x in elements, B has out x rank.
+
+    `widths` is in + out over all modules with an adapter, which so have rank x widths elements: for all
+    linear modules of Qwen3-4B 36 x 57,344, so rank 16 has 33,030,144.
+    """
+
+    widths: int
+    layer: int  # the same of the largest decoder layer
+    modules: int  # with an adapter, in a decoder layer
+    in_mlp: bool  # whether dense MLPs have some
+    served: int  # in + out over all linear modules, for which engines keep room
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelCount:
     whole: WholeModel
     ranks: list[RankModel]
@@ -108,6 +124,7 @@ class ModelCount:
     served: dict[str, WholeModel] = field(
         default_factory=dict
     )  # other models of engines, by folder
+    adapters: AdapterCount | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -115,7 +132,9 @@ class ModelCount:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> ModelCount:
         ranks = [_rank_from_json(rank) for rank in raw["ranks"]]
-        return cls(**{**raw, "whole": WholeModel(**raw["whole"]), "ranks": ranks})
+        adapters = AdapterCount(**raw["adapters"]) if raw["adapters"] else None
+        whole = WholeModel(**raw["whole"])
+        return cls(**{**raw, "whole": whole, "ranks": ranks, "adapters": adapters})
 
 
 _BY_SIZE = ("weight_sizes", "master_sizes", "moment_sizes", "momentum_sizes")
@@ -202,8 +221,11 @@ def _count(request: CountRequest) -> ModelCount:
     import torch
 
     from slime.backends.kernels.packed_attention import repeats_keys
+    from slime.config.lora import LoraConfig
 
     whole = _count_whole(request.args.hf_checkpoint)  # before Megatron patches torch
+    lora = LoraConfig.of(request.args) if request.ranks else None
+    adapters = None if lora is None else _count_adapters(request.args.hf_checkpoint, lora)
     if request.args.train_backend == "fsdp":
         from slime.backends.fsdp_utils.meta_model import count_rank
     else:
@@ -214,6 +236,7 @@ def _count(request: CountRequest) -> ModelCount:
         ranks=ranks,
         attention_repeats_keys=repeats_keys(),
         torch_version=torch.__version__,
+        adapters=adapters,
     )
 
 
@@ -239,6 +262,42 @@ def _count_whole(folder: str) -> WholeModel:
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
         largest_tensor=largest,
     )
+
+
+def _count_adapters(folder: str, lora: LoraConfig) -> AdapterCount:
+    widths, experts = _linear_widths(folder)
+    targets = lora.targets(widths, experts)
+    layers: dict[str, list[str]] = {}
+    for name in targets:
+        if layer := re.search(r"layers\.(\d+)\.", name):
+            layers.setdefault(layer[1], []).append(name)
+    every = {**widths, **experts}
+    return AdapterCount(
+        widths=sum(every[name] for name in targets),
+        layer=max((sum(every[n] for n in names) for names in layers.values()), default=0),
+        modules=max(map(len, layers.values()), default=0),
+        in_mlp=any(_part(name + ".weight") == "mlp" for name in targets),
+        served=sum(widths.values()),
+    )
+
+
+@functools.cache
+def _linear_widths(folder: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Return in + out of the linear modules but the output layer, and of experts, by name."""
+    import torch
+
+    from slime.weights.buckets import hf_views
+
+    model = _skeleton(folder)
+    head = model.get_output_embeddings()
+    linear = {
+        name: module.in_features + module.out_features
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    }
+    fused = [(n, p) for n, p in model.named_parameters() if p.ndim == 3 and ".experts." in n]
+    views = hf_views(fused, model_type=model.config.model_type or "")
+    return linear, {name.removesuffix(".weight"): sum(view.shape[-2:]) for name, view in views}
 
 
 def _part(name: str) -> str:

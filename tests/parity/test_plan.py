@@ -172,8 +172,9 @@ def held_by_fsdp(rank: int, args: Args, world_size: int) -> dict[str, int]:
     batch.old_log_probs = actor.log_probs(batch, "actor")
     actor.advantages(0, batch)
     actor.forward_backward(next(actor.steps(batch)))
-    local = [param.to_local() for param in actor.model.params.values()]
-    gradients = [param.grad.to_local() for param in actor.model.params.values()]
+    params = actor.model.params.values()
+    local = [param.to_local() for param in params]
+    gradients = [param.grad.to_local() for param in params if param.grad is not None]
     actor.optimizer.step()
     moments = [
         state[name]
@@ -189,10 +190,14 @@ def held_by_fsdp(rank: int, args: Args, world_size: int) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_fsdp_ranks_hold_what_the_plan_says(tmp_path, world_size):
+LORA = {"lora_rank": 4, "bf16": True, "lora_target_modules": ["q_proj", "down_proj"]}
+
+
+@pytest.mark.parametrize(("world_size", "flags"), [(1, {}), (2, {}), (1, LORA), (2, LORA)])
+def test_fsdp_ranks_hold_what_the_plan_says(tmp_path, world_size, flags):
     model = str(make_tiny_checkpoint(tmp_path / "m"))
-    args = Case(model=model).args(actor_num_gpus_per_node=world_size, rollout_num_gpus=1)
+    layout = {"actor_num_gpus_per_node": world_size, "rollout_num_gpus": 1}
+    args = Case(model=model).args(**layout, **flags)
     ranks = list(range(world_size))
     [counted] = counts([CountRequest(args=args, ranks=ranks, world_size=world_size)])
     held = run_ranks(held_by_fsdp, world_size, args, world_size)

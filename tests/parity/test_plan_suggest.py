@@ -4,9 +4,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from slime.cli.plan.plan import Machine, Plan, make_plans
+from slime.cli.plan.plan import Machine, Plan, find_advice, make_plan, make_plans
 from slime.cli.plan.request import PlanOptions, planned_args
-from slime.cli.plan.suggest import find_suggestions
+from slime.cli.plan.suggest import find_suggestions, suggest_lora
 from slime.core.errors import UserError
 from tests.parity.test_model_scripts import model_args
 
@@ -87,3 +87,56 @@ def test_nothing_is_suggested_where_nothing_fits():
     argv = [*model_args("glm4.5-355B-A32B"), *cluster(8)]
     with planned_args(argv, PlanOptions(gpus=8, suggest=True)) as args:
         assert find_suggestions(args, H100) == []
+        assert suggest_lora(args, H100) == []
+
+
+def one_gpu(*more: str) -> list[str]:
+    """A rollout of few tokens on one GPU, which trainer and engine share."""
+    return [
+        *("--actor-num-gpus-per-node", "1", "--colocate", "--use-dynamic-batch-size"),
+        *("--max-tokens-per-gpu", "8192", "--sglang-mem-fraction-static", "0.7", *more),
+    ]
+
+
+def test_lora_is_suggested_where_full_training_does_not_fit(tmp_path):
+    """8B parameters on 80 GB: 18 bytes each do not fit, 2 bytes do; what is proposed can be typed."""
+    argv = [*model_args("llama3.1-8B"), *one_gpu()]
+    with planned_args(argv, PlanOptions(gpus=1, suggest=True)) as args:
+        assert find_suggestions(args, H100) == []
+        (found,) = suggest_lora(args, H100)
+        words = " ".join(found.flags).split()
+        flags = ["--train-backend fsdp", "--gradient-checkpointing", "--lora-rank 16"]
+        assert found.flags[:5] == [*flags, "--lora-alpha 32", "--lora-merge-for-rollout"]
+        typed = ["--hf-checkpoint", args.hf_checkpoint, *one_gpu(), *words]
+        with planned_args(typed, PlanOptions()) as same:
+            plan = make_plan(same, H100)
+    assert plan.verdict == "fits"
+    assert plan.fullest.total == found.plan.fullest.total
+    assert plan.count.adapters is not None
+    h, q, kv, f = 4096, 4096, 1024, 14336
+    layer = 2 * (h + q) + 2 * (h + kv) + 3 * (h + f)
+    assert plan.count.adapters.widths == 32 * layer
+    assert plan.count.ranks[0].trained_parameters == 16 * 32 * layer
+
+
+def test_lora_is_advice_for_a_plan_of_fsdp_that_does_not_fit():
+    argv = [*model_args("llama3.1-8B"), *one_gpu()]
+    with planned_args(argv, PlanOptions()) as args:
+        typed = ["--hf-checkpoint", args.hf_checkpoint, "--train-backend", "fsdp", *one_gpu()]
+        with planned_args(typed, PlanOptions()) as fsdp:
+            plan = make_plan(fsdp, H100)
+            advice = find_advice(plan, H100)
+    assert plan.verdict == "does not fit"
+    assert advice[0].fits
+    if not any("--fsdp-cpu-offload" in one.flags and one.fits for one in advice):
+        assert advice[0].flags.startswith("--gradient-checkpointing --lora-rank 16")
+
+
+def test_experts_are_left_out_of_suggested_adapters():
+    argv = [*model_args("qwen3-30B-A3B"), *one_gpu()]
+    with planned_args(argv, PlanOptions(gpus=1, suggest=True)) as args:
+        (found,) = suggest_lora(args, Machine(gpu_bytes=140 * GIB, source="test"))
+    assert "--lora-target-modules q_proj k_proj v_proj o_proj" in found.flags
+    assert found.plan.count.adapters is not None
+    h, q, kv = 2048, 4096, 512
+    assert found.plan.count.adapters.widths == 48 * (2 * (h + q) + 2 * (h + kv))

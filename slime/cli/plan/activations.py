@@ -16,6 +16,9 @@ widths of queries and of keys, F the MLP's, all over TP; H over TP under sequenc
 
 Attention scores are never materialised. An expert saves input, gate and up of every routed token.
 
+LoRA adds the output of A, i.e. the rank, for every module with an adapter. A module with an adapter saves
+its input, so FSDP's MLP then keeps silu(gate) and silu(gate) * up too: 4 F.
+
 TransformerEngine's layers save the same, but a norm that is fused into a linear layer (all but
 those before experts) is not recomputed. In FP8 a linear layer saves its input in one byte per
 element in addition to the bf16 activations of others, and silu(gate) * up is saved in one byte too.
@@ -26,6 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.backends.layer_summary import layer_summary
+from slime.backends.model_size import AdapterCount
 from slime.cli.plan.model_shape import Shape
 from slime.cli.plan.rank_layout import Sizes
 from slime.config.arguments import Args
@@ -58,7 +62,14 @@ class LayerCost:
         return max(self.dense.total, self.moe.total)
 
 
-def layer_cost(args: Args, shape: Shape, sizes: Sizes, *, repeats_keys: bool) -> LayerCost:
+def layer_cost(
+    args: Args,
+    shape: Shape,
+    sizes: Sizes,
+    *,
+    repeats_keys: bool,
+    adapters: AdapterCount | None = None,
+) -> LayerCost:
     megatron = args.train_backend == "megatron"
     sp = sizes.tp if megatron and args.sequence_parallel else 1
     hidden = shape.hidden / sp
@@ -74,13 +85,16 @@ def layer_cost(args: Args, shape: Shape, sizes: Sizes, *, repeats_keys: bool) ->
     moe = 0.0 if "moe" in recomputed else before_moe + _experts(shape, sizes, sp, recomputed, fp8)
     if shape.post_norms:
         dense += 2 * hidden
+    if adapters is not None:
+        attention += adapters.modules * args.lora_rank
+        dense += 2 * shape.ffn if adapters.in_mlp and not megatron else 0.0
     widest = max(shape.ffn / sizes.tp, shape.experts_per_token * shape.expert_ffn / sp)
     return LayerCost(
         dense=SavedPerLayer(boundary=hidden, attention=attention, mlp=dense),
         moe=SavedPerLayer(
             boundary=hidden, attention=attention, mlp=moe if shape.num_experts else 0
         ),
-        backward=4 * widest + 2 * shape.hidden,
+        backward=(4 if adapters is None else 6) * widest + 2 * shape.hidden,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.backends.model_size import ModelCount, WholeModel
+from slime.backends.model_size import AdapterCount, ModelCount, WholeModel
 from slime.cli.plan.memory import GIB, Item
 from slime.cli.plan.model_shape import Shape, read_shape
 from slime.cli.plan.rank_layout import longest_sample
@@ -14,6 +14,7 @@ from slime.config.engine_groups import default_model, engines_of
 
 _DEFAULT_FRACTION = 0.85
 _DEFAULT_CHUNK = 8192
+_DEFAULT_SLOTS = 8  # adapters of an engine, of SGLang too
 _DEFAULT_RUNNING = 256  # running requests of the embedded engine
 _GRAPH_ROW = 2 << 20  # bytes that SGLang reserves per row of its largest CUDA graph
 _SCALE_BYTES = 4 / (128 * 128)
@@ -44,6 +45,7 @@ class Engine:
     shape: Shape
     whole: WholeModel
     capacity: float  # bytes of one GPU
+    adapters: AdapterCount | None = None  # of the model, if it serves some
 
     @property
     def tp(self) -> int:
@@ -73,10 +75,19 @@ class Engine:
         cache = self.cache().bytes_per_gpu
         note = f"fraction {self.fraction:g}" + ("" if self._fraction_given else ", the default")
         kind = "fp8" if self.shape.fp8 else self.args.precision
-        return [
+        items = [
             Item(name="engine weights", nbytes=self.weights(), note=kind),
+            Item(name="adapter slots", nbytes=self.slots(), note=f"{self._num_slots} slots"),
             Item(name="KV cache", nbytes=cache, note=note),
         ]
+        return [item for item in items if item.nbytes or item.name != "adapter slots"]
+
+    def slots(self) -> int:
+        """Return the bytes of the slots for adapters, which are there for every linear module."""
+        if self.adapters is None or not self.args.sglang_enable_lora:
+            return 0
+        rank = self.args.sglang_max_lora_rank or self.args.lora_rank
+        return self._num_slots * rank * self.adapters.served * self._element
 
     def working(self) -> list[Item]:
         items = [Item(name="engine activations", nbytes=self._activations(), note="prefill chunk")]
@@ -100,9 +111,9 @@ class Engine:
         per_token = self._bytes_per_token()
         overheads = sum(item.nbytes for item in self.overhead())
         if self.args.rollout_engine == "slime":  # its fraction is of the whole GPU
-            free = self.capacity * self.fraction - self.weights() - overheads
+            free = self.capacity * self.fraction - self.weights() - self.slots() - overheads
         else:
-            free = (self.capacity - overheads) * self.fraction - self.weights()
+            free = (self.capacity - overheads) * self.fraction - self.weights() - self.slots()
         page = self.args.sglang_page_size or 1
         tokens = max(int(free // per_token) // page * page, 0)
         if self.args.sglang_max_total_tokens:
@@ -125,6 +136,10 @@ class Engine:
     def _most_running(self) -> int:
         given = self.args.sglang_max_running_requests
         return given or (_DEFAULT_RUNNING if self.args.rollout_engine == "slime" else 1 << 30)
+
+    @property
+    def _num_slots(self) -> int:
+        return self.args.sglang_max_loras_per_batch or _DEFAULT_SLOTS
 
     @property
     def _fraction_given(self) -> bool:
@@ -209,6 +224,7 @@ def planned_engines(args: Args, count: ModelCount, capacity: float) -> list[Plan
                 shape=read_shape(own.hf_checkpoint),
                 whole=count.served.get(own.hf_checkpoint, count.whole),
                 capacity=capacity,
+                adapters=count.adapters if own.hf_checkpoint == args.hf_checkpoint else None,
             )
         engines.append(
             PlannedEngine(

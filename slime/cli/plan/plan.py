@@ -10,6 +10,7 @@ from slime.backends.model_size import CountRequest, ModelCount, RankModel, count
 from slime.cli.plan.activations import layers_line
 from slime.cli.plan.engine_memory import KVCache, planned_engines, policy_engine
 from slime.cli.plan.host_memory import Host
+from slime.cli.plan.lora import AdapterCost, adapter_cost, lora_values, typed_lora
 from slime.cli.plan.memory import GIB, HostMemory, Item, Phase, phases_of
 from slime.cli.plan.model_shape import Shape, read_shape
 from slime.cli.plan.rank_layout import (
@@ -43,6 +44,10 @@ class Plan:
     capacity_source: str
     host_capacity: float | None = None
     advice: list[str] = field(default_factory=list)
+
+    @property
+    def adapter(self) -> AdapterCost | None:
+        return adapter_cost(self.args, self.count, self.shape.layers)
 
     @property
     def fullest(self) -> Phase:
@@ -183,7 +188,22 @@ def find_advice(plan: Plan, machine: Machine) -> list[Advice]:
         fits = other.verdict != "does not fit"
         if saves > 0 or (fits and plan.verdict == "does not fit"):
             found.append(Advice(flags=_spell(values), saves=max(saves, 0), fits=fits))
+    if plan.verdict == "does not fit" and not any(advice.fits for advice in found):
+        found += _lora_advice(plan, machine)
     return sorted(found, key=lambda advice: (not advice.fits, -advice.saves))
+
+
+def _lora_advice(plan: Plan, machine: Machine) -> list[Advice]:
+    """Propose LoRA where no other change fits and the trainer is already the one that honours it."""
+    if plan.args.lora_rank or plan.args.train_backend != "fsdp":
+        return []
+    values = lora_values(plan.args, plan.shape)
+    other = make_plans([plan.args.replace(**values)], machine)[0]
+    if isinstance(other, UserError):
+        return []
+    saves, fits = plan.fullest.total - other.fullest.total, other.verdict != "does not fit"
+    words = [word for word in typed_lora(values) if not word.startswith("--train-backend")]
+    return [Advice(flags=" ".join(words), saves=saves, fits=fits)] if saves > 0 else []
 
 
 def _spell(values: dict[str, Any]) -> str:
@@ -286,6 +306,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "total_bytes": plan.host.total,
             "items": [_item(item) for item in plan.host.items],
         },
+        "adapter": asdict(plan.adapter) if plan.adapter else None,
         "warnings": list(plan.args.warnings),
     }
 

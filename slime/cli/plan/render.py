@@ -46,6 +46,7 @@ def summary_lines(plan: Plan) -> list[str]:
         + f" on {len({p.node for p in plan.layout.ranks})} machines, {plan.args.train_backend}",
         *_layer_lines(plan),
         *_group_lines(plan.layout),
+        *([f"adapter    {plan.adapter}"] if plan.adapter else []),
         *_engine_lines(plan),
         f"batches    {batches.samples_per_rollout} samples = {batches.steps_per_rollout} steps x "
         f"{batches.global_batch_size}; {batches.samples_per_dp_rank} per DP rank, micro-batches of "

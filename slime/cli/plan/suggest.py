@@ -4,7 +4,7 @@ Candidates: every TP that divides the heads and stays inside a machine, every PP
 in its last stage if it does not divide them), EP for experts, CP 1; colocated, with 8192 tokens per
 GPU unless given. Candidates whose lower bound does not fit are not built. Those that fit are sorted by less
 recomputation and offloading, then fewer GPUs per replica (more data parallelism, less
-communication), then tensor before pipeline parallelism.
+communication), then tensor before pipeline parallelism. Where none fits, LoRA with FSDP is planned.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
+from slime.cli.plan.lora import lora_values, typed_lora
 from slime.cli.plan.memory import GIB
 from slime.cli.plan.model_shape import Shape, read_shape
 from slime.cli.plan.plan import CPU_ADAM, FULL_RECOMPUTE, Machine, Plan, make_plans, plan_from_count
@@ -35,9 +36,21 @@ _NAMES = ("", "recompute", "recompute, CPU Adam")
 class Suggestion:
     plan: Plan
     effort: int  # index of the step of _STEPS that was needed
+    lora: tuple[str, ...] = ()  # flags of LoRA, which replace those of a layout
 
     @property
     def flags(self) -> list[str]:
+        layout = list(self.lora) or self._layout_flags()
+        args = self.plan.args
+        engine = f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}"
+        fraction = f"--sglang-mem-fraction-static {args.sglang_mem_fraction_static:g}"
+        return [*layout, engine, fraction]
+
+    @property
+    def means(self) -> str:
+        return "LoRA, FSDP" if self.lora else _NAMES[self.effort]
+
+    def _layout_flags(self) -> list[str]:
         sizes, args = self.plan.layout.sizes, self.plan.args
         words = [f"--tensor-model-parallel-size {sizes.tp}"]
         if sizes.tp > 1:
@@ -51,8 +64,6 @@ class Suggestion:
         for name, value in _STEPS[self.effort].items():
             option = option_of(name)
             words.append(option if value is True else f"{option} {value}")
-        words.append(f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}")
-        words.append(f"--sglang-mem-fraction-static {args.sglang_mem_fraction_static:g}")
         return words
 
 
@@ -69,7 +80,7 @@ def suggest(argv: list[str], options: PlanOptions) -> int:
             raise ConfigError(
                 "--suggest chooses equal engines: remove --sglang-config and --prefill-num-servers"
             )
-        found = find_suggestions(args, machine)
+        found = find_suggestions(args, machine) or suggest_lora(args, machine)
     _show(found, options)
     return 0 if found else 1
 
@@ -86,6 +97,19 @@ def find_suggestions(args: Args, machine: Machine) -> list[Suggestion]:
             suggestion = _least_effort(plan, machine)
             found += [suggestion] if suggestion else []
     return sorted(found, key=_rank)
+
+
+def suggest_lora(args: Args, machine: Machine) -> list[Suggestion]:
+    """Return LoRA on the same GPUs if it fits and the run trains all weights."""
+    if args.lora_rank:
+        return []
+    shape = read_shape(args.hf_checkpoint)
+    values = lora_values(args, shape)
+    engine = _engine_size(args, shape, machine)
+    plan = make_plans([args.replace(**_layout(shape, 1, 1, 1), **values, **engine)], machine)[0]
+    if isinstance(plan, UserError) or plan.verdict != "fits":
+        return []
+    return [Suggestion(plan=plan, effort=len(_STEPS), lora=tuple(typed_lora(values)))]
 
 
 def _least_effort(plan: Plan, machine: Machine) -> Suggestion | None:
@@ -206,7 +230,7 @@ def _show(found: list[Suggestion], options: PlanOptions) -> None:
     if not found:
         console.print(
             f"nothing fits on {options.gpus} GPU{'s' * (options.gpus != 1)}, not even with all activations recomputed and Adam on the "
-            "host: give more GPUs, or more memory with --gpu-memory",
+            "host, nor with LoRA: give more GPUs, or more memory with --gpu-memory",
             highlight=False,
         )
         return
@@ -217,6 +241,13 @@ def _show(found: list[Suggestion], options: PlanOptions) -> None:
         table.add_row(str(number), *_cells(suggestion))
     console.print(table)
     console.print("the first one:  " + " ".join(found[0].flags), highlight=False, soft_wrap=True)
+    if found[0].lora:
+        console.print(
+            "training all weights does not fit; with these flags leave MODEL_ARGS out, since FSDP reads the "
+            "model from --hf-checkpoint (docs/lora.md)",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _cells(suggestion: Suggestion) -> list[str]:
@@ -230,7 +261,7 @@ def _cells(suggestion: Suggestion) -> list[str]:
         str(plan.args.rollout_num_gpus_per_engine),
         f"{plan.fullest.total / GIB:.1f} GiB",
         f"{plan.host.total / GIB:.0f} GiB",
-        _NAMES[suggestion.effort],
+        suggestion.means,
     ]
 
 

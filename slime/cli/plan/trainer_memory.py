@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from slime.backends.model_size import ModelCount, RankModel
+from slime.backends.model_size import AdapterCount, ModelCount, RankModel
 from slime.cli.plan.activations import LayerCost, layer_cost, uses_te
 from slime.cli.plan.memory import GIB, Item
 from slime.cli.plan.model_shape import Shape
 from slime.cli.plan.rank_layout import Batches, Sizes
 from slime.config.arguments import Args
+from slime.config.lora import served_adapter
 
 # Assumed: memory of a CUDA process before its first tensor, and the buffers of a communicator.
 CUDA_CONTEXT = int(0.5 * GIB)
@@ -100,7 +101,13 @@ class Trainer:
         return [item for item in [*items, *self._gathered(training=False)] if item.nbytes]
 
     def update(self) -> list[Item]:
-        """Return the buckets: one being gathered, one being sent (two with tensor transport)."""
+        """Return the buckets: one being gathered, one being sent (two with tensor transport).
+
+        An adapter that is sent alone is gathered as a whole, then copied to host memory.
+        """
+        if self.count.adapters is not None and served_adapter(self.args):
+            size = adapter_bytes(self.args, self.count.adapters)
+            return [Item(name="adapter being sent", nbytes=size, note=self.args.precision)]
         size = self.args.update_weight_buffer_size
         largest = self.count.whole.largest_tensor * self._element
         bucket = max(size, largest)
@@ -153,7 +160,13 @@ class Trainer:
 
     def _layer_cost(self) -> LayerCost:
         repeats = self.count.attention_repeats_keys
-        return layer_cost(self.args, self.shape, self.sizes, repeats_keys=repeats)
+        return layer_cost(
+            self.args,
+            self.shape,
+            self.sizes,
+            repeats_keys=repeats,
+            adapters=self.count.adapters,
+        )
 
     def _kept(self, rank: RankModel, cost: LayerCost) -> float:
         """Return the elements per token saved for backward, over all micro-batches in flight."""
@@ -192,7 +205,7 @@ class Trainer:
         if not backward:
             return logits + hidden
         gradient = vocab * self.shape.hidden * (4 + 2 if self._element == 2 else 4)
-        return logits + 2 * hidden + gradient
+        return logits + 2 * hidden + (0 if self.args.lora_rank else gradient)
 
     def _gathered(self, *, training: bool) -> list[Item]:
         """Return what FSDP gathers: all parameters on one rank, else two layers and the head.
@@ -204,7 +217,7 @@ class Trainer:
         whole = self.count.whole
         parts = whole.total
         if self.sizes.world > 1 or self.args.lora_rank:
-            parts = 2 * whole.layer + self._outside_layers()
+            parts = 2 * (whole.layer + self._adapter_layer()) + self._outside_layers()
         items = [Item(name="gathered parameters", nbytes=parts * self._element)]
         if training:
             own = self.count.ranks[0].trained_parameters
@@ -213,6 +226,10 @@ class Trainer:
             work = 0 if self.sizes.world == 1 or self.args.lora_rank else whole_ones * 4
             items.append(Item(name=GRADIENTS, nbytes=here + work, note="fp32, until the step"))
         return items
+
+    def _adapter_layer(self) -> int:
+        adapters = self.count.adapters
+        return 0 if adapters is None else adapters.layer * self.args.lora_rank
 
     def _outside_layers(self) -> int:
         return sum(self.count.whole.by_part.get(part, 0) for part in ("embedding", "head"))
@@ -223,6 +240,11 @@ class Trainer:
         widest = max(self.count.whole.largest_tensor, expert)
         spread = self.sizes.world > 1
         return int(widest * self._element * (2 if spread else 1))
+
+
+def adapter_bytes(args: Args, adapters: AdapterCount) -> int:
+    """Return the bytes of an adapter in the precision in which engines hold it."""
+    return args.lora_rank * adapters.widths * (2 if args.precision == "bf16" else 4)
 
 
 def moments_name(args: Args) -> str:
