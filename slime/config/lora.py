@@ -62,10 +62,10 @@ class LoraConfig:
         file = Path(folder) / CONFIG_FILE
         try:
             fields = json.loads(file.read_text())
-            kind, targets = fields["peft_type"], fields["target_modules"]
+            kind, targets = fields["peft_type"], _checked_targets(fields["target_modules"])
             config = cls(
-                rank=int(fields["r"]),
-                alpha=float(fields["lora_alpha"]),
+                rank=_above_zero("r", int(fields["r"])),
+                alpha=_above_zero("lora_alpha", float(fields["lora_alpha"])),
                 dropout=float(fields.get("lora_dropout") or 0.0),
                 use_rslora=bool(fields.get("use_rslora")),
             )
@@ -73,7 +73,7 @@ class LoraConfig:
             raise ConfigError(
                 f"{flag}: {folder} is not a PEFT folder: it has no {CONFIG_FILE}"
             ) from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"{flag}: {file} cannot be read: {error!r}") from None
         modules = adapter_modules(Path(folder), flag)
         _refuse_other_kinds(kind, fields, modules, f"{flag}: {file}")
@@ -272,13 +272,18 @@ def check_lora_files(args: Args, shapes: dict[str, list[int]]) -> None:
     refuse_other_base(held, wanted, args.lora_adapter_path)
 
 
-def refuse_other_base(held: dict[str, list[int]], wanted: dict[str, list[int]], path: str) -> None:
+def refuse_other_base(
+    held: dict[str, list[int]],
+    wanted: dict[str, list[int]],
+    path: str,
+    flag: str = "--hf-checkpoint",
+) -> None:
     """Raise if the tensors of an adapter are not those that the base model takes."""
     differing = sorted(n for n in held.keys() | wanted.keys() if held.get(n) != wanted.get(n))
     if differing:
         name = differing[0]
         raise UserError(
-            f"{path} holds the adapter of another base than --hf-checkpoint: {name} is "
+            f"{path} holds the adapter of another base than {flag}: {name} is "
             f"{held.get(name, 'absent')} there and should be {wanted.get(name, 'absent')}"
         )
 
@@ -343,6 +348,20 @@ def _refuse_other_kinds(kind: str, fields: dict[str, Any], modules: list[str], w
         plain = not value or (name == "bias" and value == "none") or name == "init_lora_weights"
         if not plain and name not in _KNOWN_FIELDS:
             raise ConfigError(f"{where}: {name} {value} is not honoured: only plain LoRA is")
+
+
+def _above_zero(name: str, value: float) -> Any:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be above 0, not {value}")
+    return value
+
+
+def _checked_targets(targets: object) -> Any:
+    if not isinstance(targets, str) and not (
+        isinstance(targets, list) and all(isinstance(name, str) for name in targets)
+    ):
+        raise ValueError(f"target_modules must be names, not {targets!r}")
+    return targets
 
 
 def _matches(name: str, target: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from slime.config.checks.file_checks import weight_shapes
+from slime.config.checks.file_checks import weight_files, weight_shapes
 from slime.config.lora import (
     CONFIG_FILE,
     LORA_A,
@@ -23,6 +23,7 @@ from slime.config.lora import (
     LoraConfig,
     adapter_modules,
     adapter_shapes,
+    linear_modules,
     refuse_other_base,
 )
 from slime.core.errors import ConfigError
@@ -73,31 +74,48 @@ def merge_lora(base: str, adapter: str, output: str) -> int:
 
     Weights keep the dtype of the base. One file of the base is in memory at a time.
     """
+    for flag, folder in (("--base", base), ("--adapter", adapter)):
+        if Path(folder).resolve() == Path(output).resolve():
+            raise ConfigError(f"--output-dir {output} is the folder of {flag}: name a new one")
     config = LoraConfig.read(adapter, "--adapter")
     modules = adapter_modules(Path(adapter), "--adapter")
-    shapes = weight_shapes(base, "--base")
-    _refuse_misfits(config, adapter, modules, shapes)
+    files = _base_files(base)
+    _refuse_misfits(config, adapter, modules, weight_shapes(base, "--base"))
+    dtype = _dtype_of(f"{modules[0]}.weight", files)
     tensors = read_peft_weights(adapter)
-    files = sorted(Path(base).glob("*.safetensors"))
-    dtype = _dtype_of(files[0], f"{modules[0]}.weight", files)
+    for name, tensor in tensors.items():
+        if not tensor.float().isfinite().all():
+            raise ConfigError(f"--adapter {adapter}: {name} holds values that are not finite")
     with new_hf_folder(output, base, dtype) as folder:
         for file in files:
             folder.add(_merged(file, tensors, config))
     return len(modules)
 
 
+def _base_files(base: str) -> list[Path]:
+    files = weight_files(Path(base), "--base")
+    if not files or not (Path(base) / "config.json").is_file():
+        lacking = "config.json" if files else "safetensors files"
+        raise ConfigError(
+            f"--base {base} has no {lacking}: give the folder of a Hugging Face model"
+        )
+    return files
+
+
 def _refuse_misfits(
     config: LoraConfig, adapter: str, modules: list[str], shapes: dict[str, list[int]]
 ) -> None:
-    absent = sorted(module for module in modules if f"{module}.weight" not in shapes)
+    linear, experts = linear_modules(shapes)
+    known = {*linear, *(name for name in experts if len(shapes.get(f"{name}.weight", ())) == 2)}
+    absent = sorted(module for module in modules if module not in known)
     if absent or not modules:
-        what = f"{absent[0]} is no module of --base" if absent else "it has no adapters"
+        what = f"{absent[0]} is no linear module of --base" if absent else "it has no adapters"
         raise ConfigError(f"--adapter {adapter}: {what}")
     wanted = {}
     for module in modules:
         rows, columns = shapes[f"{module}.weight"]
         wanted |= {module + LORA_A: [config.rank, columns], module + LORA_B: [rows, config.rank]}
-    refuse_other_base(adapter_shapes(Path(adapter), "--adapter"), wanted, adapter)
+    refuse_other_base(adapter_shapes(Path(adapter), "--adapter"), wanted, adapter, "--base")
 
 
 def _merged(
@@ -111,12 +129,20 @@ def _merged(
         yield name, weight
 
 
-def _dtype_of(file: Path, name: str, files: Iterable[Path]) -> torch.dtype:
+def _dtype_of(name: str, files: Iterable[Path]) -> torch.dtype:
+    """Return the dtype of the weights that are changed; refuse those with scales beside them."""
     for file in files:
         with safe_open(file, "pt") as opened:
             if name in opened.keys():  # noqa: SIM118 -- no mapping
-                return opened.get_tensor(name).dtype
-    raise ConfigError(f"--base: {file.parent} has no safetensors file with {name}")
+                dtype = opened.get_tensor(name).dtype
+                break
+    else:
+        raise AssertionError(f"{name} was found in the headers of these files")
+    if dtype.itemsize == 1:
+        raise ConfigError(
+            f"--base: {file} holds {str(dtype).removeprefix('torch.')} weights: give the model's bf16 weights"
+        )
+    return dtype
 
 
 def main(argv: list[str]) -> int:

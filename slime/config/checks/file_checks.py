@@ -192,7 +192,7 @@ def check_chat_template(folder: str) -> None:
 
 def check_weights(folder: str, flag: str = "--hf-checkpoint") -> None:
     """Check that every safetensors file exists and has the size in its header; skip other formats."""
-    for file in _weight_files(Path(folder), flag):
+    for file in weight_files(Path(folder), flag):
         problem = _problem(file)
         if problem:
             raise ConfigError(
@@ -205,7 +205,7 @@ def weight_names(folder: str, flag: str = "--hf-checkpoint") -> list[str]:
     """Return the names of all tensors in the safetensors files of a folder."""
     index = Path(folder) / _INDEX
     if index.exists():
-        _weight_files(Path(folder), flag)  # raises for an index that cannot be read
+        weight_files(Path(folder), flag)  # raises for an index that cannot be read
         return list(json.loads(index.read_text())["weight_map"])
     return list(weight_shapes(folder, flag))
 
@@ -213,7 +213,7 @@ def weight_names(folder: str, flag: str = "--hf-checkpoint") -> list[str]:
 def weight_shapes(folder: str, flag: str = "--hf-checkpoint") -> dict[str, list[int]]:
     """Return the shapes of all tensors in the safetensors files of a folder."""
     shapes = {}
-    for file in _weight_files(Path(folder), flag):
+    for file in weight_files(Path(folder), flag):
         shapes |= file_shapes(file, flag)
     return shapes
 
@@ -243,17 +243,21 @@ def check_writable(folder: str | Path, flag: str) -> None:
         ) from None
 
 
-def _weight_files(folder: Path, flag: str) -> list[Path]:
+def weight_files(folder: Path, flag: str) -> list[Path]:
+    """Return the safetensors files of a model: those its index names, all of them without an index."""
     index = folder / _INDEX
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
     try:
-        names = json.loads(index.read_text())["weight_map"].values()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{flag}: {index} is not a weight index: {error!r}: download or copy it again"
         ) from None
-    return [folder / name for name in sorted(set(names))]
+    for name in names:
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            raise ConfigError(f"{flag}: {index} names {name!r}, which is no file of its folder")
+    return [folder / name for name in names]
 
 
 def _problem(file: Path) -> str | None:
