@@ -108,6 +108,7 @@ class AdapterCount:
     linear modules of Qwen3-4B 36 x 57,344, so rank 16 has 33,030,144.
     """
 
+    rank: int
     widths: int
     layer: int  # the same of the largest decoder layer
     modules: int  # with an adapter, in a decoder layer
@@ -273,6 +274,7 @@ def _count_adapters(folder: str, lora: LoraConfig) -> AdapterCount:
             layers.setdefault(layer[1], []).append(name)
     every = {**widths, **experts}
     return AdapterCount(
+        rank=lora.rank,
         widths=sum(every[name] for name in targets),
         layer=max((sum(every[n] for n in names) for names in layers.values()), default=0),
         modules=max(map(len, layers.values()), default=0),

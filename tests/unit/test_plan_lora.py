@@ -50,7 +50,12 @@ def counted(adapters: bool = True):
         moment_sizes={ADAPTER: 1},
     )
     sizes = AdapterCount(
-        widths=LAYERS * LAYER, layer=LAYER, modules=7, in_mlp=True, served=LAYERS * LAYER
+        rank=RANK,
+        widths=LAYERS * LAYER,
+        layer=LAYER,
+        modules=7,
+        in_mlp=True,
+        served=LAYERS * LAYER,
     )
     return replace(full, whole=whole, ranks=[rank], adapters=sizes if adapters else None)
 

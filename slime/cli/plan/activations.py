@@ -86,7 +86,7 @@ def layer_cost(
     if shape.post_norms:
         dense += 2 * hidden
     if adapters is not None:
-        attention += adapters.modules * args.lora_rank
+        attention += adapters.modules * adapters.rank
         dense += 2 * shape.ffn if adapters.in_mlp and not megatron else 0.0
     widest = max(shape.ffn / sizes.tp, shape.experts_per_token * shape.expert_ffn / sp)
     return LayerCost(

@@ -86,7 +86,7 @@ class Engine:
         """Return the bytes of the slots for adapters, which are there for every linear module."""
         if self.adapters is None or not self.args.sglang_enable_lora:
             return 0
-        rank = self.args.sglang_max_lora_rank or self.args.lora_rank
+        rank = self.args.sglang_max_lora_rank or self.adapters.rank
         return self._num_slots * rank * self.adapters.served * self._element
 
     def working(self) -> list[Item]:

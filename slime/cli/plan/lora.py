@@ -47,7 +47,7 @@ def adapter_cost(args: Args, count: ModelCount, layers: int) -> AdapterCost | No
     seconds = _REQUESTS_S + 2 * adapters.modules * layers * _TENSOR_S + alone / _GB_PER_S
     is_alone = served_adapter(args) is not None
     return AdapterCost(
-        parameters=args.lora_rank * adapters.widths,
+        parameters=adapters.rank * adapters.widths,
         sent_bytes=alone if is_alone else count.whole.total * element,
         seconds=seconds if is_alone else None,
     )

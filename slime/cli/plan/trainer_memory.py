@@ -229,7 +229,7 @@ class Trainer:
 
     def _adapter_layer(self) -> int:
         adapters = self.count.adapters
-        return 0 if adapters is None else adapters.layer * self.args.lora_rank
+        return 0 if adapters is None else adapters.layer * adapters.rank
 
     def _outside_layers(self) -> int:
         return sum(self.count.whole.by_part.get(part, 0) for part in ("embedding", "head"))
@@ -244,7 +244,7 @@ class Trainer:
 
 def adapter_bytes(args: Args, adapters: AdapterCount) -> int:
     """Return the bytes of an adapter in the precision in which engines hold it."""
-    return args.lora_rank * adapters.widths * (2 if args.precision == "bf16" else 4)
+    return adapters.rank * adapters.widths * (2 if args.precision == "bf16" else 4)
 
 
 def moments_name(args: Args) -> str:
