@@ -83,7 +83,7 @@ SHAPES = {
         "tie_word_embeddings": False,
     },
 }
-Row = dict[str, object]  # prompt_ids, max_new_tokens
+Row = dict[str, object]  # prompt_ids, max_new_tokens, and lora_path where an adapter is asked for
 
 
 def main() -> None:
@@ -333,6 +333,8 @@ class Server:
     async def _request(self, session: aiohttp.ClientSession, row: Row) -> float:
         params = {"max_new_tokens": row["max_new_tokens"], "temperature": 0.6, "ignore_eos": True}
         body = {"input_ids": row["prompt_ids"], "sampling_params": params, "return_logprob": True}
+        if "lora_path" in row:
+            body["lora_path"] = row["lora_path"]
         start = time.perf_counter()
         async with session.post(
             f"{self._url}/generate", data=orjson.dumps(body), headers=JSON

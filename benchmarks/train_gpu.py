@@ -42,6 +42,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny-deep": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 36},  # as 4B
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
+    "14B": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40},
+    "32B": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64},
     "tiny-moe": {
         "hidden_size": 256,
         "num_hidden_layers": 2,
@@ -62,6 +64,8 @@ HEADS = {
     "tiny-deep": (1, 1),
     "0.6B": (16, 8),
     "4B": (32, 8),
+    "14B": (40, 8),
+    "32B": (64, 8),
     "tiny-moe": (4, 2),
     "30B-A3B-4L": (32, 4),
 }
@@ -195,6 +199,10 @@ def predicted(options: argparse.Namespace, backend: str, model: str) -> float:
     except Exception as error:  # the measurement still counts
         print(f"no plan for {backend}: {error}")
         return 0.0
+    return training_bytes(plan)
+
+
+def training_bytes(plan: Any) -> float:
     training = next(phase for phase in plan.phases if phase.name == "training")
     items = [i for i in training.items if not i.name.endswith(NOT_OF_THE_ALLOCATOR)]
     return float(sum(item.nbytes for item in items))
@@ -231,22 +239,9 @@ def _fast_folder() -> str | None:
 
 def write_model(folder: Path, shape: str) -> Path:
     """Config and random bf16 weights."""
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+    from transformers import AutoModelForCausalLM
 
-    heads, kv_heads = HEADS[shape]
-    experts = "num_experts" in SHAPES[shape]
-    family: Any = Qwen3MoeConfig if experts else Qwen3Config
-    config = family(
-        vocab_size=1024 if shape.startswith("tiny") else VOCAB,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=128,
-        max_position_embeddings=40960,
-        tie_word_embeddings=not experts,
-        dtype="bfloat16",
-        **({"norm_topk_prob": True} if experts else {}),
-        **SHAPES[shape],
-    )
+    config = make_config(shape)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / shape)
@@ -254,6 +249,25 @@ def write_model(folder: Path, shape: str) -> Path:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the workers need the whole GPU
     return folder / shape
+
+
+def make_config(shape: str) -> Any:
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    heads, kv_heads = HEADS[shape]
+    experts = "num_experts" in SHAPES[shape]
+    family: Any = Qwen3MoeConfig if experts else Qwen3Config
+    return family(
+        vocab_size=1024 if shape.startswith("tiny") else VOCAB,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128,
+        max_position_embeddings=131072,
+        tie_word_embeddings=not experts and shape not in ("14B", "32B"),
+        dtype="bfloat16",
+        **({"norm_topk_prob": True} if experts else {}),
+        **SHAPES[shape],
+    )
 
 
 def measure(options: argparse.Namespace, backend: str, model: str) -> None:
@@ -264,10 +278,19 @@ def measure(options: argparse.Namespace, backend: str, model: str) -> None:
 
 
 def measure_alone(options: argparse.Namespace, args: Any, backend: str, model: str) -> None:
-    from slime.runlog.perf_metrics import ModelShape, train_flops
-
     actor = start(args, backend)
     batch = make_batch(args, options)
+    result = measure_steps(options, actor, batch, model)
+    print("RESULT " + json.dumps(result), flush=True)
+    if options.profile:
+        profile(actor, batch(), f"{options.profile}.{backend}.{Path(model).name}")
+
+
+def measure_steps(
+    options: argparse.Namespace, actor: Any, batch: Any, model: str
+) -> dict[str, float]:
+    from slime.runlog.perf_metrics import ModelShape, train_flops
+
     cuda = torch.cuda.is_available()
     resident = torch.cuda.memory_allocated() if cuda else 0
     actor.train(0, batch())
@@ -284,19 +307,16 @@ def measure_alone(options: argparse.Namespace, args: Any, backend: str, model: s
         seconds.append(time.perf_counter() - begin)
     lens = [options.sample_len] * (options.micro_batches * (options.tokens // options.sample_len))
     shape = ModelShape.from_hf_config(json.loads((Path(model) / "config.json").read_text()))
-    result = {
+    return {
         "seconds": statistics.median(seconds),
         "flops": train_flops(shape, lens),
         "tokens": sum(lens),
         "peak": torch.cuda.max_memory_allocated() if cuda else 0,
         "resident": resident,
     }
-    print("RESULT " + json.dumps(result), flush=True)
-    if options.profile:
-        profile(actor, batch(), f"{options.profile}.{backend}.{Path(model).name}")
 
 
-def make_arguments(options: argparse.Namespace, backend: str, model: str) -> Any:
+def make_arguments(options: argparse.Namespace, backend: str, model: str, **more: object) -> Any:
     from tests.args import make_args
 
     rows = options.micro_batches * (options.tokens // options.sample_len)
@@ -328,7 +348,7 @@ def make_arguments(options: argparse.Namespace, backend: str, model: str) -> Any
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    return make_args(**flags)
+    return make_args(**{**flags, **more})
 
 
 def import_trainer(backend: str) -> Any:

@@ -112,12 +112,12 @@ def make_arguments(model: Path) -> Any:
 
 
 @contextlib.contextmanager
-def serve(model: Path) -> Iterator[EngineInfo]:
+def serve(model: Path, *more: str) -> Iterator[EngineInfo]:
     """Use a small KV cache: the trainer has the rest of the GPU."""
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     words = ["--dtype", dtype, "--skip-tokenizer-init", "--max-total-tokens", "20000"]
     token = os.environ["SLIME_ENGINE_TOKEN"]
-    with engine_server(model, *words, token=token) as server:
+    with engine_server(model, *words, *more, token=token) as server:
         yield EngineInfo(url=server.url, device_ids=(device_id(),))
 
 
