@@ -6,13 +6,16 @@ from collections.abc import Iterable
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 
 from slime.backends.backend import HFBucket
 from slime.backends.base import TrainRayActor
 from slime.config.lora import LoraConfig, served_adapter
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo, SyncReport
+from slime.runlog.export_folder import ExportInfo
 from slime.weights.buckets import NamedTensor
+from slime.weights.lora import write_peft_folder
 from slime.weights.lora_sync import BASE_VERSION, AdapterSync, adapter_update, make_adapter_sync
 from slime.weights.sync import serving_dtype
 
@@ -27,6 +30,13 @@ class LoraTrainRayActor(TrainRayActor):
     def base_buckets(self) -> Iterable[HFBucket]:
         """Return what `hf_buckets` does, without adapters merged in."""
         raise TypeError(f"{type(self).__name__} trains no adapters")
+
+    def export_adapter(self, path: str, lora: LoraConfig, info: ExportInfo | None = None) -> None:
+        """Write a PEFT folder on rank 0, whose base is --hf-checkpoint."""
+        adapters = list(self.whole_adapters(torch.float32))
+        if self.rank == 0:
+            write_peft_folder(path, lora, self.args.hf_checkpoint, adapters, info)
+        dist.barrier()
 
     def send_weights(self, engines: list[EngineInfo], version: int) -> SyncReport:
         """With LoRA send the adapter alone, after the base where an engine has another one."""

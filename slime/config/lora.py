@@ -291,7 +291,7 @@ def refuse_other_base(
 def check_lora_resume(args: Args, checkpoint: Path) -> None:
     """Refuse to resume with other adapters than those of the checkpoint."""
     facts = checkpoint / "trainer.json"
-    if args.train_backend != "fsdp" or not facts.exists():
+    if not facts.exists():
         return
     try:
         saved = json.loads(facts.read_text()).get("lora")
@@ -322,6 +322,7 @@ def refuse_other_adapters(
 _NOT_WITH_LORA = {
     "ref_update_interval": "the reference model is the base with its adapters off",
     "only_train_params_name_list": "only adapters are trained, see --lora-target-modules",
+    "enable_mtp_training": "multi-token-prediction layers have no adapters",
     "freeze_params_name_list": "only adapters are trained, see --lora-target-modules",
 }
 # Fields of adapter_config.json that change nothing about trained adapters, or that are read.

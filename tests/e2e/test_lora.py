@@ -46,8 +46,16 @@ def test_adapters_sent_alone_teach_the_same_as_merged_weights(
     assert found == {nbytes}, found
 
 
-def test_two_ranks_teach_two_engines_with_adapters_alone(tiny_model, tiny_data, tmp_path):
-    layout = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2}
+MEGATRON = {
+    "train_backend": "megatron",
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+}
+
+
+@pytest.mark.parametrize("trainer", [{}, MEGATRON], ids=["fsdp", "megatron"])
+def test_two_ranks_teach_two_engines_with_adapters_alone(trainer, tiny_model, tiny_data, tmp_path):
+    layout = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2, **trainer}
     words = runs.command(tiny_model, tiny_data, tmp_path / "run", **{**FLAGS, **layout})
     status, output = runs.run(words)
     assert status == 0, output

@@ -88,8 +88,13 @@ def refusal(**overrides: object) -> str:
             ["--sglang-enable-dp-attention", "--lora-merge-for-rollout"],
         ),
         (
-            {"lora_rank": 4, "train_backend": "megatron"},
-            ["--lora-rank belongs to --train-backend fsdp"],
+            {
+                **LORA,
+                "train_backend": "megatron",
+                "mtp_num_layers": 1,
+                "enable_mtp_training": True,
+            },
+            ["--enable-mtp-training with --lora-rank", "have no adapters"],
         ),
         (
             {**LORA, "lora_dropout": 0.1, "sglang_enable_deterministic_inference": True},

@@ -208,6 +208,9 @@ class FSDPTrainRayActor(LoraTrainRayActor):
         return hf_buckets(self.model, dtype, size, keep=keep, merged=merged)
 
     def export_hf(self, path: str, info: ExportInfo | None = None) -> None:
+        if self.model.lora is not None:
+            self.export_adapter(path, self.model.lora, info)
+            return
         export_hf(self.model, path, self.args.hf_checkpoint, serving_dtype(self.args), info)
 
     def drop_gradients(self) -> None:

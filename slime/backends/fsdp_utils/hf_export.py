@@ -28,7 +28,6 @@ from slime.weights.buckets import (
     weight_dtype,
 )
 from slime.weights.hf_folder import FILE_BYTES, write_hf_folder
-from slime.weights.lora import write_peft_folder
 
 _AT_ONCE = 64  # parameters per batch, so that the first bucket does not wait for all of them
 
@@ -117,15 +116,8 @@ def export_hf(
     """Write a Hugging Face folder that `from_pretrained` and every engine can load, on rank 0.
 
     Config, tokenizer etc. are copied from `source`; weights are gathered and written file by file.
-    A model with adapters becomes a PEFT folder with these alone, whose base is `source`.
     """
     writes = dist.get_rank() == 0
-    if model.lora is not None:
-        adapters = list(whole_adapters(model, torch.float32))
-        if writes:
-            write_peft_folder(path, model.lora, source, adapters, info)
-        dist.barrier()
-        return
     buckets = hf_buckets(model, dtype, FILE_BYTES, keep=writes)
     write_hf_folder(path, source, dtype, buckets, writes=writes, info=info)
     dist.barrier()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.backend import HFBucket, ModelName, StepResult
-from slime.backends.base import TrainRayActor, first_weights, teacher_weights
+from slime.backends.base import first_weights, teacher_weights
+from slime.backends.lora import LoraTrainRayActor
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
 from slime.backends.offload import Offloaded, return_unused
 from slime.backends.optim import lr_schedule, step_optimizer
@@ -27,6 +28,7 @@ from slime.runlog.checkpoint_folder import find_checkpoint, read_meta
 from slime.runlog.export_folder import ExportInfo
 from slime.utils.device import current_device
 from slime.utils.load_function import load_function
+from slime.weights.buckets import NamedTensor
 from slime.weights.hf_folder import FILE_BYTES, write_hf_folder
 from slime.weights.sync import serving_dtype
 
@@ -41,10 +43,12 @@ from slime.backends.megatron_utils.hf_weights.families import weight_map  # noqa
 from slime.backends.megatron_utils.hf_weights.local_weights import load_hf  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
 from slime.backends.megatron_utils.layers import layers_line  # noqa: E402
+from slime.backends.megatron_utils.lora import add_adapters  # noqa: E402
 from slime.backends.megatron_utils.model import (  # noqa: E402
     Head,
     HostWeights,
     build_chunks,
+    drop_fp8_copies,
     freeze,
     wrap_chunks,
 )
@@ -71,7 +75,7 @@ from slime.backends.megatron_utils.passes import (  # noqa: E402
 )
 from slime.backends.megatron_utils.routing_replay import (  # noqa: E402
     install_replay,
-    recorded_rows,
+    keep_experts,
 )
 from slime.backends.megatron_utils.update_weight import (  # noqa: E402
     UpdateWeightFromDistributed,
@@ -87,7 +91,7 @@ logger = logging.getLogger(__name__)
 _REF = "ref"  # subfolder of a checkpoint with the reference that --ref-update-interval updates
 
 
-class MegatronTrainRayActor(TrainRayActor):
+class MegatronTrainRayActor(LoraTrainRayActor):
     def init(
         self,
         args: Args | None = None,
@@ -116,23 +120,29 @@ class MegatronTrainRayActor(TrainRayActor):
             chunk_size=args.log_probs_chunk_size,
         )
         self._weights = weight_map(hf_config, args)
-        self._checkpointer = Checkpointer(hf_config.model_type)
         self._asleep: Offloaded | None = None
         self.chunks = build_chunks(args, self.config, options, critic=role == "critic")
         if role == "actor":  # the freeze flags apply to the actor only
             freeze(args, self.chunks, self._weights)
+        self.adapters = add_adapters(args, self.chunks, self._weights)
+        base = first_weights(args, "actor")
+        self._checkpointer = Checkpointer(hf_config.model_type, self.adapters, base)
         if args.use_routing_replay or args.use_rollout_routing_replay:
             install_replay(self.chunks)
         self.model = wrap_chunks(args, self.config, self.chunks)
         self.frozen: dict[ModelName, HostWeights] = {}
-        if with_ref:
+        if with_ref and self.adapters is None:
             self._fill(first_weights(args, "ref"))
             self.frozen["ref"] = HostWeights(self.chunks)
         if with_opd_teacher:
             assert args.opd_teacher_load is not None, "a teacher is requested only with a path"
             self._fill(teacher_weights(args))
             self.frozen["teacher"] = HostWeights(self.chunks)
-        self._fill(checkpoint or self._released() or first_weights(args, role))
+        if self.adapters is None:
+            self._fill(checkpoint or self._released() or first_weights(args, role))
+        else:  # a checkpoint holds adapters, and a critic has the same base
+            self._fill(base)
+            self.adapters.start(args, role)
         self.optimizer = ScheduledOptimizer(args, self.model, lr_schedule(args))
         kinds = {"tensor": UpdateWeightFromTensor}
         kind = kinds.get(args.update_weight_transport, UpdateWeightFromDistributed)
@@ -212,10 +222,10 @@ class MegatronTrainRayActor(TrainRayActor):
         seen: list[PackedRows] | None = [] if records else None
         if model != "actor":  # a frozen model routes by its own routers
             micro_batches = [replace(batch, routed_experts=None) for batch in micro_batches]
-        with nullcontext() if model == "actor" else self.frozen[model].swapped_in():
+        with self._weights_of(model):
             outputs = self.passes.collect(self.model, micro_batches, self._read, seen)
         if seen is not None:
-            self._keep_experts(batch, micro_batches, seen)
+            keep_experts(batch, micro_batches, seen, self.config.num_layers)
         columns = [np.zeros(length, np.float32) for length in batch.response_lens]
         for micro_batch, values in zip(micro_batches, outputs, strict=False):
             unpacked = self.unpack(values, micro_batch)
@@ -223,6 +233,16 @@ class MegatronTrainRayActor(TrainRayActor):
                 for row, column in zip(micro_batch.rows, unpacked, strict=True):
                     columns[row] = column
         return self._from_last_stage(columns)
+
+    @contextmanager
+    def _weights_of(self, model: ModelName, *, trained: bool = False) -> Iterator[None]:
+        """Swap in a frozen model; with LoRA the reference is the base: the actor without adapters."""
+        with ExitStack() as stack:
+            if self.adapters is not None:
+                stack.enter_context(self.adapters.passes(on=model == "actor", trained=trained))
+            if model in self.frozen:
+                stack.enter_context(self.frozen[model].swapped_in())
+            yield
 
     def train_step(
         self, rollout_id: int, step_id: int, micro_batches: list[TrainBatch]
@@ -258,7 +278,8 @@ class MegatronTrainRayActor(TrainRayActor):
             return self.loss(batch, values, entropy, result) + ahead
 
         self.optimizer.zero_grad()
-        self.passes.train(self.model, micro_batches, loss)
+        with self._weights_of("actor", trained=True):
+            self.passes.train(self.model, micro_batches, loss)
         return result
 
     def _mtp_loss(
@@ -270,21 +291,6 @@ class MegatronTrainRayActor(TrainRayActor):
 
     def _read(self, chunk: Any, hidden: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
         return self.head.log_probs(unwrapped(chunk), hidden, batch, with_entropy=False)[0]
-
-    def _keep_experts(
-        self, batch: RolloutBatch, micro_batches: list[TrainBatch], seen: list[PackedRows]
-    ) -> None:
-        """Store the experts that the routers chose, to replay them in training on these rows."""
-        kept: dict[int, np.ndarray] = {}
-        for micro_batch, rows in zip(micro_batches, seen, strict=False):
-            experts = recorded_rows(rows, micro_batch, self.config.num_layers)
-            if not micro_batch.dummy:
-                kept.update(zip(micro_batch.rows, experts, strict=True))
-        some = next(iter(kept.values()))
-        batch.routed_experts = [
-            kept.get(row, np.full((length, *some.shape[1:]), -1, np.int16))
-            for row, length in enumerate(batch.total_lens)
-        ]
 
     def _from_last_stage(self, columns: list[np.ndarray]) -> list[np.ndarray]:
         """Broadcast the columns, which only the last pipeline stage has computed."""
@@ -335,10 +341,20 @@ class MegatronTrainRayActor(TrainRayActor):
         return "ref" in self.frozen and bool(self.args.ref_update_interval)
 
     def hf_buckets(self) -> Iterator[HFBucket]:
+        return self._updater.buckets(None if self.adapters is None else self.adapters.merge())
+
+    def base_buckets(self) -> Iterator[HFBucket]:
         return self._updater.buckets()
+
+    def whole_adapters(self, dtype: torch.dtype) -> Iterator[NamedTensor]:
+        assert self.adapters is not None, "called with LoRA only"
+        return self.adapters.whole(dtype)
 
     def export_hf(self, path: str, info: ExportInfo | None = None) -> None:
         writes, dtype = self.rank == 0, serving_dtype(self.args)
+        if self.adapters is not None:
+            self.export_adapter(path, self.adapters.lora, info)
+            return
         buckets = hf_buckets(self.chunks, self._weights, FILE_BYTES, dtype=dtype, keep=writes)
         source = self.args.hf_checkpoint
         if writes and self._weights.copies:
@@ -362,7 +378,7 @@ class MegatronTrainRayActor(TrainRayActor):
     def sleep(self) -> None:
         """Offload parameters and optimizer state to host memory and drop gradients."""
         if self._asleep is None:
-            self._drop_fp8_copies()
+            drop_fp8_copies(self.chunks)
             self.drop_gradients()
             self._asleep = Offloaded(self._resident())
 
@@ -370,12 +386,6 @@ class MegatronTrainRayActor(TrainRayActor):
         if self._asleep is not None:
             self._asleep.restore()
             self._asleep = None
-
-    def _drop_fp8_copies(self) -> None:
-        """Free the FP8 copies of weights; TransformerEngine quantizes them again in every step."""
-        for chunk in self.chunks:
-            for module in chunk.modules():
-                getattr(module, "_fp8_workspaces", {}).clear()
 
     def _resident(self) -> Iterator[torch.Tensor]:
         for chunk in self.model:

@@ -1,7 +1,8 @@
 """The Megatron trainer's part of a checkpoint folder, in megatron-core's torch_dist format.
 
 common.pt, *.distcp, .metadata    parameters and optimizer state by global name, for any layout
-trainer.json                      number of optimizer steps, model type, layout it was saved with
+                                  With LoRA the parameters are adapters and a critic's value head
+trainer.json                      number of optimizer steps, model type, layout, base of adapters
 rng_<rank>.pt                     RNG state of each rank; restored under the same layout only
 """
 
@@ -20,10 +21,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.backends.checkpoint_reader import FileCheck, load_object, plain_refusals
+from slime.backends.checkpoint_reader import FileCheck, plain_refusals
+from slime.backends.lora import refuse_other_base_weights
 from slime.backends.megatron_utils.checkpoint_state import (
     drop_extra_state,
     fp8_state,
@@ -38,14 +39,17 @@ from slime.backends.megatron_utils.checkpoint_state import (
     use_stored_keys,
     without_extra_state,
 )
+from slime.backends.megatron_utils.hf_weights.rules import ADAPTERS
 from slime.backends.megatron_utils.layers import ValueHead
-from slime.backends.megatron_utils.parallel import unwrapped
+from slime.backends.megatron_utils.parallel import restore_rng, rng_state, unwrapped
 from slime.backends.megatron_utils.patches import patch_checkpoints
+from slime.config.lora import refuse_other_adapters
 from slime.core.errors import ConfigError, UserError
 from slime.runlog.checkpoint_files import record_checksums
 from slime.runlog.checkpoint_folder import damaged, read_meta
 
 if TYPE_CHECKING:
+    from slime.backends.megatron_utils.lora import ModelAdapters
     from slime.backends.megatron_utils.optimizer import ScheduledOptimizer
 
 _FACTS = "trainer.json"
@@ -73,6 +77,8 @@ class CheckpointFacts:
     model_type: str
     layout: list[int]  # tensor, pipeline, context, expert, data parallel sizes
     moment_steps: int | None = None  # updates in the moments; None: num_steps of them
+    lora: dict[str, Any] | None = None  # LoraConfig of the adapters, the only parameters here
+    base: dict[str, str] | None = None  # path and checksum of the weights that these adapt
 
     @property
     def num_updates(self) -> int:
@@ -82,8 +88,12 @@ class CheckpointFacts:
 class Checkpointer:
     """Write and read checkpoints of one model; all ranks call every method together."""
 
-    def __init__(self, model_type: str) -> None:
+    def __init__(
+        self, model_type: str, adapters: ModelAdapters | None = None, base: str = ""
+    ) -> None:
+        """With `adapters` checkpoints hold these; `base` is the path of the weights that they adapt."""
         self._model_type = model_type
+        self._adapters, self._base = adapters, {"path": base}
         self._calls = AsyncCallsQueue()
         self._check_files = FileCheck()
 
@@ -114,8 +124,10 @@ class Checkpointer:
             model_type=self._model_type,
             layout=_layout(),
             moment_steps=None if optimizer is None else optimizer.moment_steps,
+            lora=self._adapters and asdict(self._adapters.lora),
+            base=self._adapters and self._base | self._adapters.base_checksum,
         )
-        state = _state(chunks, optimizer)
+        state = _state(chunks, optimizer, self._adapters)
         request = dist_checkpointing.save(
             split_into_parts(state) if consume else state,
             str(folder),
@@ -131,7 +143,7 @@ class Checkpointer:
             self._calls.schedule_async_request(request)
         if dist.get_rank() == 0:
             (folder / _FACTS).write_text(json.dumps(asdict(facts)) + "\n")
-        torch.save(_rng_state(), folder / f"rng_{dist.get_rank()}.pt")
+        torch.save(rng_state(), folder / f"rng_{dist.get_rank()}.pt")
 
     def wait(self) -> None:
         """Wait until a background save is complete on all ranks; raise its exception."""
@@ -140,10 +152,10 @@ class Checkpointer:
     def load_model(self, path: str | Path, chunks: Chunks) -> CheckpointFacts:
         """Load the parameters and return the facts of the checkpoint.
 
-        A critic may start from an actor's checkpoint; its value head then starts at zero. Where the
+        With LoRA they are the base's: `load` loads adapters. A critic may start from an actor's checkpoint; its value head then starts at zero. Where the
         checkpoint has no multi-token-prediction layers, those of the model stay as they are.
         """
-        return self._load(path, chunks, None)
+        return self._load(path, chunks, None, None)
 
     def load(
         self,
@@ -154,7 +166,7 @@ class Checkpointer:
         moments: bool = True,
     ) -> CheckpointFacts:
         """Load parameters, optimizer and RNG state; without saved moments they start at zero."""
-        facts = self._load(path, chunks, optimizer, moments=moments)
+        facts = self._load(path, chunks, optimizer, self._adapters, moments=moments)
         if not facts.has_optimizer:
             optimizer.inner.reload_model_params()
         if facts.num_steps is not None:
@@ -162,7 +174,7 @@ class Checkpointer:
         optimizer.has_moments = facts.has_optimizer
         optimizer.moment_steps = facts.num_updates if facts.has_optimizer else 0
         if facts.layout == _layout():
-            _restore_rng(Path(path) / f"rng_{dist.get_rank()}.pt")
+            restore_rng(Path(path) / f"rng_{dist.get_rank()}.pt")
         return facts
 
     def _load(
@@ -170,16 +182,21 @@ class Checkpointer:
         path: str | Path,
         chunks: Chunks,
         optimizer: ScheduledOptimizer | None,
+        adapters: ModelAdapters | None,
         *,
         moments: bool = True,
     ) -> CheckpointFacts:
         self._check_files(path)
         facts = read_facts(path)
+        refuse_other_adapters(facts.lora, adapters and adapters.lora, str(path))
         if not moments:
             facts = replace(facts, has_optimizer=False)
         with_optimizer = optimizer if facts.has_optimizer else None
         stored = _shapes_in(path)
-        state = _state(chunks, with_optimizer, stored=stored)
+        if adapters is not None:
+            refuse_other_base_weights(facts.base, adapters.base_checksum, path)
+            _refuse_other_modules(adapters, path, stored)
+        state = _state(chunks, with_optimizer, adapters, stored=stored)
         if optimizer is not None and is_delayed(_config(chunks)):
             state[_FP8] = fp8_state_to_load(list(_by_key(chunks).values()), stored)
         headless = _drop_value_head(state, chunks, path)
@@ -194,7 +211,7 @@ class Checkpointer:
         _refuse_other_optimizer(state, path, stored)
         loaded = read_tensors(state, path)
         for key, chunk in _by_key(chunks).items():
-            _fill_in(chunk, loaded[key], headless=headless)
+            _fill_in(chunk, loaded[key], fills_all=not (headless or adapters))
         if with_optimizer is not None:
             load_optimizer_state(with_optimizer.inner, loaded["optimizer"], facts.num_updates)
         load_fp8_state(list(_by_key(chunks).values()), loaded.get(_FP8, {}))
@@ -266,13 +283,24 @@ def _by_key(chunks: Chunks) -> dict[str, GPTModel]:
 
 
 def _state(
-    chunks: Chunks, optimizer: ScheduledOptimizer | None, *, stored: Shapes | None = None
+    chunks: Chunks,
+    optimizer: ScheduledOptimizer | None,
+    adapters: ModelAdapters | None,
+    *,
+    stored: Shapes | None = None,
 ) -> dict[str, Any]:
-    """Return the state to save or, with `stored`, to load from a checkpoint with these tensors."""
+    """Return the state to save or, with `stored`, to load from a checkpoint with these tensors.
+
+    With `adapters` it is their state, else that of all other parameters.
+    """
     state: dict[str, Any] = {}
     metadata = _METADATA | {"non_homogeneous_layers": not has_stacked_layers(stored or ())}
     for key, chunk in _by_key(chunks).items():
-        state[key] = chunk.sharded_state_dict(metadata=dict(metadata))
+        if adapters is not None:
+            state[key] = adapters.sharded_state(chunk)
+            continue
+        whole = chunk.sharded_state_dict(metadata=dict(metadata))
+        state[key] = {name: value for name, value in whole.items() if ADAPTERS not in name}
         drop_extra_state(state[key])
         if stored is not None:
             use_stored_keys(state[key], stored)
@@ -289,10 +317,10 @@ def _config(chunks: Chunks) -> TransformerConfig:
     return unwrapped(chunks[0]).config
 
 
-def _fill_in(chunk: torch.nn.Module, loaded: dict[str, Any], *, headless: bool) -> None:
+def _fill_in(chunk: torch.nn.Module, loaded: dict[str, Any], *, fills_all: bool) -> None:
     missing, unexpected = chunk.load_state_dict(loaded, strict=False)
-    missing = without_extra_state(missing)
-    if unexpected or (missing and not headless):
+    missing = [name for name in without_extra_state(missing) if ADAPTERS not in name]
+    if unexpected or (missing and fills_all):
         raise RuntimeError(f"the checkpoint lacks {missing} and has {unexpected} besides")
 
 
@@ -335,6 +363,16 @@ def _refuse_other_sizes(
         )
 
 
+def _refuse_other_modules(adapters: ModelAdapters, path: str | Path, stored: Shapes) -> None:
+    """Raise if the checkpoint has more adapters; one that it lacks is refused by its shape."""
+    names = [key for key in stored if ADAPTERS in key and not key.startswith("optimizer.")]
+    if len(names) > len(adapters.map.names):
+        raise UserError(
+            f"{path} was saved with adapters of other modules ({len(names) // 2}) than this run has "
+            f"({len(adapters.map.modules)}): choose --lora-target-modules as then"
+        )
+
+
 def _refuse_other_optimizer(state: dict[str, Any], path: str | Path, stored: Shapes) -> None:
     missing = (t.key for t in sharded_tensors(state.get("optimizer")) if t.key not in stored)
     first = next(missing, None)
@@ -360,27 +398,3 @@ def _layout() -> list[int]:
         state.get_expert_model_parallel_world_size(),
         state.get_data_parallel_world_size(),
     ]
-
-
-def _rng_state() -> dict[str, Any]:
-    state: dict[str, Any] = {
-        "cpu": torch.get_rng_state(),
-        "tracker": {k: v.clone() for k, v in _rng_tracker().get_states().items()},
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _restore_rng(file: Path) -> None:
-    state = load_object(file, file)
-    torch.set_rng_state(state["cpu"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    _rng_tracker().set_states(state["tracker"])
-
-
-def _rng_tracker() -> CudaRNGStatesTracker:
-    tracker = get_cuda_rng_tracker()
-    assert tracker is not None, "init_parallel seeds it"
-    return tracker

@@ -45,8 +45,13 @@ def yarn_mscale(attention_factor: float) -> float:
     return 10.0 * (attention_factor - 1.0)
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the layer specs of one model chunk of this pipeline rank."""
+def block_spec(
+    config: TransformerConfig, vp_stage: int | None, *, split_norms: bool = False
+) -> TransformerBlockSubmodules:
+    """Return the layer specs of one model chunk of this pipeline rank.
+
+    With `split_norms` no norm is fused into a linear layer, whose input adapters need.
+    """
     te = config.transformer_impl == "transformer_engine"
     spec = get_gpt_decoder_block_spec(
         config,
@@ -59,6 +64,8 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     for layer in spec.layer_specs:
         if id(layer) not in own:
             own[id(layer)] = _with_own_modules(copy.deepcopy(layer), config, te=te)
+            if te and split_norms:
+                _split_norms(own[id(layer)])
     layers = [own[id(layer)] for layer in spec.layer_specs]
     norm: Any = spec.layer_norm if te else RMSNorm  # a class; megatron-core's annotation lacks it
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
@@ -97,6 +104,27 @@ def _with_own_modules(layer: ModuleSpec, config: TransformerConfig, *, te: bool)
     if parts.mlp.module is MoELayer:
         parts.mlp.submodules.experts.module = GroupedExperts
     return layer
+
+
+def _split_norms(layer: ModuleSpec) -> None:
+    """Replace TransformerEngine's linear layers with a norm by a norm and a linear layer."""
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TELayerNormColumnParallelLinear,
+        TENorm,
+    )
+
+    parts: Any = layer.submodules
+    attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
+    for owner, linear, place, norm in (
+        (attention, "linear_qkv", parts, "input_layernorm"),
+        (attention, "linear_q_up_proj", attention, "q_layernorm"),
+        (attention, "linear_kv_up_proj", attention, "kv_layernorm"),
+        (mlp, "linear_fc1", parts, "pre_mlp_layernorm"),
+    ):
+        if getattr(owner, linear, None) is TELayerNormColumnParallelLinear:
+            setattr(owner, linear, TEColumnParallelLinear)
+            setattr(place, norm, TENorm)
 
 
 class RMSNorm(torch.nn.Module):

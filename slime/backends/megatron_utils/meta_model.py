@@ -26,6 +26,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 
 from slime.backends.megatron_utils.hf_weights.families import weight_map  # noqa: E402
+from slime.backends.megatron_utils.lora import add_adapters  # noqa: E402
 from slime.backends.megatron_utils.model import build_chunks, freeze, wrap_chunks  # noqa: E402
 from slime.backends.megatron_utils.model_config import (  # noqa: E402
     gpt_options,
@@ -69,8 +70,10 @@ def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) 
         config.transformer_impl, config.moe_grouped_gemm = "local", False
         prepare_config(config)
         chunks = build_chunks(args, config, gpt_options(hf_config, args), critic=critic)
+        weights = weight_map(hf_config, args)
         if not critic:
-            freeze(args, chunks, weight_map(hf_config, args))
+            freeze(args, chunks, weights)
+        add_adapters(args, chunks, weights)
         wrapped = wrap_chunks(args, config, chunks)
         optimizer = ScheduledOptimizer(args, wrapped, lr_schedule(args))
         return _count(rank, chunks, wrapped, list(optimizer.moments()))

@@ -52,7 +52,17 @@ def build_chunks(
         )
     stages = range(config.virtual_pipeline_model_parallel_size or 1)
     virtual = config.virtual_pipeline_model_parallel_size is not None
-    return [_build(config, options, provider, s if virtual else None, critic) for s in stages]
+    return [
+        _build(
+            config,
+            options,
+            provider,
+            stage if virtual else None,
+            critic=critic,
+            split_norms=bool(args.lora_rank),
+        )
+        for stage in stages
+    ]
 
 
 def freeze(args: Args, chunks: Sequence[torch.nn.Module], weights: WeightMap) -> None:
@@ -86,10 +96,15 @@ def wrap_chunks(
     fields.setdefault("grad_reduce_in_fp32", args.main_grads_dtype != "bf16")
     with refusals_of_megatron():
         ddp_config = DistributedDataParallelConfig(**fields)
-    return [
+    wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
+    if ddp_config.overlap_grad_reduce:
+        # Reduce after the last micro-batch only: steps may have different numbers of them.
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]  # pyright: ignore[reportAttributeAccessIssue] - a list is supported
+    return wrapped
 
 
 def _build(
@@ -97,7 +112,9 @@ def _build(
     options: GptOptions,
     provider: Callable[..., Any] | None,
     vp_stage: int | None,
+    *,
     critic: bool,
+    split_norms: bool,
 ) -> GPTModel:
     place = {"ignore_virtual": False, "vp_stage": vp_stage}
     first = parallel_state.is_pipeline_first_stage(**place)
@@ -108,7 +125,7 @@ def _build(
         # megatron-core annotates the spec and the base more narrowly than it uses them.
         base: Any = options.rotary_base
         with refusals_of_megatron():
-            spec: Any = block_spec(config, vp_stage)
+            spec: Any = block_spec(config, vp_stage, split_norms=split_norms)
             model = GPTModel(
                 config=config,
                 transformer_layer_spec=spec,
@@ -230,6 +247,13 @@ def _output_weight(chunk: GPTModel) -> torch.Tensor:
     weight = chunk.output_layer.weight
     assert weight is not None, "only tied embeddings leave it out"
     return weight
+
+
+def drop_fp8_copies(chunks: Sequence[torch.nn.Module]) -> None:
+    """Free the FP8 copies of weights; TransformerEngine quantizes them again in every step."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int]:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import (
+    CudaRNGStatesTracker,
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 
+from slime.backends.checkpoint_reader import load_object
 from slime.backends.megatron_utils.patches import patch_megatron
 from slime.core.errors import UserError
 from slime.core.types import ParallelInfo
@@ -142,3 +148,28 @@ def check_version() -> None:
             f"{SUPPORTED} (installed: {version('megatron-core')}): take that folder off PYTHONPATH, or "
             f"pip install megatron-core=={SUPPORTED}"
         )
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of this rank's random generators, for a checkpoint."""
+    state: dict[str, Any] = {
+        "cpu": torch.get_rng_state(),
+        "tracker": {k: v.clone() for k, v in rng_tracker().get_states().items()},
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_rng(file: Path) -> None:
+    state = load_object(file, file)
+    torch.set_rng_state(state["cpu"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    rng_tracker().set_states(state["tracker"])
+
+
+def rng_tracker() -> CudaRNGStatesTracker:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None, "init_parallel seeds it"
+    return tracker

@@ -23,7 +23,7 @@ from slime.backends.megatron_utils.parallel import (
     tensor_group,
 )
 from slime.core.packing import zigzag_index
-from slime.core.types import TrainBatch
+from slime.core.types import RolloutBatch, TrainBatch
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -98,6 +98,22 @@ def recorded_rows(rows: PackedRows, batch: TrainBatch, num_layers: int) -> list[
     starts = batch.cu_seqlens[:-1].tolist()
     lens = [p + r for p, r in zip(batch.prompt_lens, batch.response_lens, strict=True)]
     return [column[s * cp : s * cp + n].copy() for s, n in zip(starts, lens, strict=True)]
+
+
+def keep_experts(
+    batch: RolloutBatch, micro_batches: list[TrainBatch], seen: list[PackedRows], num_layers: int
+) -> None:
+    """Store the experts that the routers chose, to replay them in training on these rows."""
+    kept: dict[int, np.ndarray] = {}
+    for micro_batch, rows in zip(micro_batches, seen, strict=False):
+        experts = recorded_rows(rows, micro_batch, num_layers)
+        if not micro_batch.dummy:
+            kept.update(zip(micro_batch.rows, experts, strict=True))
+    some = next(iter(kept.values()))
+    batch.routed_experts = [
+        kept.get(row, np.full((length, *some.shape[1:]), -1, np.int16))
+        for row, length in enumerate(batch.total_lens)
+    ]
 
 
 def _over_tensor_ranks(experts: torch.Tensor, length: int) -> torch.Tensor:

@@ -138,7 +138,8 @@ class Trainer:
 
     def _dtype_note(self) -> str:
         if self.args.lora_rank:
-            return f"{self.args.precision}, sharded; adapters fp32"
+            sharded = "" if self._is_megatron else ", sharded"
+            return f"{self.args.precision}{sharded}; adapters fp32"
         return self.args.precision if self._is_megatron else "fp32, sharded"
 
     def _optimizer(self, rank: RankModel) -> tuple[int, int]:

@@ -120,13 +120,11 @@ class Lora:
         "train low-rank adapters of this rank (r of PEFT) and keep the base weights frozen; the "
         "reference model of a KL term is then the base without a second copy",
         min=1,
-        backend="fsdp",
     )
     lora_alpha: float = flag(
         8.0,
         "adapters are scaled by alpha / rank",
         above=0,
-        backend="fsdp",
         requires=_LORA,
     )
     lora_dropout: float = flag(
@@ -134,30 +132,25 @@ class Lora:
         "dropout of the adapters' input in the training pass",
         min=0,
         max=0.99,
-        backend="fsdp",
         requires=_LORA,
     )
     lora_target_modules: list[str] = flag(
         ["all-linear"],
         "names, or ends of names, of the linear modules with adapters; all-linear: all but the LM head",
-        backend="fsdp",
         requires=_LORA,
     )
     lora_use_rslora: bool = flag(
         False,
         "scale adapters by alpha / sqrt(rank) (rsLoRA)",
-        backend="fsdp",
         requires=_LORA,
     )
     lora_adapter_path: str | None = flag(
         None,
         "PEFT folder to start from; rank, alpha and modules come from its adapter_config.json",
-        backend="fsdp",
     )
     lora_merge_for_rollout: bool = flag(
         False,
         "send engines the weights with the adapters merged in, instead of the adapter alone",
-        backend="fsdp",
         requires=_LORA,
     )
 

@@ -22,7 +22,9 @@ from slime.backends.megatron_utils.parallel import (
     pipeline_group,
     tensor_group,
 )
+from slime.config.lora import LORA_A, LORA_B
 from slime.utils.device import current_device
+from slime.weights.buckets import merge_adapter
 
 HfTensor = tuple[str, torch.Tensor]
 
@@ -33,13 +35,14 @@ def export_hf(
     dtype: torch.dtype | None = None,
     *,
     with_mtp: bool = True,
+    merge: Merge | None = None,
 ) -> Iterator[HfTensor]:
     """Yield (Hugging Face name, full tensor) on every rank, in layer order.
 
     Tensors are in `dtype`, or in the model's. They may share memory with the model: read them
-    before the next training step.
+    before the next training step. `merge` adds adapters to the weights that have such.
     """
-    gather = _Gather(chunks, weights, dtype)
+    gather = _Gather(chunks, weights, dtype, merge)
     for rule, layer in weights.in_layer_order():
         if with_mtp or not rule.is_mtp:
             yield from gather.tensors(rule, layer)
@@ -53,6 +56,7 @@ def hf_buckets(
     dtype: torch.dtype | None = None,
     keep: bool = True,
     with_mtp: bool = True,
+    merge: Merge | None = None,
 ) -> Iterator[list[HfTensor]]:
     """Yield the same in lists of at most `max_bytes`, or of one larger tensor.
 
@@ -61,7 +65,7 @@ def hf_buckets(
     """
     bucket: list[HfTensor] = []
     size = 0
-    for name, tensor in export_hf(chunks, weights, dtype, with_mtp=with_mtp):
+    for name, tensor in export_hf(chunks, weights, dtype, with_mtp=with_mtp, merge=merge):
         if size and size + tensor.nbytes > max_bytes:
             yield bucket
             bucket, size = [], 0
@@ -97,12 +101,31 @@ class _Location:
     dtype: torch.dtype
 
 
+class Merge:
+    """Merges full adapters, by Hugging Face name, into weights."""
+
+    def __init__(self, adapters: dict[str, torch.Tensor], scaling: float) -> None:
+        self._adapters, self._scaling = adapters, scaling
+
+    def has(self, name: str) -> bool:
+        return name.removesuffix(".weight") + LORA_A in self._adapters
+
+    def __call__(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        module = name.removesuffix(".weight")
+        a, b = self._adapters[module + LORA_A], self._adapters[module + LORA_B]
+        return merge_adapter(weight, a, b, self._scaling, dtype)
+
+
 class _Gather:
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], weights: WeightMap, dtype: torch.dtype | None
+        self,
+        chunks: Sequence[torch.nn.Module],
+        weights: WeightMap,
+        dtype: torch.dtype | None,
+        merge: Merge | None,
     ) -> None:
         layout = current_layout()
-        self._dtype = dtype
+        self._dtype, self._merge = dtype, merge
         self._expert = layout.expert
         local = list(local_weights(chunks, weights, layout))
         self._local = {weight.name: weight.tensor for weight in local}
@@ -118,8 +141,9 @@ class _Gather:
         if rule.per_expert:
             yield from self._experts(rule, layer)
         elif rule.name(layer) in self._locations:
-            whole = self._whole(rule, rule.name(layer))
-            yield from zip(rule.hf_names(layer), rule.mapping.to_hf(whole), strict=True)
+            names = rule.hf_names(layer)
+            whole = self._whole(rule, rule.name(layer), names)
+            yield from self._named(names, rule.mapping.to_hf(whole))
 
     def _experts(self, rule: Rule, layer: int) -> Iterator[HfTensor]:
         """Yield experts, gathering the n-th local expert of all expert ranks at a time."""
@@ -128,23 +152,39 @@ class _Gather:
             return
         stacked: dict[int, list[torch.Tensor]] = {}
         for number in range(self._num_local):
-            of_each_rank = self._whole(rule, rule.name(layer, first_local + number))
+            names = [
+                name
+                for rank in range(self._expert.size)
+                for name in rule.hf_names(layer, rank * self._num_local + number)
+            ]
+            of_each_rank = self._whole(rule, rule.name(layer, first_local + number), names)
             for rank, whole in enumerate(of_each_rank):
                 expert = rank * self._num_local + number
                 tensors = rule.mapping.to_hf(whole)
                 if rule.stacked:
                     stacked[expert] = tensors
                 else:
-                    yield from zip(rule.hf_names(layer, expert), tensors, strict=True)
+                    yield from self._named(rule.hf_names(layer, expert), tensors)
         if rule.stacked:
             of_each_name = zip(*(stacked[expert] for expert in sorted(stacked)), strict=True)
             for name, experts in zip(rule.hf_names(layer), of_each_name, strict=True):
                 yield name, torch.stack(experts)
 
-    def _whole(self, rule: Rule, name: str) -> torch.Tensor:
-        """Return the full tensor; for an expert, that of every expert rank: [expert ranks, ...]."""
+    def _named(self, names: list[str], tensors: list[torch.Tensor]) -> Iterator[HfTensor]:
+        for name, tensor in zip(names, tensors, strict=True):
+            if self._merge is not None and self._merge.has(name):
+                tensor = self._merge(name, tensor, self._dtype or tensor.dtype)
+            yield name, tensor
+
+    def _whole(self, rule: Rule, name: str, hf_names: list[str]) -> torch.Tensor:
+        """Return the full tensor; for an expert, that of every expert rank: [expert ranks, ...].
+
+        Weights with adapters are cast after merging.
+        """
         location = self._locations[name]
-        dtype = location.dtype if self._dtype is None or rule.fp32 else self._dtype
+        merged = self._merge is not None and any(map(self._merge.has, hf_names))
+        as_is = self._dtype is None or rule.fp32 or merged
+        dtype = location.dtype if as_is or self._dtype is None else self._dtype
         if location.stage == self._stage:
             whole = self._over_tensor_ranks(rule, self._local[name].to(current_device(), dtype))
             if rule.per_expert:

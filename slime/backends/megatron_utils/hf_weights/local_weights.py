@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 
 from slime.backends.megatron_utils.hf_weights.mappings import WHOLE, Shard
 from slime.backends.megatron_utils.hf_weights.reader import TensorReader
-from slime.backends.megatron_utils.hf_weights.rules import Match, WeightMap, canonical
+from slime.backends.megatron_utils.hf_weights.rules import ADAPTERS, Match, WeightMap, canonical
 from slime.backends.megatron_utils.layers import ValueHead
 from slime.backends.megatron_utils.parallel import (
     decoder_layers,
@@ -51,28 +51,34 @@ class LocalWeight:
     name: str
     tensor: torch.Tensor
     match: Match
+    local_name: str  # in the state dict of its chunk
 
 
 def local_weights(
     chunks: Sequence[torch.nn.Module], weights: WeightMap, layout: Layout
 ) -> Iterator[LocalWeight]:
-    """Yield parameters and persistent buffers of all chunks, without a critic's value head."""
+    """Yield parameters and persistent buffers of all chunks, without a critic's value head.
+
+    They are adapters if `weights` has the rules of these, else base weights.
+    """
     for chunk in map(unwrapped, chunks):
         layers = [layer.layer_number - 1 for layer in decoder_layers(chunk)]
         experts = _experts_per_rank(chunk)
-        for name, tensor in chunk.state_dict(keep_vars=True).items():
-            if not isinstance(tensor, torch.Tensor) or _is_value_head(chunk, name):
+        for local_name, tensor in chunk.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, torch.Tensor) or _is_value_head(chunk, local_name):
                 continue
-            if name.endswith("._extra_state"):  # TransformerEngine's FP8 scales
+            if local_name.endswith("._extra_state"):  # TransformerEngine's FP8 scales
                 continue
-            name = _global_name(canonical(name), layers, layout.expert.rank * experts)
+            if (ADAPTERS in local_name) != weights.of_adapters:
+                continue
+            name = _global_name(canonical(local_name), layers, layout.expert.rank * experts)
             match = weights.match(name)
             if match is None:
                 raise UserError(
                     f"Megatron's parameter {name} has no counterpart in a Hugging Face "
                     f"{weights.model_type} model"
                 )
-            yield LocalWeight(name=name, tensor=tensor.detach(), match=match)
+            yield LocalWeight(name=name, tensor=tensor.detach(), match=match, local_name=local_name)
 
 
 def load_hf(

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from slime.backends.megatron_utils.hf_weights.reader import TensorReader
+from slime.core.errors import UserError
 
 Shape = tuple[int, ...]
 Sharding = Literal["column", "row"] | None
@@ -67,6 +68,14 @@ class Mapping(ABC):
         if self.dim is None:
             return local
         return tuple(n * size if dim == self.dim else n for dim, n in enumerate(local))
+
+    def local_rows(self, rows: int, size: int) -> tuple[list[int], int]:
+        """Return how many of a shard's rows belong to each Hugging Face tensor, and in how many groups.
+
+        Groups follow one another, and each has its rows of every tensor: with 2 groups and rows
+        [4, 2, 2] the order is 2 of the first, 1 of the second, 1 of the third, and the same again.
+        """
+        return [rows], 1
 
 
 class Plain(Mapping):
@@ -185,6 +194,16 @@ class Qkv(Mapping):
     def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
         return [piece.flatten(0, 1) for piece in self._pieces(whole, self._groups)]
 
+    def local_rows(self, rows: int, size: int) -> tuple[list[int], int]:
+        if self._groups % size:
+            raise UserError(
+                f"--tensor-model-parallel-size {size} shards the {self._groups} KV heads, which adapters of "
+                "q_proj, k_proj and v_proj do not support: choose a divisor, or other --lora-target-modules"
+            )
+        groups = self._groups // size
+        keys = groups * self._head_dim
+        return [rows - 2 * keys, keys, keys], groups
+
     def _pieces(self, tensor: torch.Tensor, groups: int) -> list[torch.Tensor]:
         """Return queries, keys and values as views [groups, rows of each, ...]."""
         grouped = tensor.unflatten(0, (groups, -1))
@@ -219,6 +238,13 @@ class GateUp(Mapping):
         for number, rows in enumerate(target.chunk(2)):
             name, start = (names[0], number * half) if self._fused else (names[number], 0)
             rows.copy_(reader.read(name, slice(start + local.start, start + local.stop)))
+
+    @property
+    def is_fused(self) -> bool:
+        return self._fused
+
+    def local_rows(self, rows: int, size: int) -> tuple[list[int], int]:
+        return ([rows] if self._fused else [rows // 2] * 2), 1
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         halves = [shard.chunk(2) for shard in parts]

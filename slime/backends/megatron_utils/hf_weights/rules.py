@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 
 from slime.backends.megatron_utils.hf_weights.mappings import Mapping
 
+ADAPTERS = ".lora."  # in the name of an adapter: ...linear_qkv.lora.q_proj.lora_A
 _FIELDS = {"layer": r"(?P<layer>\d+)", "expert": r"(?P<expert>\d+)"}
 
 
@@ -84,6 +86,7 @@ class WeightMap:
     rules: tuple[Rule, ...]
     untrained: tuple[str, ...] = ()
     copies: dict[str, str] = field(default_factory=dict)
+    of_adapters: bool = False  # the rules are those of LoRA adapters instead of the base weights
 
     @property
     def is_tied(self) -> bool:
@@ -102,8 +105,9 @@ class WeightMap:
 
     def in_layer_order(self) -> Iterator[tuple[Rule, int]]:
         """Yield rules with their layer: the embedding, all layers, then the final norm and head."""
-        first, *rest = self.rules
-        yield first, 0
+        first = list(takewhile(lambda rule: not rule.per_layer, self.rules))
+        rest = self.rules[len(first) :]
+        yield from ((rule, 0) for rule in first)
         for layer in range(self.num_layers):
             yield from ((rule, layer) for rule in rest if rule.per_layer)
         yield from ((rule, 0) for rule in rest if not rule.per_layer)

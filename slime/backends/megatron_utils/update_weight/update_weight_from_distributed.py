@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.hf_weights.export import hf_buckets
+from slime.backends.megatron_utils.hf_weights.export import Merge, hf_buckets
 from slime.backends.megatron_utils.hf_weights.families import weight_map
 from slime.backends.megatron_utils.model_config import read_config
 from slime.backends.megatron_utils.parallel import unwrapped
@@ -54,7 +54,7 @@ class UpdateWeight:
         self.weight_version += 1
         return self._sync.update(self.buckets(), self._engines, self.weight_version)
 
-    def buckets(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def buckets(self, merge: Merge | None = None) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Yield lists of (Hugging Face name, full tensor), empty on ranks that do not send."""
         return hf_buckets(
             self._sources(),
@@ -63,6 +63,7 @@ class UpdateWeight:
             dtype=serving_dtype(self.args),
             keep=dist.get_rank() == 0 or self.transport == "tensor",
             with_mtp=serves_mtp(self.args),
+            merge=merge,
         )
 
     def _sources(self) -> list[Any]:
