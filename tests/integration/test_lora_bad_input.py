@@ -55,7 +55,6 @@ def refused(model: str, tmp_path: Path, capsys, **flags: object) -> str:
         ({"lora_target_modules": ["q_proj", "norm"]}, "norm is no linear module"),
         ({"lora_target_modules": ["all-linear", "q_proj"]}, "all-linear includes the others"),
         ({"lora_dropout": 0.1, **DETERMINISTIC}, "--lora-dropout 0.1 makes"),
-        ({"colocate": True, "rollout_num_gpus": None}, "--lora-merge-for-rollout"),
         ({"freeze_params_name_list": ["mlp"]}, "--freeze-params-name-list with --lora-rank"),
         ({"save": "x", "lora_rank": 0}, "--lora-rank must be at least 1"),
     ],
