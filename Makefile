@@ -9,7 +9,7 @@ JOBS ?= $(shell echo $$(($$(nproc) < 5 ? $$(nproc) + 1 : 6)))
 CHECKED := slime tests tools benchmarks examples train.py train_async.py
 
 .DEFAULT_GOAL := help
-.PHONY: bubblewrap help quickstart test test-chaos test-sglang test-cluster check format venv clean
+.PHONY: bubblewrap help quickstart test test-chaos test-published test-sglang test-cluster check format venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -27,6 +27,9 @@ test-sglang: $(VENV)/.installed-dev  ## both engines by one suite, and runs thro
 
 test-cluster: $(VENV)/.installed-dev  ## runs over three hosts, which are network namespaces; needs root
 	SLIME_TEST_CLUSTER=1 $(BIN)/python -m pytest $(or $(ARGS),tests/cluster)
+
+test-published: $(VENV)/.installed-dev  ## start every published command line with a tiny model: half an hour on two cores
+	SLIME_TEST_PUBLISHED=1 $(BIN)/python -m pytest -n 2 $(or $(ARGS),tests/compat/test_starts.py)
 
 test-chaos: $(VENV)/.installed-dev  ## break runs at random, resume and compare them; SEEDS=0-39 or SEEDS="7 9 100-120"
 	$(BIN)/python -m tests.chaos.run --seeds "$(SEEDS)" $(ARGS)

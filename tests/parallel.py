@@ -24,6 +24,8 @@ FIRST = (
 )
 # One server for all tests of a folder: every process would start its own.
 TOGETHER = ("tests/conformance/",)
+# A whole run to a test, and little that they share.
+APART = "tests/compat/test_starts.py"
 
 
 def worker_number() -> int:
@@ -40,6 +42,8 @@ def limit_threads() -> None:
 
 def unit_of_work(nodeid: str) -> str:
     """Return the name that all tests share which one process has to run: their file, in most cases."""
+    if nodeid.startswith(APART):
+        return nodeid
     folders = (folder for folder in TOGETHER if nodeid.startswith(folder))
     return next(folders, nodeid.split("::", 1)[0])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,19 +44,23 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
         raise ConfigError(f"{path}: its config.json cannot be used: {reason}") from error
 
 
-def load_renamed_config(path: str | Path) -> PretrainedConfig | None:
+def load_renamed_config(
+    path: str | Path, also: Mapping[str, str] | None = None
+) -> PretrainedConfig | None:
     """Return the config of a model whose type transformers has under another name; None for others.
 
+    `also` has further types by name: {"mimo": "qwen2"}.
     `auto_map`, which names Python code in the folder, is dropped: transformers' own class is used.
     """
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
     raw, _ = PretrainedConfig.get_config_dict(path)
     given = str(raw.get("model_type") or "")
-    if read_as(given) == given:
+    known = (also or {}).get(given, read_as(given))
+    if known == given:
         return None
     fields = {key: value for key, value in raw.items() if key not in ("auto_map", "model_type")}
-    return CONFIG_MAPPING[read_as(given)].from_dict(fields)
+    return CONFIG_MAPPING[known].from_dict(fields)
 
 
 def encode_rendered(path: str, text: str) -> list[int]:

@@ -20,6 +20,7 @@ GROUPS = {
     "mtp": "--enable-mtp-training --mtp-num-layers 1",
     "opd": "--use-opd --opd-kl-coef 1.0",
     "engines": "--sglang-config ENGINES",
+    "async": "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async",
     "fp8": "--fp8-format e4m3 --fp8-recipe blockwise",
 }
 
@@ -27,7 +28,7 @@ SCRIPTS = """
 coding_agent_rl/run_qwen36_35b_a3b_swe_8nodes | type:qwen3_5_moe_text | {next}
 delta_weight_sync/run-glm4.7-30B-A3B-delta | glm4.7-30B-A3B | --no-position-embedding {delta}
 eval_multi_task/multi_task | qwen3-4B | --eval-interval 5 --eval-config EVAL
-fully_async/run-qwen2.5-0.5B-fully_async | qwen2.5-0.5B | {sp}
+fully_async/run-qwen2.5-0.5B-fully_async | qwen2.5-0.5B | {async} {sp}
 fully_async/run-qwen3.5-9B-fully_async | type:qwen3_5_text | {next}
 geo3k_vlm/run_geo3k_qwen35 | type:qwen3_5_moe_text | --multimodal-keys {}
 multi_agent/run-qwen3-30B-A3B-multi-agent | qwen3-30B-A3B | {tp2} {moe}
@@ -85,7 +86,7 @@ test_qwen2.5_0.5B_debug_rollout_then_train | qwen2.5-0.5B | {sp} --debug-rollout
 test_qwen2.5_0.5B_debug_rollout_then_train#1 | qwen2.5-0.5B | {ci} {sp}
 test_qwen2.5_0.5B_debug_train_dump_e2e | qwen2.5-0.5B | {ci} --dump-details /tmp/details
 test_qwen2.5_0.5B_fanout_short | qwen2.5-0.5B | {ci} {sp}
-test_qwen2.5_0.5B_fully_async_short | qwen2.5-0.5B | {ci} {sp}
+test_qwen2.5_0.5B_fully_async_short | qwen2.5-0.5B | {ci} {async} {sp}
 test_qwen2.5_0.5B_opd_sglang | qwen2.5-0.5B | {ci} {opd} --opd-type sglang --rm-url http://127.0.0.1:1 --rollout-temperature 0.8
 test_qwen2.5_0.5B_sglang_config | qwen2.5-0.5B | {ci} {sp} {engines}
 test_qwen2.5_0.5B_sglang_config_distributed | qwen2.5-0.5B | {ci} {sp} {engines}
@@ -108,11 +109,21 @@ test_sglang_config_mixed_offload | qwen2.5-0.5B | {ci} {sp} {engines}
 test_sglang_config_mixed_offload_ft | qwen2.5-0.5B | {ci} {sp} {engines}
 """
 
-# Of models that are trained: what is refused, and the words of the answer.
-REFUSED = {
-    "delta_weight_sync/run-glm4.7-30B-A3B-delta": "every update sends all weights",
-    "test_qwen3_4B_external_pd": "every update sends all weights",
-    "test_qwen2.5_0.5B_opd_sglang": "engines return log-probs at temperature 1",
+# What all of them have, and the files that flags name.
+COMMON = """
+--prompt-data DATA --input-key input --label-key label --apply-chat-template --rollout-shuffle
+--num-rollout 3 --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 1024
+--rollout-temperature 1 --global-batch-size 256 --balance-data --rm-type math --use-dynamic-batch-size
+--max-tokens-per-gpu 4096 --optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1
+--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --colocate
+--attention-softmax-in-fp32 --attention-backend flash --rollout-engine sglang --actor-num-gpus-per-node 8
+"""
+FILES = {
+    "EVAL": "eval:\n  datasets:\n    - {name: a, path: DATA, n_samples_per_eval_prompt: 4}\n",
+    "ROLES": "critic: {lr: 1.0e-5}\n",
+    "HOOKS": "tis_mode_of_mine: mask\n",
+    "ENGINES": "sglang:\n  - name: actor\n    server_groups:\n"
+    "      - {worker_type: regular, num_gpus: 8, num_gpus_per_engine: 1}\n",
 }
 
 

@@ -196,3 +196,10 @@ def convert(args, samples):
         "loss_masks": [sample.loss_mask or [1] * sample.response_length for sample in samples],
         "rollout_log_probs": [sample.rollout_log_probs for sample in samples],
     }
+
+
+def from_buffer(args, rollout_id, data_source, evaluation=False):
+    """A rollout function for --rollout-buffer-url, which it reads; the samples come from the engines."""
+    assert args.rollout_buffer_url == "http://127.0.0.1:8889"
+    generate = load_function("slime.rollout.sglang_rollout.generate_rollout")
+    return call_rollout_fn(generate, args, rollout_id, data_source, evaluation=evaluation)

@@ -146,22 +146,30 @@ def test_a_checkpoint_without_mtp_layers_starts_with_the_models(
     models: dict[str, Path], tmp_path: Path
 ):
     args = args_of(models, "mimo", 1)
-    found, refusal = run_megatron_ranks(start_from_plain, 1, args, str(tmp_path))[0]
+    found, again, refusal = run_megatron_ranks(start_from_plain, 1, args, str(tmp_path))[0]
     stored = load_file(models["mimo"] / "model.safetensors")
     mtp = [name for name in stored if "mtp_layers" in name]
     assert all(torch.equal(found[name], stored[name]) for name in mtp)
     assert not torch.equal(found["lm_head.weight"], stored["lm_head.weight"])
-    assert "mtp.layers.0" in refusal
+    assert "--enable-mtp-training: " in refusal and "was trained without MTP layers" in refusal
+    assert "add --no-load-optim, with which they start from --hf-checkpoint" in refusal
+    assert all(torch.equal(again[name], stored[name]) for name in mtp)
+    assert torch.equal(again["lm_head.weight"], found["lm_head.weight"])
 
 
-def start_from_plain(rank: int, args: Args, folder: str) -> tuple[dict[str, torch.Tensor], str]:
+def start_from_plain(
+    rank: int, args: Args, folder: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
     plain = start_actor(args.replace(enable_mtp_training=False), rank, 1)
     plain.train(0, my_rows(plain, 0))
     plain.save_to(folder, 0)
     actor = start_actor(args.replace(ref_load=folder), rank, 1)
     with pytest.raises(UserError) as error:  # its optimizer has no moments of MTP layers
         actor.load(folder)
-    return _weights(start_actor(args.replace(ref_load=folder), rank, 1)), str(error.value)
+    started = start_actor(args.replace(ref_load=folder), rank, 1)
+    advised = start_actor(args.replace(no_load_optim=True), rank, 1)
+    advised.load(folder)
+    return _weights(started), _weights(advised), str(error.value)
 
 
 def test_a_plan_counts_the_layers_and_their_optimizer_state(models: dict[str, Path]):

@@ -24,7 +24,6 @@ OPD = {"use_opd": True, "opd_type": "sglang", "rm_url": "http://teacher:30000"}
         ({**OPD, "rm_url": None}, ["--rm-url"]),
         ({**OPD, "rm_type": "remote_rm"}, ["remote_rm", "--rm-url"]),
         ({**OPD, "group_rm": True}, ["--group-rm"]),
-        ({**OPD, "rollout_temperature": 0.7}, ["temperature 1", "--opd-type megatron"]),
         ({**OPD, "loss_type": "sft_loss"}, ["--loss-type policy_loss"]),
         (
             {"use_tis": True, "use_rollout_logprobs": True},

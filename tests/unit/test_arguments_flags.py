@@ -63,7 +63,8 @@ loss-type=policy_loss custom-loss-function-path custom-advantage-function-path
 custom-config-path disable-compute-advantages-and-returns data-pad-size-multiplier megatron-config-path
 ref-micro-batch-size ref-ckpt-step no-load-optim keep-old-actor opd-teacher-ckpt-step
 rollout-buffer-url rollout-data-transport eval-max-context-len eval-max-prompt-len
-eval-min-new-tokens eval-tool-key update-weight-mode=full update-weight-disk-keep-files
+eval-min-new-tokens eval-tool-key update-weight-mode=full update-weight-delta-encoding update-weight-delta-checksum
+update-weight-local-checkpoint-dir update-weight-disk-keep-files
 disable-wandb-random-suffix dump-details ci-test ci-train-rollout-logprob-abs-diff-threshold=0.1
 ci-disable-kl-checker ci-save-grad-norm ci-load-grad-norm use-tis tis-clip=2.0
 tis-clip-low=0.0 custom-tis-function-path tis-level=token tis-mode=truncate overlong-buffer-len
@@ -172,7 +173,6 @@ megatron_config_path dump_details custom_config_path critic_lr
 lora_alpha lora_dropout lora_target_modules lora_use_rslora lora_merge_for_rollout
 """)
 FOR_HOOKS = words("rollout_buffer_url")
-ONLY_CHOICE = words("update_weight_mode")
 
 
 def test_no_flag_is_ignored():
@@ -180,7 +180,7 @@ def test_no_flag_is_ignored():
     files = [p for p in (ROOT / "slime").rglob("*.py") if "config" not in p.parts]
     text = "\n".join(path.read_text() for path in [*files, ROOT / "train.py"])
     read = set(re.findall(r"args\.(\w+)", text)) | set(re.findall(r"[\"'](\w+)[\"']", text))
-    elsewhere = {*USED_WHILE_RESOLVING, *FOR_HOOKS, *ONLY_CHOICE, "config"}
+    elsewhere = {*USED_WHILE_RESOLVING, *FOR_HOOKS, "config"}
     elsewhere |= {flag.name for flag in own_flags().values() if flag.ignored}  # a warning says why
     ignored = [
         flag.name

@@ -73,7 +73,6 @@ _READ_BY_NAME = {
     "megatron_config_path": "slime/config/role_config.py: apply_role_config",
 }
 _REFUSED_OTHERWISE = {
-    "update_weight_mode": "slime/config/flags/former_names.py: the only choice is what is done",
     "rollout_buffer_url": "docs/customization.md: a rollout function of the user's reads it",
     "distributed_backend": "slime/config/checks/layout_checks.py: the device's own is the only choice",
 }

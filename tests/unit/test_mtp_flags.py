@@ -26,10 +26,12 @@ GLM = {  # four layers of GLM-4.5
 def run(tmp_path):
     """Return the arguments of a Megatron run with these flags; `config` changes config.json."""
 
-    def build(config=None, **flags):
+    def build(config=None, without=None, **flags):
         folder = tmp_path / "model"
         folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(GLM | (config or {})))
+        content = GLM | (config or {})
+        content.pop(without, None)
+        (folder / "config.json").write_text(json.dumps(content))
         common = {"train_backend": "megatron", "hf_checkpoint": str(folder)}
         return make_args(**{**common, "actor_num_gpus_per_node": 2, **flags})
 
@@ -52,6 +54,17 @@ def test_the_number_alone_is_compared_with_the_model_and_carries_layers_over(run
     assert any("--enable-mtp-training" in warning for warning in args.warnings)
     assert trained_mtp_layers(run(**TRAINED)) == 1
     assert run(**TRAINED).warnings == ()
+
+
+def test_mimo_has_one_layer_also_where_its_config_does_not_say_so(run):
+    mimo = {"model_type": "mimo", "num_nextn_predict_layers": None}
+    with pytest.raises(ConfigError, match="has 0 MTP layers"):
+        run(mimo, **TRAINED)
+    assert run({**mimo, "num_nextn_predict_layers": 2}, **TRAINED).mtp_num_layers == 1
+    unsaid = {"model_type": "mimo"}
+    assert run(unsaid, without="num_nextn_predict_layers", **TRAINED).mtp_num_layers == 1
+    with pytest.raises(ConfigError, match="has 1 MTP layers"):
+        run(unsaid, without="num_nextn_predict_layers", mtp_num_layers=2)
 
 
 @pytest.mark.parametrize(

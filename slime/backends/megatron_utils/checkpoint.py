@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,11 @@ from slime.backends.megatron_utils.checkpoint_state import (
 )
 from slime.backends.megatron_utils.hf_weights.rules import ADAPTERS
 from slime.backends.megatron_utils.layers import ValueHead
+from slime.backends.megatron_utils.mtp import (
+    drop_mtp_layers,
+    has_mtp_layers,
+    refuse_other_mtp,
+)
 from slime.backends.megatron_utils.parallel import restore_rng, rng_state, unwrapped
 from slime.backends.megatron_utils.patches import patch_checkpoints
 from slime.config.lora import refuse_other_adapters
@@ -54,7 +59,6 @@ if TYPE_CHECKING:
 
 _FACTS = "trainer.json"
 _HEAD = "output_layer.weight"
-_MTP = "mtp."
 _FP8 = "fp8"  # scales of delayed scaling
 # Optimizer state per parameter and each layer under its own name: independent of the layout.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True}
@@ -201,12 +205,9 @@ class Checkpointer:
             state[_FP8] = fp8_state_to_load(list(_by_key(chunks).values()), stored)
         headless = _drop_value_head(state, chunks, path)
         if with_optimizer is None and not has_mtp_layers(stored):
-            headless = _drop_mtp_layers(state) or headless
-        if with_optimizer and has_mtp_layers(stored) and not _config(chunks).mtp_num_layers:
-            raise ConfigError(
-                f"{path} has MTP layers that were trained: add --mtp-num-layers and --enable-mtp-training, or "
-                "go on without them by --no-load-optim"
-            )
+            headless = drop_mtp_layers(state) or headless
+        if with_optimizer:
+            refuse_other_mtp(has_mtp_layers(stored), bool(_config(chunks).mtp_num_layers), path)
         _refuse_other_sizes(state, facts, path, stored)
         _refuse_other_optimizer(state, path, stored)
         loaded = read_tensors(state, path)
@@ -334,19 +335,6 @@ def _drop_value_head(state: dict[str, Any], chunks: Chunks, path: str | Path) ->
                 head.weight.zero_()
             return True
     return False
-
-
-def has_mtp_layers(stored: Iterable[str]) -> bool:
-    """Return whether multi-token-prediction layers are among these names."""
-    return any(name.startswith(_MTP) for name in stored)
-
-
-def _drop_mtp_layers(state: dict[str, Any]) -> bool:
-    """Remove multi-token-prediction layers; return whether there were any."""
-    names = [(key, name) for key in state for name in state[key] if name.startswith(_MTP)]
-    for key, name in names:
-        del state[key][name]
-    return bool(names)
 
 
 def _refuse_other_sizes(

@@ -13,7 +13,9 @@ gradient of the policy is the same with and without them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from slime.core.errors import ConfigError
 # The value of megatron-core's mark `shared` on parameters of MTP layers. Marked gradients do not
 # count in the gradient norm: it is the policy's, and MTP layers are clipped by their own.
 MTP_MARK = "mtp"
+_STORED = "mtp."  # names in checkpoints begin with it
 
 
 def mtp_spec(
@@ -135,3 +138,31 @@ class _ZeroGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(grad)
+
+
+def has_mtp_layers(stored: Iterable[str]) -> bool:
+    """Return whether multi-token-prediction layers are among these names."""
+    return any(name.startswith(_STORED) for name in stored)
+
+
+def refuse_other_mtp(stored: bool, trained: bool, path: str | Path) -> None:
+    """Refuse an optimizer state with MTP layers for a model without, and the other way round."""
+    if stored and not trained:
+        raise ConfigError(
+            f"{path} has MTP layers that were trained: add --mtp-num-layers and --enable-mtp-training, or "
+            "go on without them by --no-load-optim"
+        )
+    if trained and not stored:
+        raise ConfigError(
+            f"--enable-mtp-training: {path} was trained without MTP layers, so its optimizer has no state of "
+            "them: add --no-load-optim, with which they start from --hf-checkpoint, or remove "
+            "--enable-mtp-training"
+        )
+
+
+def drop_mtp_layers(state: dict[str, Any]) -> bool:
+    """Remove multi-token-prediction layers; return whether there were any."""
+    names = [(key, name) for key in state for name in state[key] if name.startswith(_STORED)]
+    for key, name in names:
+        del state[key][name]
+    return bool(names)

@@ -146,9 +146,10 @@ def check_distillation(draft: Draft) -> None:
     if served and draft["group_rm"]:
         raise ConfigError("--opd-type sglang scores single samples: remove --group-rm")
     if served and draft["rollout_temperature"] != 1:
-        raise ConfigError(
-            "--opd-type sglang: engines return log-probs at temperature 1: use --rollout-temperature 1, "
-            "or --opd-type megatron"
+        draft.warn(
+            "--opd-type sglang: engines return log-probs at temperature 1, so the policy as sampled at "
+            f"--rollout-temperature {draft['rollout_temperature']} learns the teacher at temperature 1; "
+            "--opd-type megatron applies the temperature to both"
         )
     if not served and draft["opd_teacher_load"] is None:
         raise ConfigError("--opd-type megatron needs the teacher's folder: --opd-teacher-load")

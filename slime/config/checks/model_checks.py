@@ -173,7 +173,7 @@ def check_mtp(draft: Draft, config: dict[str, Any]) -> None:
         )
     if not layers:
         return
-    held = config.get("num_nextn_predict_layers") or 0 if config.get("model_type") in MTP else 0
+    held = _mtp_layers(config)
     if not 0 < layers <= held and _found(config, "num_layers") is not None:
         raise ConfigError(
             f"--mtp-num-layers {layers}: the model of --hf-checkpoint has {held} MTP layers "
@@ -187,6 +187,14 @@ def check_mtp(draft: Draft, config: dict[str, Any]) -> None:
             "--mtp-num-layers: MTP layers keep their weights and are saved unchanged; "
             "--enable-mtp-training trains them"
         )
+
+
+def _mtp_layers(config: dict[str, Any]) -> int:
+    """Return how many the checkpoint has; MiMo has one, also where its config.json does not say so."""
+    kind = config.get("model_type")
+    if kind not in MTP:
+        return 0
+    return config.get("num_nextn_predict_layers", 1 if kind == "mimo" else 0) or 0
 
 
 def _check_mtp_layout(draft: Draft, config: dict[str, Any]) -> None:

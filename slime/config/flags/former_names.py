@@ -7,7 +7,6 @@ that can be honoured belongs among the flags, not here.
 from __future__ import annotations
 
 _LAYERS = "remove it: the layers follow config.json, and no model that is trained has them"
-_DELTA = "remove it: every update sends all weights, as --update-weight-mode full says"
 _SETTING = "put it into the file of --custom-config-path, from which hooks read it"
 _PROFILER = "use --profile-target, whose traces hold the memory too"
 _TEACHER = (
@@ -35,9 +34,6 @@ FORMER_NAMES: dict[str, str] = {
     "--megatron-deepgemm-moe-forward-layers": _GEMM,
     "--megatron-deepgemm-moe-forward-modules": _GEMM,
     # weight updates
-    "--update-weight-delta-encoding": _DELTA,
-    "--update-weight-delta-checksum": _DELTA,
-    "--update-weight-local-checkpoint-dir": _DELTA,
     "--custom-update-weight-post-write-path": "remove it: engines load --update-weight-disk-dir themselves",
     # training
     "--release-train": "use --offload-train, which frees the trainer's GPU memory",
@@ -84,7 +80,6 @@ FORMER_NAMES: dict[str, str] = {
 
 # (flag, value) -> what to use instead of the value
 FORMER_VALUES: dict[tuple[str, str], str] = {
-    ("--update-weight-mode", "delta"): "every update sends all weights: use full",
     (
         "--loss-mask-type",
         "qwen3_5",

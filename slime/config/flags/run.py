@@ -11,6 +11,7 @@ from slime.config.flags.rollout import WITHOUT_ENGINE
 from slime.config.flags.spec import equals, flag, is_set
 from slime.core.errors import ConfigError
 
+_ALL_SENT = "every update sends all weights"
 NO_TRAINER = is_set("debug_rollout_only", note="which starts no trainer")
 # Timeouts of the phases of a run. Generous: loading a checkpoint of hundreds of gigabytes may take
 # an hour, and so may one response.
@@ -159,7 +160,14 @@ class Weights:
         "keep the weights of every update; without it only the newest ones",
         needs=equals("update_weight_transport", "disk"),
     )
-    update_weight_mode: Literal["full"] = flag("full", "what an update sends: all weights")
+    update_weight_mode: Literal["full", "delta"] = flag(
+        "full",
+        "what an update sends: all weights; delta is for command lines of other versions",
+        ignored=_ALL_SENT,
+    )
+    update_weight_delta_encoding: str | None = flag(None, "", ignored=_ALL_SENT)
+    update_weight_delta_checksum: str | None = flag(None, "", ignored=_ALL_SENT)
+    update_weight_local_checkpoint_dir: str | None = flag(None, "", ignored=_ALL_SENT)
     check_weight_update_equal: bool = flag(
         True, "after every update, compare checksums of what the engines hold with what was sent"
     )

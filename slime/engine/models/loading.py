@@ -29,6 +29,7 @@ _DTYPES = {
     "float32": torch.float32,
 }
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
+_SERVED_AS = {"mimo": "qwen2"}  # the same layers but for its MTP layer, which does not generate
 _DEFAULT_CONTEXT = 4096  # of models without max_position_embeddings
 
 
@@ -120,7 +121,7 @@ def _load_config(args: EngineArgs) -> PreTrainedConfig:
             f"--model-path: {path} has no config.json, so it is not a Hugging Face model"
         )
     try:
-        config = load_renamed_config(path) or AutoConfig.from_pretrained(
+        config = load_renamed_config(path, _SERVED_AS) or AutoConfig.from_pretrained(
             path, trust_remote_code=args.trust_remote_code
         )
     except (OSError, ValueError) as error:
