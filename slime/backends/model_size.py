@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import slime
 from slime.config.env import child_env, read_env
+from slime.config.peft_files import is_experts
 from slime.core.errors import ConfigError, UserError
 from slime.utils.machine import usable_cores
 
@@ -288,8 +289,6 @@ def _linear_widths(folder: str) -> tuple[dict[str, int], dict[str, int]]:
     """Return in + out of the linear modules but the output layer, and of experts, by name."""
     import torch
 
-    from slime.weights.buckets import hf_views
-
     model = _skeleton(folder)
     head = model.get_output_embeddings()
     linear = {
@@ -297,9 +296,8 @@ def _linear_widths(folder: str) -> tuple[dict[str, int], dict[str, int]]:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
     }
-    fused = [(n, p) for n, p in model.named_parameters() if p.ndim == 3 and ".experts." in n]
-    views = hf_views(fused, model_type=model.config.model_type or "")
-    return linear, {name.removesuffix(".weight"): sum(view.shape[-2:]) for name, view in views}
+    fused = {n: p.shape for n, p in model.named_parameters() if p.ndim == 3 and is_experts(n)}
+    return linear, {name: shape[0] * sum(shape[1:]) for name, shape in fused.items()}
 
 
 def _part(name: str) -> str:

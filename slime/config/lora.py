@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.checks.file_checks import file_shapes
 from slime.config.flags.draft import Draft
+from slime.config.peft_files import (
+    EXPERTS,
+    above_zero,
+    checked_targets,
+    ends_of,
+    expert_parameters,
+    expert_shapes,
+    is_experts,
+    is_peft_experts,
+    matches,
+    matches_experts,
+    names_experts,
+    peft_modules,
+    peft_shapes,
+    refuse_experts,
+    refuse_other_kinds,
+)
 from slime.core.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -23,6 +39,7 @@ PEFT_PREFIX = "base_model.model."  # of a Hugging Face name in adapter_model.saf
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # after the name of a module
 ADAPTER = "slime"  # the name by which engines serve the adapter of a run
 _HEAD = "lm_head"
+_HALVES = ("gate_proj", "up_proj")  # of the experts' gate_up_proj
 _SHOWN = 12  # names in a message
 
 
@@ -30,7 +47,8 @@ _SHOWN = 12  # names in a message
 class LoraConfig:
     """The adapters of a model: y = W x + scaling * B A x for every target module.
 
-    Rank 16 and alpha 32 have the scaling 32 / 16 = 2; with rsLoRA it is 32 / sqrt(16) = 8.
+    Rank 16 and alpha 32 have the scaling 32 / 16 = 2; with rsLoRA it is 32 / sqrt(16) = 8. With
+    `experts_shared_outer` the experts of a layer have one A of gate_up_proj and one B of down_proj.
     """
 
     rank: int
@@ -38,6 +56,7 @@ class LoraConfig:
     dropout: float = 0.0
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
     use_rslora: bool = False
+    experts_shared_outer: bool = False
 
     @property
     def scaling(self) -> float:
@@ -54,6 +73,7 @@ class LoraConfig:
             dropout=args.lora_dropout,
             target_modules=tuple(args.lora_target_modules),
             use_rslora=args.lora_use_rslora,
+            experts_shared_outer=args.lora_experts_shared_outer,
         )
 
     @classmethod
@@ -62,10 +82,11 @@ class LoraConfig:
         file = Path(folder) / CONFIG_FILE
         try:
             fields = json.loads(file.read_text())
-            kind, targets = fields["peft_type"], _checked_targets(fields["target_modules"])
+            kind, targets = fields["peft_type"], checked_targets(fields["target_modules"] or [])
+            parameters = [str(name) for name in fields.get("target_parameters") or []]
             config = cls(
-                rank=_above_zero("r", int(fields["r"])),
-                alpha=_above_zero("lora_alpha", float(fields["lora_alpha"])),
+                rank=above_zero("r", int(fields["r"])),
+                alpha=above_zero("lora_alpha", float(fields["lora_alpha"])),
                 dropout=float(fields.get("lora_dropout") or 0.0),
                 use_rslora=bool(fields.get("use_rslora")),
             )
@@ -76,15 +97,17 @@ class LoraConfig:
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"{flag}: {file} cannot be read: {error!r}") from None
         modules = adapter_modules(Path(folder), flag)
-        _refuse_other_kinds(kind, fields, modules, f"{flag}: {file}")
+        refuse_other_kinds(kind, fields, [*modules, *parameters], f"{flag}: {file}")
         if isinstance(targets, str) and targets != ALL_LINEAR:
-            targets = modules  # a regular expression
-        return replace(
-            config, target_modules=tuple([targets] if targets == ALL_LINEAR else targets)
-        )
+            targets = [m for m in modules if not is_peft_experts(m)]  # a regular expression
+        targets = [targets] if targets == ALL_LINEAR else list(targets)
+        return replace(config, target_modules=(*targets, *parameters))
 
     def to_peft(self, base: str, modules: Iterable[str]) -> dict[str, Any]:
-        """Return adapter_config.json for the adapters of these modules."""
+        """Return adapter_config.json for the adapters of these modules, by their names in PEFT's files."""
+        modules = list(modules)
+        others = [name for name in modules if not is_peft_experts(name)]
+        parameters = expert_parameters(modules, self.target_modules)
         alpha = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha
         return {
             "peft_type": "LORA",
@@ -94,46 +117,71 @@ class LoraConfig:
             "lora_alpha": alpha,
             "lora_dropout": self.dropout,
             "use_rslora": self.use_rslora,
-            "target_modules": _shortened(self.target_modules, modules),
+            "target_modules": _shortened(self.target_modules, others),
+            **({"target_parameters": parameters} if parameters else {}),
             "bias": "none",
             "fan_in_fan_out": False,
             "init_lora_weights": True,
             "inference_mode": True,
         }
 
+    def tensor_shapes(
+        self, modules: Iterable[str], shapes: dict[str, list[int]]
+    ) -> dict[str, list[int]]:
+        """Return the tensors of PEFT's file for these modules of a checkpoint with these tensors."""
+        wanted, experts = {}, expert_shapes(shapes)
+        for module, name in peft_modules(modules).items():
+            shape = experts[module] if is_experts(module) else shapes[f"{module}.weight"]
+            wanted[name + LORA_A], wanted[name + LORA_B] = peft_shapes(shape, self.rank)
+        return wanted
+
     def targets(self, linear: Iterable[str], experts: Iterable[str] = ()) -> list[str]:
         """Return which of a model's linear modules have adapters; raise ConfigError for unknown names.
 
         A target is a module's name or the end of one, as in PEFT: q_proj, or self_attn.q_proj.
-        `experts` are the modules of MoE experts under the names of a checkpoint: they are refused.
+        `experts` are the parameters with all experts of a layer: mlp.experts.gate_up_proj. Those that
+        have adapters are returned after the modules. `all-linear` does not include them.
         """
-        linear = list(linear)
-        self._refuse_experts(linear, list(experts))
-        if self.target_modules == (ALL_LINEAR,):
-            return [name for name in linear if not _matches(name, _HEAD)]
+        linear, experts = list(linear), list(experts)
         for target in self.target_modules:
-            found = [name for name in linear if _matches(name, target)]
-            if not found:
-                raise ConfigError(
-                    f"--lora-target-modules {target} is no linear module of the model, which has "
-                    f"{', '.join(_ends(linear))}; or use {ALL_LINEAR}"
-                )
-            if any(_matches(name, _HEAD) for name in found):
-                raise ConfigError(
-                    f"--lora-target-modules {target}: the LM head cannot have an adapter, since log-probs "
-                    "are computed from its weight: remove it"
-                )
-        return [name for name in linear if any(_matches(name, t) for t in self.target_modules)]
+            self._refuse_unknown(target, linear, experts)
+        every = ALL_LINEAR in self.target_modules
+        named = [t for t in self.target_modules if t != ALL_LINEAR]
+        return [
+            *(
+                n
+                for n in linear
+                if (every and not matches(n, _HEAD)) or any(matches(n, t) for t in named)
+            ),
+            *(n for n in experts if any(matches_experts(n, target) for target in named)),
+        ]
 
-    def _refuse_experts(self, linear: list[str], experts: list[str]) -> None:
-        every = self.target_modules == (ALL_LINEAR,)
-        for target in self.target_modules:
-            if experts and (every or any(_matches(name, target) for name in experts)):
-                others = [n for n in _ends([n for n in linear if ".self_attn." in n]) if n != "..."]
-                raise ConfigError(
-                    f"--lora-target-modules {target} includes the experts of a MoE layer, which cannot have "
-                    f"adapters: name other modules{', such as ' + ' '.join(others) if others else ''}"
-                )
+    def _refuse_unknown(self, target: str, linear: list[str], experts: list[str]) -> None:
+        if target == ALL_LINEAR:
+            return
+        chosen = any(matches_experts(name, target) for name in experts)
+        found = [name for name in linear if matches(name, target)]
+        if experts and target in _HALVES:
+            raise ConfigError(
+                f"--lora-target-modules {target}: the experts of this model hold gate and up in one "
+                f"parameter: name gate_up_proj, or {EXPERTS} for all of an expert"
+            )
+        if not found and not chosen:
+            ends = _ends([*linear, *experts]) + ([EXPERTS] if experts else [])
+            raise ConfigError(
+                f"--lora-target-modules {target} is no linear module of the model, which has "
+                f"{', '.join(ends)}; or use {ALL_LINEAR}"
+            )
+        if any(matches(name, _HEAD) for name in found):
+            raise ConfigError(
+                f"--lora-target-modules {target}: the LM head cannot have an adapter, since log-probs "
+                "are computed from its weight: remove it"
+            )
+        if chosen and self.dropout:
+            raise ConfigError(
+                f"--lora-dropout {self.dropout} with --lora-target-modules {target}: PEFT has no dropout "
+                "for adapters of experts: remove one of them"
+            )
 
 
 def served_adapter(args: Args) -> str | None:
@@ -157,21 +205,20 @@ def adapter_shapes(folder: Path, flag: str = "--lora-adapter-path") -> dict[str,
 
 
 def linear_modules(shapes: dict[str, list[int]]) -> tuple[list[str], list[str]]:
-    """Return the modules with a matrix and the experts, of the tensors of a checkpoint.
+    """Return the modules with a matrix and the parameters of experts, of the tensors of a checkpoint.
 
     The trainer itself looks at the modules of the model it has built.
     """
     matrices = [n.removesuffix(".weight") for n, shape in shapes.items() if len(shape) == 2]
     linear = [n for n in matrices if f"{n}.weight" in shapes and "embed" not in n]
-    experts = [n.removesuffix(".weight") for n in shapes if ".experts." in n]
-    return [n for n in linear if ".experts." not in n], experts
+    return [n for n in linear if ".experts." not in n], list(expert_shapes(shapes))
 
 
 def served_modules(args: Args, shapes: dict[str, list[int]]) -> list[str]:
     """Return the ends of the names of the modules that have adapters, as SGLang's option names them."""
     config = LoraConfig.of(args)
     assert config is not None, "called with --lora-rank only"
-    return sorted(_ends_of(config.targets(*linear_modules(shapes))))
+    return sorted(ends_of(config.targets(*linear_modules(shapes))))
 
 
 # ---- checks before anything starts
@@ -185,6 +232,8 @@ def derive_lora(draft: Draft) -> None:
     if draft["rollout_num_gpus"]:
         draft.derive_if_unset("sglang_enable_lora", True)
         draft.derive_if_unset("sglang_max_lora_rank", draft["lora_rank"])
+        if any(map(names_experts, draft["lora_target_modules"])):
+            draft.derive_if_unset("sglang_lora_target_modules", ["all", EXPERTS])
         if draft["rollout_engine"] == "sglang" and draft["offload_rollout"]:
             # SGLang drops released weights, and is sent the adapter alone.
             draft.derive("sglang_enable_weights_cpu_backup", True)
@@ -218,7 +267,8 @@ def check_lora(draft: Draft) -> None:
     if not draft["lora_rank"]:
         return
     targets = draft["lora_target_modules"]
-    if ALL_LINEAR in targets and len(targets) > 1:
+    others = [t for t in targets if t != ALL_LINEAR and not names_experts(t)]
+    if ALL_LINEAR in targets and others:
         raise ConfigError(
             f"--lora-target-modules {' '.join(targets)}: {ALL_LINEAR} includes the others: remove them"
         )
@@ -249,6 +299,9 @@ def _serving_obstacle(draft: Draft) -> str | None:
         return "SGLang loads the base from --hf-checkpoint and cannot be sent that of --ref-load beside an adapter"
     if not draft["sglang_enable_lora"] and not draft["rollout_external"]:
         return "--no-sglang-enable-lora starts engines that serve no adapters"
+    experts = any(map(names_experts, draft["lora_target_modules"]))
+    if experts and (draft["rollout_engine"] == "sglang" or draft["rollout_external"]):
+        return "only embedded engines that the run starts serve adapters of experts"
     if draft["sglang_enable_dp_attention"]:
         return "SGLang loads no adapters with --sglang-enable-dp-attention"
     rank = draft["sglang_max_lora_rank"]
@@ -261,15 +314,14 @@ def check_lora_files(args: Args, shapes: dict[str, list[int]]) -> None:
     """Check the names and shapes of adapters against the tensors of --hf-checkpoint."""
     config = LoraConfig.of(args)
     assert config is not None, "called with --lora-rank only"
-    targets = config.targets(*linear_modules(shapes))
+    linear, experts = linear_modules(shapes)
+    if args.train_backend != "fsdp":
+        refuse_experts(config.target_modules, experts)
+    targets = config.targets(linear, experts)
     if args.lora_adapter_path is None:
         return
     held = adapter_shapes(Path(args.lora_adapter_path))
-    wanted = {}
-    for module in targets:
-        rows, columns = shapes[f"{module}.weight"]
-        wanted |= {module + LORA_A: [config.rank, columns], module + LORA_B: [rows, config.rank]}
-    refuse_other_base(held, wanted, args.lora_adapter_path)
+    refuse_other_base(held, config.tensor_shapes(targets, shapes), args.lora_adapter_path)
 
 
 def refuse_other_base(
@@ -310,11 +362,12 @@ def refuse_other_adapters(
         said = "without" if saved is None else f"with --lora-rank {saved['rank']}"
         here = "has none" if config is None else f"has --lora-rank {config.rank}"
         raise UserError(f"{path} was saved {said} adapters, this run {here}: choose as then")
-    for name in ("rank", "alpha", "use_rslora"):
-        if saved[name] != getattr(config, name):
+    for name in ("rank", "alpha", "use_rslora", "experts_shared_outer"):
+        value = saved.get(name, False)
+        if value != getattr(config, name):
             option = "--lora-" + name.replace("_", "-")
             raise UserError(
-                f"{path} was saved with {option} {saved[name]}, this run has {getattr(config, name)}: "
+                f"{path} was saved with {option} {value}, this run has {getattr(config, name)}: "
                 "choose as then"
             )
 
@@ -325,54 +378,6 @@ _NOT_WITH_LORA = {
     "enable_mtp_training": "multi-token-prediction layers have no adapters",
     "freeze_params_name_list": "only adapters are trained, see --lora-target-modules",
 }
-# Fields of adapter_config.json that change nothing about trained adapters, or that are read.
-_KNOWN_FIELDS = {
-    "peft_type", "task_type", "base_model_name_or_path", "revision", "auto_mapping", "peft_version",
-    "inference_mode", "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules",
-    "megatron_core", "qalora_group_size", "ensure_weight_tying", "runtime_config",
-}  # fmt: skip
-_PLAIN_INITS = (True, False, "gaussian", "orthogonal")  # others change the base weights
-
-
-def _refuse_other_kinds(kind: str, fields: dict[str, Any], modules: list[str], where: str) -> None:
-    if kind != "LORA":
-        raise ConfigError(f"{where} is of type {kind}: only LORA is honoured")
-    init = fields.get("init_lora_weights", True)
-    if init not in _PLAIN_INITS:
-        raise ConfigError(
-            f"{where}: init_lora_weights {init} changes the base weights: not honoured"
-        )
-    for name, value in fields.items():
-        if name in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
-            # PEFT writes patterns for fused experts also where these have no adapters.
-            value = [key for key in value if any(_matches_pattern(key, m) for m in modules)]
-        plain = not value or (name == "bias" and value == "none") or name == "init_lora_weights"
-        if not plain and name not in _KNOWN_FIELDS:
-            raise ConfigError(f"{where}: {name} {value} is not honoured: only plain LoRA is")
-
-
-def _above_zero(name: str, value: float) -> Any:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be above 0, not {value}")
-    return value
-
-
-def _checked_targets(targets: object) -> Any:
-    if not isinstance(targets, str) and not (
-        isinstance(targets, list) and all(isinstance(name, str) for name in targets)
-    ):
-        raise ValueError(f"target_modules must be names, not {targets!r}")
-    return targets
-
-
-def _matches(name: str, target: str) -> bool:
-    return name == target or name.endswith("." + target)
-
-
-def _matches_pattern(pattern: str, name: str) -> bool:
-    """As PEFT matches the keys of rank_pattern. The file is untrusted: only plain wildcards count."""
-    plain = re.fullmatch(r"(\.\*\\?\.)?([\w.]+)", pattern)
-    return plain is None or _matches(name, plain[2])
 
 
 def _ends(names: list[str]) -> list[str]:
@@ -382,11 +387,10 @@ def _ends(names: list[str]) -> list[str]:
 
 def _shortened(targets: tuple[str, ...], modules: Iterable[str]) -> list[str]:
     """Return the names that PEFT and engines match: `all-linear` becomes the ends of the modules."""
-    return sorted(_ends_of(modules)) if targets == (ALL_LINEAR,) else sorted(targets)
-
-
-def _ends_of(modules: Iterable[str]) -> set[str]:
-    return {name.rpartition(".")[2] for name in modules}
+    modules = list(modules)
+    if ALL_LINEAR in targets:
+        return sorted(ends_of(modules))
+    return sorted(t for t in targets if any(matches(name, t) for name in modules))
 
 
 def _text(value: object) -> str:

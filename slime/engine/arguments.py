@@ -215,7 +215,7 @@ _OPTIONS: dict[str, dict[str, dict]] = {
         "lora_target_modules": {
             "nargs": "+",
             "metavar": "NAME",
-            "help": "linear layers that get slots, such as q_proj; default: all of them",
+            "help": "linear layers that get slots, such as q_proj; default: all of them; `experts` must be named",
         },
     },
 }

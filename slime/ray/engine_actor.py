@@ -206,6 +206,8 @@ def engine_command(args: Args, *, index: int, host: str, port_file: Path) -> lis
         flag = option_of(option)
         if value is True:
             command.append(flag)
+        elif isinstance(value, list):
+            command += [flag, *map(str, value)]
         elif value is not None and value is not False:
             command += [flag, str(value)]
     if "--dtype" not in command:

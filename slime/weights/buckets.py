@@ -183,14 +183,17 @@ def hf_views(
 
 
 def merge_adapter(
-    weight: torch.Tensor,  # [out, in], or some rows of it
-    lora_a: torch.Tensor,  # [rank, in]
-    lora_b: torch.Tensor,  # [out, rank], or the same rows of it
+    weight: torch.Tensor,  # [out, in], or some rows of it; or some experts [E, out, in]
+    lora_a: torch.Tensor,  # [rank, in], or per expert
+    lora_b: torch.Tensor,  # [out, rank], or the same rows of it; or per expert
     scaling: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return W + scaling * B A, computed in fp32 and cast once; with B = 0 it equals W."""
     w, a, b = (x.detach().to(current_device(), torch.float32) for x in (weight, lora_a, lora_b))
+    if w.ndim == 3:
+        a, b = (x.expand(w.shape[0], *x.shape[-2:]) for x in (a, b))
+        return torch.baddbmm(w, b, a, alpha=scaling).to(dtype)
     return torch.addmm(w, b, a, alpha=scaling).to(dtype)
 
 

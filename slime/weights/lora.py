@@ -26,9 +26,15 @@ from slime.config.lora import (
     linear_modules,
     refuse_other_base,
 )
-from slime.core.errors import ConfigError
+from slime.config.peft_files import (
+    bound_modules,
+    expert_of,
+    is_experts,
+    peft_modules,
+)
+from slime.core.errors import ConfigError, UserError
 from slime.runlog.export_folder import ExportInfo, begin_export, commit_export, discard_export
-from slime.weights.buckets import HFTensors, NamedTensor, merge_adapter
+from slime.weights.buckets import HFTensors, NamedTensor, hf_views, merge_adapter
 from slime.weights.hf_folder import new_hf_folder
 
 
@@ -69,6 +75,39 @@ def read_peft_weights(folder: str | Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in named.items()}
 
 
+def to_peft(adapters: HFTensors) -> Iterator[NamedTensor]:
+    """Yield adapters of modules, and of parameters with all experts, under PEFT's names and in its layout.
+
+    Those of experts are [E, rank, in] and [E, out, rank], without E where experts share a matrix.
+    """
+    held = dict(adapters)
+    modules = [name.removesuffix(LORA_A) for name in held if name.endswith(LORA_A)]
+    for module, name in peft_modules(modules).items():
+        a, b = held[module + LORA_A], held[module + LORA_B]
+        if is_experts(module):
+            count = (a if a.ndim == 3 else b).shape[0]
+            a = a.expand(count, *a.shape[-2:]).flatten(0, 1)
+            b = b.expand(count, *b.shape[-2:]).permute(1, 2, 0).flatten(1)
+        yield name + LORA_A, a
+        yield name + LORA_B, b
+
+
+def from_peft(tensor: torch.Tensor, name: str, num_experts: int, shared: bool) -> torch.Tensor:
+    """Return lora_A [E, rank, in] or lora_B [E, out, rank] of experts; without E if they share it."""
+    if name.endswith(LORA_A):
+        stacked = tensor.unflatten(0, (num_experts, -1))
+    else:
+        stacked = tensor.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+    if not shared:
+        return stacked.contiguous()
+    if not torch.equal(stacked, stacked[:1].expand_as(stacked)):
+        raise UserError(
+            f"--lora-experts-shared-outer: {name} of --lora-adapter-path differs between experts: remove "
+            "the flag"
+        )
+    return stacked[0].contiguous()
+
+
 def merge_lora(base: str, adapter: str, output: str) -> int:
     """Write the base model with an adapter merged in; return the number of changed weights.
 
@@ -78,11 +117,12 @@ def merge_lora(base: str, adapter: str, output: str) -> int:
         if Path(folder).resolve() == Path(output).resolve():
             raise ConfigError(f"--output-dir {output} is the folder of {flag}: name a new one")
     config = LoraConfig.read(adapter, "--adapter")
-    modules = adapter_modules(Path(adapter), "--adapter")
+    named = adapter_modules(Path(adapter), "--adapter")
     files = _base_files(base)
-    _refuse_misfits(config, adapter, modules, weight_shapes(base, "--base"))
+    _refuse_misfits(config, adapter, named, weight_shapes(base, "--base"))
+    tensors = dict(_one_by_one(read_peft_weights(adapter), config, base))
+    modules = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
     dtype = _dtype_of(f"{modules[0]}.weight", files)
-    tensors = read_peft_weights(adapter)
     for name, tensor in tensors.items():
         if not tensor.float().isfinite().all():
             raise ConfigError(f"--adapter {adapter}: {name} holds values that are not finite")
@@ -105,17 +145,38 @@ def _base_files(base: str) -> list[Path]:
 def _refuse_misfits(
     config: LoraConfig, adapter: str, modules: list[str], shapes: dict[str, list[int]]
 ) -> None:
+    bound = list(bound_modules(modules, config.target_modules).values())
     linear, experts = linear_modules(shapes)
-    known = {*linear, *(name for name in experts if len(shapes.get(f"{name}.weight", ())) == 2)}
-    absent = sorted(module for module in modules if module not in known)
+    single = (
+        n.removesuffix(".weight") for n, s in shapes.items() if ".experts." in n and len(s) == 2
+    )
+    known = {*linear, *experts, *single}
+    absent = sorted(module for module in bound if module not in known)
     if absent or not modules:
         what = f"{absent[0]} is no linear module of --base" if absent else "it has no adapters"
         raise ConfigError(f"--adapter {adapter}: {what}")
-    wanted = {}
-    for module in modules:
-        rows, columns = shapes[f"{module}.weight"]
-        wanted |= {module + LORA_A: [config.rank, columns], module + LORA_B: [rows, config.rank]}
+    wanted = config.tensor_shapes(bound, shapes)
     refuse_other_base(adapter_shapes(Path(adapter), "--adapter"), wanted, adapter, "--base")
+
+
+def _one_by_one(
+    adapters: dict[str, torch.Tensor], config: LoraConfig, base: str
+) -> Iterator[NamedTensor]:
+    """Yield adapters of experts under the names that each expert's weights have in a checkpoint."""
+    model_type = json.loads((Path(base) / "config.json").read_text()).get("model_type", "")
+    modules = [name.removesuffix(LORA_A) for name in adapters if name.endswith(LORA_A)]
+    for module, bound in bound_modules(modules, config.target_modules).items():
+        a, b = adapters[module + LORA_A], adapters[module + LORA_B]
+        if not is_experts(bound):
+            yield from ((bound + LORA_A, a), (bound + LORA_B, b))
+            continue
+        count = a.shape[0] // config.rank
+        a, b = (from_peft(x, side, count, False) for x, side in ((a, LORA_A), (b, LORA_B)))
+        for name, rows in hf_views([(bound, b)], model_type=model_type):
+            expert = expert_of(name)
+            assert expert is not None, f"{name} was checked to be one expert's"
+            yield name.removesuffix(".weight") + LORA_A, a[expert]
+            yield name.removesuffix(".weight") + LORA_B, rows
 
 
 def _merged(

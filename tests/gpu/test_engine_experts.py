@@ -9,6 +9,7 @@ import os
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3MoeConfig
@@ -19,6 +20,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
+from slime.engine.kernels.interface import AdapterRows, ExpertLora, LayerLora  # noqa: E402
 from slime.engine.kernels.triton_experts import CudaExperts  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -114,3 +116,47 @@ def _make_case(seed: int, dtype: torch.dtype, num_tokens: int = 0) -> tuple[Any,
     tokens = num_tokens or rng.choice([1, 5, 33, 90])
     hidden = torch.randn(tokens, config.hidden_size)
     return block.to(DEVICE, dtype), hidden.to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("parts", [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+def test_adapters_of_experts(tokens: int, parts: tuple[bool, bool]):
+    """Three slots of different ranks and tokens without an adapter, against a loop over pairs."""
+    torch.manual_seed(tokens)
+    slots, num, size, width, most, top = 3, 5, 48, 24, 6, 2
+    ranks = np.array([6, 2, 4], np.int32)
+    scales = torch.tensor([0.5, 2.0, 1.5], device=DEVICE)
+
+    def slots_of(columns: int, rows: int) -> ExpertLora:
+        a, b = torch.randn(slots, num, most, columns) / 6, torch.randn(slots, num, rows, most) / 3
+        for slot, rank in enumerate(ranks):
+            a[slot, :, rank:], b[slot, :, :, rank:] = 0, 0
+        return ExpertLora(a=a.to(DEVICE), b=b.to(DEVICE), scales=scales, ranks=ranks)
+
+    gate_up, down = slots_of(size, 2 * width), slots_of(width, size)
+    lora = LayerLora(gate_up=gate_up if parts[0] else None, down=down if parts[1] else None)
+    hidden = torch.randn(tokens, size, device=DEVICE)
+    experts = torch.stack([torch.randperm(num)[:top] for _ in range(tokens)]).int().to(DEVICE)
+    weights = torch.rand(tokens, top, device=DEVICE)
+    w_gate_up = torch.randn(num, 2 * width, size, device=DEVICE) / 7
+    w_down = torch.randn(num, size, width, device=DEVICE) / 5
+    rows = AdapterRows(slots=torch.randint(-1, slots, (tokens,)).int().to(DEVICE))
+    found = KERNELS.run_experts(hidden, experts, weights, w_gate_up, w_down, lora, rows)
+    base = KERNELS.run_experts(hidden, experts, weights, w_gate_up, w_down)
+
+    def matmul(x, weight, adapter, slot, expert):
+        out = weight[expert] @ x
+        if adapter is not None and slot >= 0:
+            out = out + scales[slot] * (adapter.b[slot, expert] @ (adapter.a[slot, expert] @ x))
+        return out
+
+    for token in range(tokens):
+        slot, expected = int(rows.slots[token]), torch.zeros(size, device=DEVICE)
+        for place in range(top):
+            expert = int(experts[token, place])
+            gate, up = matmul(hidden[token], w_gate_up, lora.gate_up, slot, expert).chunk(2)
+            active = torch.nn.functional.silu(gate) * up
+            expected += weights[token, place] * matmul(active, w_down, lora.down, slot, expert)
+        torch.testing.assert_close(found[token], expected, rtol=1e-4, atol=1e-4)
+        if slot < 0:
+            assert torch.equal(found[token], base[token])

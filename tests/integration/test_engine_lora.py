@@ -13,6 +13,7 @@ from slime.core.errors import ConfigError, UserError
 from slime.engine.arguments import parse_engine_args
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import RequestError, SamplingParams
+from slime.weights.checksum import tensor_checksums
 from slime.weights.fp8 import Fp8Format, convert_to_fp8, load_causal_lm
 from tests.adapters import ALL, make_adapter, peft_log_probs
 from tests.engines import LocalEngine, local_engine
@@ -202,9 +203,80 @@ def test_attention_of_a_moe_base(tmp_path: Path, plain: bool, deterministic: boo
         torch.testing.assert_close(served, expected, atol=2e-4, rtol=2e-4)
 
 
+EXPERT_ADAPTERS = {
+    "both": (3, ["q_proj"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+    "down": (5, [], ["experts.down_proj"]),
+    "attention": (4, ["q_proj", "o_proj"], None),
+}
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory) -> Fixture:
+    root = tmp_path_factory.mktemp("moe")
+    made = Fixture.__new__(Fixture)
+    made.base = make_tiny_checkpoint(root / "base", "qwen3_moe", weight_scale=3.0)
+    made.folders = {None: None}
+    for seed, (name, (rank, targets, parameters)) in enumerate(EXPERT_ADAPTERS.items()):
+        options = {"target_parameters": parameters} if parameters else {}
+        made.folders[name] = make_adapter(
+            *(made.base, root / name), seed=seed, rank=rank, targets=targets, **options
+        )
+    return made
+
+
 @pytest.mark.parametrize("plain", [False, True], ids=["fast", "plain"])
-def test_adapters_of_experts_are_refused(tmp_path: Path, plain: bool):
-    """Experts run as one fused parameter: their adapters would bind to nothing."""
+@pytest.mark.parametrize("deterministic", [False, True], ids=["batched", "deterministic"])
+def test_experts(moe: Fixture, plain: bool, deterministic: bool):
+    """Adapters of experts, of attention and the base in one batch, and each alone."""
+    options = {
+        "lora_paths": moe.paths,
+        "enable_return_routed_experts": plain,
+        "enable_deterministic_inference": deterministic,
+        "chunked_prefill_size": 16,
+    }
+    names = [None, *EXPERT_ADAPTERS]
+    with local_engine(moe.base, **options) as engine:
+        together = generate(engine, names)
+        for index, (request, name) in enumerate(zip(together, names, strict=True)):
+            moe.assert_served(request, name)
+            [alone] = engine.generate([PROMPTS[index]], adapters=[name], start_len=0, **GREEDY)
+            moe.assert_served(alone, name)
+            if deterministic:
+                assert alone.output_log_probs == request.output_log_probs
+        store = engine.engine.lora
+        assert store is not None
+        bound = list(store.adapters["both"].modules)
+        assert len(bound) == 6 and "model.layers.0.mlp.experts.base_layer" in bound
+        sent = load_file(moe.folders["both"] / "adapter_model.safetensors")
+        assert store.checksums("both") == tensor_checksums(sent.items())
+    with local_engine(moe.base, **{**options, "lora_paths": ()}) as base:
+        [request] = generate(base, [None])
+    assert request.output_ids == together[0].output_ids
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["fast", "plain"])
+def test_adapters_of_experts_without_slots_are_refused(moe: Fixture, plain: bool):
+    """Slots of experts take much memory: an engine has them if an option or a first adapter says so."""
+    common = {"enable_return_routed_experts": plain, "max_lora_rank": 4}
+    with local_engine(moe.base, enable_lora=True, **common) as engine:
+        store = engine.engine.lora
+        assert store is not None
+        with pytest.raises(
+            RequestError, match=r"experts.gate_up_proj.*--lora-target-modules all ex"
+        ):
+            store.load_folder("both", str(moe.folders["both"]), "0")
+    with local_engine(moe.base, lora_target_modules=("all", "experts"), **common) as engine:
+        store = engine.engine.lora
+        assert store is not None
+        engine.engine.call(lambda: store.load_folder("both", str(moe.folders["both"]), "0")).result(
+            30
+        )
+        moe.assert_served(generate(engine, ["both"])[0], "both")
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["fast", "plain"])
+def test_adapters_of_single_experts_are_refused(tmp_path: Path, plain: bool):
+    """Experts run as one fused parameter: adapters of one expert would bind to nothing."""
     base = make_tiny_checkpoint(tmp_path / "base", "qwen3_moe")
     folder = make_adapter(base, tmp_path / "a", targets=["q_proj"])
     tensors = load_file(folder / "adapter_model.safetensors")

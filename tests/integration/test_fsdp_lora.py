@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,17 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
+from slime.backends.fsdp_utils.lora_experts import adapter_module
 from slime.cli import main as slime_command
 from slime.config.lora import PEFT_PREFIX
 from slime.core.errors import UserError
 from slime.rollout.train_data import split_batch
+from slime.weights.buckets import hf_views
+from slime.weights.lora import to_peft
 from tests.fsdp import (
     Case,
     Outcome,
@@ -48,6 +53,21 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"micro_batch_size": 3, "gradient_checkpointing": True},
     ),
     "qwen3_moe": ("qwen3_moe", {"r": 4, "target_modules": ["q_proj", "o_proj"]}, BUDGET),
+    "experts": (
+        "qwen3_moe",
+        {
+            "r": 3,
+            "lora_alpha": 9,
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+        {**KL, **BUDGET, "gradient_checkpointing": True},
+    ),
+    "experts_down": (
+        "qwen3_moe",
+        {"r": 8, "target_modules": [], "target_parameters": ["experts.down_proj"]},
+        {"micro_batch_size": 3},
+    ),
 }
 
 
@@ -81,7 +101,7 @@ def naive(cases: dict[str, Case]) -> dict[str, Outcome]:
     return outcomes
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[1, 2, 3])
 def trained(request: pytest.FixtureRequest, cases, tmp_path_factory) -> dict[str, dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("trained"))
     return run_fsdp_ranks(_train_all, request.param, request.param, cases, folder)[0]
@@ -96,6 +116,18 @@ def _renamed(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         name.removeprefix(PEFT_PREFIX).replace(".default.", "."): t for name, t in named.items()
     }
+
+
+def _in_peft_form(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return adapters, of experts too, by PEFT's names, and other weights as they are."""
+    return {
+        **dict(to_peft(_adapters_of(named).items())),
+        **{n: t for n, t in named.items() if ".lora_" not in n},
+    }
+
+
+def _adapters_of(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {adapter_module(n): t for n, t in named.items() if ".lora_" in n}
 
 
 def _train_all(rank: int, world_size: int, cases: dict[str, Case], folder: str) -> dict:
@@ -113,14 +145,15 @@ def _train(rank: int, world_size: int, case: Case, folder: str) -> dict[str, Any
     def rows(rollout_id: int):
         return split_batch(args, make_rows(rollout_id), dp_size=world_size, cp_size=1)[rank]
 
-    grads = first_gradient(actor, rows(0))
+    grads = _in_peft_form(first_gradient(actor, rows(0)))
     metrics = [actor.train(rollout_id, rows(rollout_id)).metrics for rollout_id in range(2)]
     after = whole_weights(actor)
     actor.export_hf(folder)
     changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
     return {
-        "outcome": Outcome(grads=grads, weights=after, metrics=metrics),
+        "outcome": Outcome(grads=grads, weights=_in_peft_form(after), metrics=metrics),
         "changed": changed,
+        "adapters": {name for name in after if ".lora_" in name},
         "states": set(actor.optimizer.state_tensors()),
         "merged": {n: t.clone() for bucket in actor.hf_buckets() for n, t in bucket},
         "log_probs": actor.log_probs(rows(0), "actor") if world_size == 1 else None,
@@ -146,8 +179,8 @@ def test_adapters_after_training_are_those_of_peft(name, trained, naive):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_only_adapters_move_and_have_optimizer_state(name, trained, naive):
-    adapters = set(naive[name].weights)
-    assert trained[name]["changed"] == adapters
+    adapters = trained[name]["adapters"]
+    assert trained[name]["changed"] == adapters and len(adapters) == len(naive[name].weights)
     moments = ("exp_avg", "exp_avg_sq")
     assert trained[name]["states"] == {f"{n}.{moment}" for n in adapters for moment in moments}
 
@@ -160,10 +193,9 @@ def test_peft_loads_the_export_and_its_merge_is_what_engines_get(name, trained, 
     for parameter, ours in found["outcome"].weights.items():
         if ".lora_" in parameter:
             assert torch.equal(held[parameter], ours), parameter
-    merged = peft.merge_and_unload().state_dict()
+    merged = dict(hf_views(peft.merge_and_unload().state_dict().items(), model_type="qwen3_moe"))
     for parameter, sent in found["merged"].items():
-        if ".experts." not in parameter:  # engines get these one by one, and they have no adapters
-            torch.testing.assert_close(sent, merged[parameter], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(sent, merged[parameter], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -182,14 +214,73 @@ def test_log_probs_are_those_of_peft_after_training(name, trained, cases):
         np.testing.assert_allclose(column, expected, rtol=0, atol=2e-5)
 
 
-def test_merge_lora_writes_the_model_that_peft_merges(cases, tmp_path):
-    case = cases["qwen3"]
+@pytest.mark.parametrize("name", ["qwen3", "experts", "experts_down"])
+def test_merge_lora_writes_the_model_that_peft_merges(cases, tmp_path, name):
+    case = cases[name]
     adapter, output = case.flags["lora_adapter_path"], tmp_path / "merged"
     command = ["convert", "merge-lora", "--base", case.model, "--adapter", adapter]
     assert slime_command([*command, "--output-dir", str(output)]) == 0
     merged = _peft_model(case).merge_and_unload().state_dict()
     for name, weight in AutoModelForCausalLM.from_pretrained(output).state_dict().items():
         torch.testing.assert_close(weight, merged[name], rtol=1e-5, atol=1e-6)
+
+
+# ---- experts with shared outer matrices
+
+
+@pytest.fixture(scope="module")
+def shared(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """The adapter of `experts`, with the outer matrices of its first expert in all of them."""
+    case, folder = cases["experts"], tmp_path_factory.mktemp("shared")
+    tensors = load_file(Path(case.flags["lora_adapter_path"]) / "adapter_model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("experts.base_layer.lora_A.weight"):
+            tensors[name] = tensor[:3].repeat(4, 1)
+        elif name.endswith("experts.lora_B.weight"):
+            tensors[name] = tensor[:, ::4].repeat_interleave(4, dim=1)
+    shutil.copytree(case.flags["lora_adapter_path"], folder, dirs_exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    flags = {"lora_adapter_path": str(folder), "lora_experts_shared_outer": True}
+    return replace(case, flags={**case.flags, **flags})
+
+
+def _train_shared(rank: int, world_size: int, case: Case, folder: str, other: str) -> dict:
+    args = case.args()
+    actor = start_actor(args, rank, world_size)
+
+    def rows(rollout_id: int):
+        return split_batch(args, make_rows(rollout_id), dp_size=world_size, cp_size=1)[rank]
+
+    grads = first_gradient(actor, rows(0))
+    actor.train(0, rows(0))
+    actor.export_hf(folder)
+    stepped = whole_weights(actor)
+    merged = {n: t.clone() for bucket in actor.hf_buckets() for n, t in bucket}
+    refused = _error(lambda: start_actor(case.args(lora_adapter_path=other), rank, world_size))
+    return {"grads": grads, "stepped": stepped, "merged": merged, "refused": refused}
+
+
+def test_experts_share_outer_matrices(shared, cases, tmp_path):
+    other = cases["experts"].flags["lora_adapter_path"]
+    folder = str(tmp_path / "export")
+    found = run_fsdp_ranks(_train_shared, 3, 3, shared, folder, other)[0]
+    assert "lora_A.weight of --lora-adapter-path differs between experts" in found["refused"]
+    peft = _renamed(train_naively(shared, _peft_model(shared, trainable=True)).grads)
+    experts = "model.layers.1.mlp.experts"
+    expected = {  # the gradient of a shared matrix is the sum over the experts
+        "gate_up_proj.lora_A": peft[f"{experts}.base_layer.lora_A.weight"].view(4, 3, 64).sum(0),
+        "down_proj.lora_B": peft[f"{experts}.lora_B.weight"].view(64, 3, 4).sum(-1),
+        "down_proj.lora_A": peft[f"{experts}.lora_A.weight"].view(4, 3, 32),
+    }
+    for name, gradient in expected.items():
+        ours = found["grads"][f"{experts}.lora.{name}.weight"]
+        torch.testing.assert_close(ours, gradient, rtol=1e-4, atol=2e-6)
+    exported = load_file(Path(folder) / "adapter_model.safetensors")
+    for name, tensor in dict(to_peft(_adapters_of(found["stepped"]).items())).items():
+        assert torch.equal(exported[PEFT_PREFIX + name], tensor)
+    merged = _peft_model(shared, folder).merge_and_unload().state_dict()
+    for name, weight in hf_views(merged.items(), model_type="qwen3_moe"):
+        torch.testing.assert_close(found["merged"][name], weight, rtol=1e-5, atol=1e-6)
 
 
 # ---- a new adapter: B = 0
@@ -204,6 +295,13 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(model=str(model), flags={**flags, "save": str(folder / "save")})
 
 
+@pytest.fixture(scope="module")
+def fresh_experts(fresh: Case, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    model = make_tiny_checkpoint(tmp_path_factory.mktemp("m"), "qwen3_moe", weight_scale=3.0)
+    targets = {"lora_target_modules": ["all-linear", "experts"], "lora_dropout": 0.0}
+    return Case(model=str(model), flags={**fresh.flags, **targets})
+
+
 def _start_fresh(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     args = case.args()
     actor = start_actor(args, rank, world_size)
@@ -215,7 +313,7 @@ def _start_fresh(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     same = [actor.log_probs(mine, "actor"), actor.log_probs(mine, "ref")]
     expected = base.log_probs(mine, "actor")
     sent = {n: t.clone() for bucket in actor.hf_buckets() for n, t in bucket}
-    base_weights = whole_weights(base)
+    base_weights = dict(hf_views(whole_weights(base).items(), model_type="qwen3_moe"))
     adapters = {n: t for n, t in whole_weights(actor).items() if ".lora_" in n}
     actor.train(0, split_batch(args, make_rows(), dp_size=world_size, cp_size=1)[rank])
     return {
@@ -237,7 +335,9 @@ def test_in_bf16_the_base_is_held_in_bf16_and_adapters_in_fp32(fresh):
         assert rank["ref_after"] and not rank["actor_after"]
 
 
-def test_a_new_adapter_changes_no_bit_and_is_the_same_on_any_ranks(fresh):
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_a_new_adapter_changes_no_bit_and_is_the_same_on_any_ranks(fresh, fresh_experts, experts):
+    fresh = fresh_experts if experts else fresh
     one = run_fsdp_ranks(_start_fresh, 1, 1, fresh)[0]
     two = run_fsdp_ranks(_start_fresh, 2, 2, fresh)
     for found in (one, *two):

@@ -39,7 +39,7 @@ custom-model-provider-path enable-mtp-training log-probs-chunk-size=1024 recompu
 only-train-params-name-list freeze-params-name-list qkv-format=thd custom-megatron-init-path
 custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path
 fsdp-cpu-offload gradient-checkpointing attn-implementation bf16 fp32
-lora-rank lora-alpha=8.0 lora-dropout=0.0 lora-target-modules=['all-linear'] lora-use-rslora
+lora-rank lora-alpha=8.0 lora-dropout=0.0 lora-target-modules=['all-linear'] lora-use-rslora lora-experts-shared-outer
 lora-adapter-path lora-merge-for-rollout
 rollout-function-path=slime.rollout.sglang_rollout.generate_rollout rollout-temperature=1.0
 rollout-top-p=1.0 rollout-top-k=-1 rollout-max-context-len rollout-max-prompt-len
@@ -171,6 +171,7 @@ eval_input_key eval_label_key prefill_num_servers
 eval_max_context_len eval_max_prompt_len eval_min_new_tokens eval_tool_key
 megatron_config_path dump_details custom_config_path critic_lr
 lora_alpha lora_dropout lora_target_modules lora_use_rslora lora_merge_for_rollout
+lora_experts_shared_outer
 """)
 FOR_HOOKS = words("rollout_buffer_url")
 

@@ -16,6 +16,7 @@ from slime.config.lora import (
     linear_modules,
     served_adapter,
 )
+from slime.config.peft_files import bound_modules, peft_modules
 from slime.core.errors import ConfigError, UserError
 from tests.args import make_args
 
@@ -195,12 +196,67 @@ def test_unknown_modules_are_refused_from_the_files_alone():
     check_lora_files(make_args(**LORA), SHAPES)
 
 
-def test_experts_are_refused():
-    shapes = {**SHAPES, "model.layers.0.mlp.experts.0.up_proj.weight": [128, 64]}
-    for names in (["all-linear"], ["up_proj"]):
-        with pytest.raises(ConfigError, match=r"experts of a MoE layer.*such as q_proj o_proj"):
-            check_lora_files(make_args(**LORA, lora_target_modules=names), shapes)
-    check_lora_files(make_args(**LORA, lora_target_modules=["q_proj"]), shapes)
+EXPERTS = {
+    f"model.layers.0.mlp.experts.{expert}.{part}.weight": shape
+    for expert in range(3)
+    for part, shape in {"gate_proj": [24, 64], "up_proj": [24, 64], "down_proj": [64, 24]}.items()
+}
+
+
+def test_experts_are_named_by_the_parameters_that_hold_them():
+    shapes = {**SHAPES, **EXPERTS}
+    linear, experts = linear_modules(shapes)
+    gate_up, down = (f"model.layers.0.mlp.experts.{leaf}" for leaf in ("gate_up_proj", "down_proj"))
+    assert (linear, experts) == (["lm_head", *LINEAR], [gate_up, down])
+
+    def targets(*names: str) -> list[str]:
+        return LoraConfig(rank=4, alpha=8, target_modules=names).targets(linear, experts)
+
+    dense = [n for n in LINEAR if n.endswith("down_proj")]
+    assert targets("all-linear") == LINEAR
+    assert targets("all-linear", "experts") == [*LINEAR, gate_up, down]
+    assert targets("experts") == targets("mlp.experts") == [gate_up, down]
+    assert targets("gate_up_proj") == [gate_up]
+    assert targets("down_proj") == [*dense, down]
+    assert targets("experts.down_proj") == [down]
+    for half in ("gate_proj", "up_proj"):
+        with pytest.raises(ConfigError, match="name gate_up_proj, or experts"):
+            targets("q_proj", half)
+    with pytest.raises(ConfigError, match=r"k_proj is no linear module.*gate_up_proj, experts"):
+        targets("k_proj")
+    with pytest.raises(
+        ConfigError, match=r"--lora-dropout 0.1.*no dropout for adapters of experts"
+    ):
+        LoraConfig(rank=4, alpha=8, dropout=0.1, target_modules=("experts",)).targets([], experts)
+    check_lora_files(make_args(**LORA, lora_target_modules=["all-linear", "experts"]), shapes)
+
+
+def test_experts_in_pefts_files():
+    """With both parameters the inner wrapper of gate_up_proj is called base_layer."""
+    experts = "model.layers.0.mlp.experts"
+    both, one = [f"{experts}.gate_up_proj", f"{experts}.down_proj"], [f"{experts}.gate_up_proj"]
+    config = LoraConfig(rank=4, alpha=8, target_modules=("q_proj", "experts"))
+    assert config.tensor_shapes([LINEAR[0], *both], {**SHAPES, **EXPERTS}) == {
+        f"{LINEAR[0]}.lora_A.weight": [4, 64],
+        f"{LINEAR[0]}.lora_B.weight": [96, 4],
+        f"{experts}.base_layer.lora_A.weight": [12, 64],
+        f"{experts}.base_layer.lora_B.weight": [48, 12],
+        f"{experts}.lora_A.weight": [12, 24],
+        f"{experts}.lora_B.weight": [64, 12],
+    }
+    fields = config.to_peft("base", peft_modules([LINEAR[0], *both]).values())
+    assert fields["target_modules"] == ["q_proj"]
+    assert fields["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
+    assert list(peft_modules(one).values()) == [experts]
+    alone = LoraConfig(rank=4, alpha=8, target_modules=("gate_up_proj",))
+    fields = alone.to_peft("base", [experts])
+    assert (fields["target_modules"], fields["target_parameters"]) == ([], ["experts.gate_up_proj"])
+    for modules in (both, one, both[1:], [LINEAR[0], *both]):
+        names = peft_modules(modules)
+        parameters = [m.removeprefix("model.layers.0.mlp.") for m in modules if "experts" in m]
+        assert bound_modules(names.values(), parameters) == {v: k for k, v in names.items()}
+    with pytest.raises(ConfigError, match="need target_parameters"):
+        bound_modules([experts], ["router.weight"])
 
 
 # ---- a PEFT folder to start from
@@ -249,7 +305,10 @@ def test_rank_alpha_and_modules_come_from_the_folder(adapter):
         ({"bias": "all"}, "bias all"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 9}}, "rank_pattern"),
-        ({"target_parameters": ["gate_up_proj"]}, "target_parameters"),
+        (
+            {"target_parameters": ["q_proj"], "rank_pattern": {r".*\.q_proj": 9}},
+            "rank_pattern",
+        ),
         ({"init_lora_weights": "pissa"}, "changes the base weights"),
         ({"r": "four"}, "cannot be read"),
         ({"a_setting_of_tomorrow": 1}, "a_setting_of_tomorrow"),
@@ -297,12 +356,14 @@ def test_resuming_with_other_adapters_is_refused(tmp_path):
         check_lora_resume(make_args(**flags), tmp_path)
 
     saved = {"rank": 4, "alpha": 8.0, "use_rslora": False, "dropout": 0.0}
+    resume(saved | {"experts_shared_outer": True}, **LORA, lora_experts_shared_outer=True)
     resume(saved, **LORA, lora_dropout=0.1)
     resume(None)
     for flags, words in (
         ({**LORA, "lora_rank": 8}, "--lora-rank 4, this run has 8"),
         ({**LORA, "lora_alpha": 4}, "--lora-alpha 8.0, this run has 4.0"),
         ({**LORA, "lora_use_rslora": True}, "--lora-use-rslora False"),
+        ({**LORA, "lora_experts_shared_outer": True}, "--lora-experts-shared-outer False"),
         ({}, "with --lora-rank 4 adapters, this run has none"),
     ):
         with pytest.raises(UserError, match=words):

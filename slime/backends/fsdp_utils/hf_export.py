@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from slime.backends.fsdp_utils.loading import ShardedModel, shard_of
 from slime.backends.fsdp_utils.lora import is_adapter
+from slime.backends.fsdp_utils.lora_experts import adapter_module, adapter_path
 from slime.config.lora import LORA_A, LORA_B, LoraConfig
+from slime.config.peft_files import is_experts
 from slime.runlog.export_folder import ExportInfo
 from slime.utils.device import current_device
 from slime.weights.buckets import (
@@ -28,6 +30,7 @@ from slime.weights.buckets import (
     weight_dtype,
 )
 from slime.weights.hf_folder import FILE_BYTES, write_hf_folder
+from slime.weights.lora import to_peft
 
 _AT_ONCE = 64  # parameters per batch, so that the first bucket does not wait for all of them
 
@@ -92,18 +95,29 @@ def _wanted(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedCast]:
 
 
 def _merged(model: ShardedModel, dtype: torch.dtype, lora: LoraConfig) -> Iterator[NamedCast]:
-    """Yield parameters with this rank's rows of the adapters merged in; only A is gathered."""
-    small = ((n, p, torch.float32) for n, p in model.params.items() if n.endswith(LORA_A))
-    whole_a = dict(whole_tensors(small))
+    """Yield parameters with this rank's rows, or experts, of the adapters merged in.
+
+    Matrices that are not sharded like the weight are gathered: A of a linear layer, or one that
+    experts share.
+    """
+    small = ((n, p, torch.float32) for n, p in model.params.items() if _whole_for_merging(n, p))
+    whole = dict(whole_tensors(small))
     for name, param, wanted in _wanted(model, dtype):
-        module = name.removesuffix(".weight")
-        a, b = whole_a.get(module + LORA_A), model.params.get(module + LORA_B)
-        if a is None or b is None:
+        path = adapter_path(name.removesuffix(".weight"))
+        if path + LORA_A not in model.params:
             yield name, param, wanted
             continue
         assert isinstance(param, DTensor)
-        weight, rows_b = local_parts([param, b])
-        yield name, shard_of(param, merge_adapter(weight, a, rows_b, lora.scaling, wanted)), wanted
+        weight, a, b = local_parts(
+            [param, *(whole.get(n, model.params[n]) for n in (path + LORA_A, path + LORA_B))]
+        )
+        yield name, shard_of(param, merge_adapter(weight, a, b, lora.scaling, wanted)), wanted
+
+
+def _whole_for_merging(name: str, param: DTensor) -> bool:
+    if name.endswith(LORA_B):
+        return param.ndim == 2 and is_experts(adapter_module(name.removesuffix(LORA_B)))
+    return name.endswith(LORA_A) and param.ndim == 2
 
 
 def export_hf(
@@ -124,9 +138,9 @@ def export_hf(
 
 
 def whole_adapters(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedTensor]:
-    """Yield full adapters by Hugging Face name; all ranks must iterate together."""
+    """Yield full adapters by their names in PEFT's files; all ranks must iterate together."""
     wanted = ((n, p, dtype) for n, p in model.params.items() if is_adapter(n))
-    yield from whole_tensors(wanted)
+    yield from to_peft((adapter_module(name), tensor) for name, tensor in whole_tensors(wanted))
 
 
 GATHER_BYTES = 64 << 20  # limit of full tensors per collective; a larger tensor has its own

@@ -39,6 +39,7 @@ from slime.backends.fsdp_utils.lora import (
     initialize_adapters,
     is_adapter,
 )
+from slime.backends.fsdp_utils.lora_experts import adapter_module
 from slime.backends.fsdp_utils.model import (
     HeadOptions,
     PackedCausalLM,
@@ -49,18 +50,22 @@ from slime.backends.fsdp_utils.model import (
     refuse_unpackable,
 )
 from slime.config.lora import (
+    LORA_A,
+    LORA_B,
     PEFT_PREFIX,
     WEIGHTS_FILE,
     LoraConfig,
     adapter_shapes,
     refuse_other_base,
 )
+from slime.config.peft_files import is_experts
 from slime.core.errors import UserError
 from slime.data.tokenizer import load_hf_config
 from slime.utils.device import current_device, device_type
 from slime.weights.buckets import dtype_name
 from slime.weights.checksum import format_checksum, tensor_checksum
 from slime.weights.fp8 import load_causal_lm
+from slime.weights.lora import from_peft, to_peft
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -194,12 +199,21 @@ def load_hf_weights(model: ShardedModel, path: str) -> None:
 
 def load_adapter(model: ShardedModel, path: str) -> None:
     """Load the adapters from a PEFT folder; a collective call."""
-    wanted = {n: list(p.shape) for n, p in model.params.items() if is_adapter(n)}
-    refuse_other_base(adapter_shapes(Path(path)), wanted, path)
-    source = load_file(Path(path) / WEIGHTS_FILE) if dist.get_rank() == 0 else {}
-    for name in wanted:
-        whole = source.get(PEFT_PREFIX + name)
-        _fill(model.params[name], None if whole is None else whole.float(), torch.float32)
+    adapters = {adapter_module(n): p for n, p in model.params.items() if is_adapter(n)}
+    wanted = dict(to_peft((n, torch.empty(p.shape, device="meta")) for n, p in adapters.items()))
+    refuse_other_base(
+        adapter_shapes(Path(path)), {n: list(t.shape) for n, t in wanted.items()}, path
+    )
+    # Every rank reads what all of them must refuse.
+    reads = dist.get_rank() == 0 or (model.lora is not None and model.lora.experts_shared_outer)
+    source = load_file(Path(path) / WEIGHTS_FILE) if reads else {}
+    for (name, param), peft_name in zip(adapters.items(), wanted, strict=True):
+        whole = source.get(PEFT_PREFIX + peft_name)
+        module = name.removesuffix(LORA_A).removesuffix(LORA_B)
+        if whole is not None and is_experts(module):
+            count = model.params[module].shape[0]
+            whole = from_peft(whole, name, count, shared=param.ndim == 2)
+        _fill(param, None if whole is None else whole.float(), torch.float32)
 
 
 @torch.no_grad()

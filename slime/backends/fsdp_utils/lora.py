@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from slime.backends.fsdp_utils.lora_experts import ExpertAdapter, adapt_experts, expert_modules
 from slime.config.lora import LORA_A, LORA_B, LoraConfig
 from slime.core.errors import UserError
-from slime.weights.buckets import hf_views
 from slime.weights.lora import initial_a
 
 
@@ -63,9 +63,11 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
         if isinstance(module, nn.Linear) and module is not head
     }
     hf.requires_grad_(False)
-    fused = [(n, p) for n, p in hf.named_parameters() if p.ndim == 3 and ".experts." in n]
-    experts = [n.removesuffix(".weight") for n, _ in hf_views(fused, model_type=_type_of(hf))]
+    experts = expert_modules(hf)
     for name in config.targets(linear, experts):
+        if name in experts:
+            adapt_experts(experts[name], name.rpartition(".")[2], config)
+            continue
         if type(linear[name]) is not nn.Linear:
             raise UserError(
                 f"--lora-target-modules: {name} is a {type(linear[name]).__name__}, whose forward an adapter "
@@ -73,10 +75,6 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
             )
         parent, _, leaf = name.rpartition(".")
         setattr(hf.get_submodule(parent), leaf, LoraLinear(linear[name], config))
-
-
-def _type_of(hf: PreTrainedModel) -> str:
-    return hf.config.model_type or ""
 
 
 def is_adapter(name: str) -> bool:
@@ -111,7 +109,7 @@ def first_row(param: DTensor) -> int:
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
     """Compute with the base weights alone inside the `with`."""
-    layers = [layer for layer in module.modules() if isinstance(layer, LoraLinear)]
+    layers = [layer for layer in module.modules() if isinstance(layer, (LoraLinear, ExpertAdapter))]
     for layer in layers:
         layer.enabled = False
     try:
@@ -128,7 +126,8 @@ def all_adapters_used(module: nn.Module) -> Iterator[None]:
     A model that reads the weight of a layer instead of calling it would train an adapter that
     changes nothing.
     """
-    layers = {n: layer for n, layer in module.named_modules() if isinstance(layer, LoraLinear)}
+    kinds = (LoraLinear, ExpertAdapter)
+    layers = {n: layer for n, layer in module.named_modules() if isinstance(layer, kinds)}
     used: set[str] = set()
     hooks = [
         layer.lora_B.register_forward_hook(lambda *_, name=name: used.add(name))

@@ -162,6 +162,7 @@ HONOURED = frozenset(
         "enable_return_routed_experts",
         "load_format",
         "log_level",
+        "lora_target_modules",
         "max_lora_rank",
         "max_loras_per_batch",
         "max_running_requests",

@@ -136,7 +136,15 @@ class Lora:
     )
     lora_target_modules: list[str] = flag(
         ["all-linear"],
-        "names, or ends of names, of the linear modules with adapters; all-linear: all but the LM head",
+        "names, or ends of names, of the linear modules with adapters; all-linear: all but the LM head; "
+        "experts, or gate_up_proj and down_proj of them: the experts of MoE layers",
+        requires=_LORA,
+    )
+    lora_experts_shared_outer: bool = flag(
+        False,
+        "the experts of a layer share lora_A of gate_up_proj and lora_B of down_proj (SGLang's shared "
+        "outer LoRA); the other matrices are per expert",
+        backend="fsdp",
         requires=_LORA,
     )
     lora_use_rslora: bool = flag(

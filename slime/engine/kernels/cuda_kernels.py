@@ -31,8 +31,8 @@ from slime.engine.kernels.interface import (
     SamplingState,
     Tokens,
 )
-from slime.engine.kernels.triton_experts import CudaExperts, dot_precision
-from slime.engine.kernels.triton_launch import pdl_options, shared_memory
+from slime.engine.kernels.triton_experts import CudaExperts
+from slime.engine.kernels.triton_launch import dot_precision, pdl_options, shared_memory
 
 _LOG2E = math.log2(math.e)
 _PROGRAMS = 1024  # of a decode attention launch: several per SM

@@ -45,6 +45,24 @@ class LoraWeights:
     ranks: np.ndarray  # [S, n] int32, 0 where an adapter has nothing
 
 
+@dataclass(kw_only=True, eq=False)
+class ExpertLora:
+    """S slots of adapters of rank up to R for one parameter with all E experts of a layer."""
+
+    a: torch.Tensor  # [S, E, R, in]
+    b: torch.Tensor  # [S, E, out, R]
+    scales: torch.Tensor  # [S] float32
+    ranks: np.ndarray  # [S] int32, 0 where an adapter has nothing
+
+
+@dataclass(kw_only=True, eq=False)
+class LayerLora:
+    """The adapters of the experts of one layer; None where a parameter takes none."""
+
+    gate_up: ExpertLora | None
+    down: ExpertLora | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Heads:
     """The shape of an attention layer."""
@@ -109,8 +127,10 @@ class MoeKernels(Protocol):
         weights: torch.Tensor,  # [T, top]
         gate_up: torch.Tensor,  # [experts, 2 W, H]
         down: torch.Tensor,  # [experts, H, W]
+        lora: LayerLora | None = None,
+        rows: AdapterRows | None = None,
     ) -> torch.Tensor:
-        """Return the weighted sum of each token's expert outputs, [T, H]."""
+        """Return the weighted sum of each token's expert outputs, [T, H], with adapters if both are given."""
         ...
 
 

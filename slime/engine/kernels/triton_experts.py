@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from slime.engine.kernels.triton_launch import TileSizes
+from slime.engine.kernels.interface import AdapterRows, LayerLora
+from slime.engine.kernels.triton_expert_lora import Pairs, expand, shrink
+from slime.engine.kernels.triton_launch import TileSizes, dot_precision
 
 _SCAN_BLOCK = 1024  # (token, expert) pairs scanned per iteration
 _SUM_BLOCK = 1024
@@ -45,19 +47,32 @@ class CudaExperts:
         weights: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
+        lora: LayerLora | None = None,
+        rows: AdapterRows | None = None,
     ) -> torch.Tensor:
         tokens, top = experts.shape
         num, size, width = down.shape
         lists, counts = _list_pairs(experts, num)
         tiles = choose_tiles(tokens * top / num, hidden.element_size())
         shape = {"HIDDEN": size, "WIDTH": width, "PRECISION": dot_precision(hidden)}
+        pairs = Pairs(lists, counts, tokens, top, None if rows is None else rows.slots)
         active = hidden.new_empty(tokens * top, width)
+        adapter, flags = shrink(hidden, None if lora is None else lora.gate_up, pairs, top)
         gate_up_kernel[(triton.cdiv(width, tiles.BLOCK_N), num)](
-            *(hidden, gate_up, lists, counts, active, tokens), **shape, TOP=top, **asdict(tiles)
+            *(hidden, gate_up, lists, counts, active, tokens, *adapter),
+            **shape,
+            **flags,
+            TOP=top,
+            **asdict(tiles),
         )
         outputs = hidden.new_empty(tokens * top, size)  # of each (token, expert) pair
+        adapter, flags = shrink(active, None if lora is None else lora.down, pairs, 1)
         down_kernel[(triton.cdiv(size, tiles.BLOCK_N), num)](
-            *(active, down, weights, lists, counts, outputs, tokens), **shape, **asdict(tiles)
+            *(active, down, weights, lists, counts, outputs, tokens, *adapter),
+            **shape,
+            **flags,
+            TOP=top,
+            **asdict(tiles),
         )
         out = torch.empty_like(hidden)
         block = min(triton.next_power_of_2(size), _SUM_BLOCK)
@@ -88,11 +103,6 @@ def _list_pairs(experts: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Te
         *(experts, lists, counts, experts.numel(), experts.shape[0]), BLOCK=_SCAN_BLOCK, num_warps=4
     )
     return lists, counts
-
-
-def dot_precision(tensor: torch.Tensor) -> str:
-    """Return the input precision of tl.dot for this dtype."""
-    return "ieee" if tensor.dtype == torch.float32 else "tf32"
 
 
 @triton.jit
@@ -154,8 +164,14 @@ def gate_up_kernel(
     counts,
     out,  # [T * TOP, WIDTH]
     capacity,
+    low,  # [T * TOP, RANK] float32: of adapters, if SLOTS
+    lora_b,  # [SLOTS, experts, 2 * WIDTH, RANK]
+    slots,  # [T] int32
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
     TOP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -184,6 +200,36 @@ def gate_up_kernel(
             gate = tl.dot(a, b, gate, input_precision=PRECISION)
             c = tl.load(matrix + WIDTH * HIDDEN + k[:, None], mask=inside, other=0.0)
             up = tl.dot(a, c, up, input_precision=PRECISION)
+        if SLOTS > 0:
+            slot = tl.load(slots + pair // TOP, mask=row < count, other=-1)
+            stride = tl.num_programs(1).to(tl.int64) * (2 * WIDTH * RANK)
+            first_b = lora_b + (expert * (2 * WIDTH) + column)[None, :] * RANK
+            gate = expand(
+                gate,
+                low,
+                first_b,
+                pair,
+                slot,
+                column < WIDTH,
+                stride,
+                SLOTS,
+                RANK,
+                RANK_BLOCK,
+                PRECISION,
+            )
+            up = expand(
+                up,
+                low,
+                first_b + WIDTH * RANK,
+                pair,
+                slot,
+                column < WIDTH,
+                stride,
+                SLOTS,
+                RANK,
+                RANK_BLOCK,
+                PRECISION,
+            )
         kind = out.dtype.element_ty
         gate = gate.to(kind).to(tl.float32)
         active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
@@ -201,8 +247,15 @@ def down_kernel(
     counts,
     out,  # [T * TOP, HIDDEN]
     capacity,
+    low,  # [T * TOP, RANK] float32: of adapters, if SLOTS
+    lora_b,  # [SLOTS, experts, HIDDEN, RANK]
+    slots,  # [T] int32
     HIDDEN: tl.constexpr,
     WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    TOP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -227,6 +280,23 @@ def down_kernel(
             a = tl.load(source + k[None, :], mask=wanted, other=0.0)
             b = tl.load(matrix + k[:, None], mask=inside, other=0.0)
             total = tl.dot(a, b, total, input_precision=PRECISION)
+        if SLOTS > 0:
+            slot = tl.load(slots + pair // TOP, mask=row < count, other=-1)
+            stride = tl.num_programs(1).to(tl.int64) * (HIDDEN * RANK)
+            first_b = lora_b + (expert * HIDDEN + column)[None, :] * RANK
+            total = expand(
+                total,
+                low,
+                first_b,
+                pair,
+                slot,
+                column < HIDDEN,
+                stride,
+                SLOTS,
+                RANK,
+                RANK_BLOCK,
+                PRECISION,
+            )
         kind = out.dtype.element_ty
         weight = tl.load(weights + pair, mask=row < count, other=0.0).to(tl.float32)
         result = (total.to(kind).to(tl.float32) * weight[:, None]).to(kind)

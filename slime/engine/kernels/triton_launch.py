@@ -82,3 +82,8 @@ def prefetch_l2(addresses, nbytes):
         is_pure=False,
         pack=1,
     )
+
+
+def dot_precision(tensor: torch.Tensor) -> str:
+    """Return the input precision of tl.dot for this dtype."""
+    return "ieee" if tensor.dtype == torch.float32 else "tf32"

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 
 from slime.engine.kernels.interface import AdapterRows, LoraWeights
-from slime.engine.kernels.triton_experts import dot_precision
-from slime.engine.kernels.triton_launch import pdl_options, pdl_wait
+from slime.engine.kernels.triton_launch import dot_precision, pdl_options, pdl_wait
 
 _FEW_TOKENS = 64
 _MOST_SPLITS = 8

@@ -18,23 +18,41 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from slime.engine.kernels.interface import AdapterRows, LoraWeights
+from slime.config.peft_files import DOWN, EXPERTS, GATE_UP, peft_shapes
+from slime.engine.kernels.interface import AdapterRows, ExpertLora, LayerLora, LoraWeights
 from slime.engine.kernels.lora import add_lora
+from slime.engine.lora.experts import (
+    LEAVES,
+    ExpertsWithAdapters,
+    flattened,
+    make_slots,
+    stacked,
+    takes_adapters,
+)
 from slime.engine.lora.peft_format import LoraConfig, LoraPair
 from slime.engine.scheduler.sampling_params import RequestError
 
 
 class LoraBank:
-    """`modules` are the linears that adapters can bind to: weights and index of each in its buffer."""
+    """`modules` are the linears that adapters can bind to: weights and index of each in its buffer.
+
+    Empty `targets` are all linears. `experts` are the parameters of MoE experts, or `experts` for both.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, *, num_slots: int, rank: int, targets: Iterable[str] = ()
+        self,
+        model: PreTrainedModel,
+        *,
+        num_slots: int,
+        rank: int,
+        targets: Iterable[str] = (),
+        experts: Iterable[str] = (),
     ) -> None:
         self.num_slots, self.rank = num_slots, rank
-        self.modules: dict[str, tuple[LoraWeights, int]] = {}
+        self.modules: dict[str, tuple[LoraWeights | ExpertLora, int]] = {}
         self.rows: AdapterRows | None = None  # of the forward that runs on Hugging Face modules
         self._model = model
-        self._targets = frozenset(targets)
+        self._targets, self._experts = frozenset(targets), frozenset(experts)
         self._names = {module: name for name, module in model.named_modules()}
         self._seen: set[str] = set()
         scales = torch.zeros(num_slots, dtype=torch.float32, device=model.device)
@@ -68,6 +86,35 @@ class LoraBank:
             self.modules[name] = (weights, index)
         return weights
 
+    def attach_experts(self, experts: nn.Module) -> LayerLora | None:
+        """Allocate the slots of a layer's experts, if targets name them: they need much memory."""
+        name = self._names[experts]
+        if not takes_adapters(experts):
+            return None
+        found: dict[str, ExpertLora | None] = dict.fromkeys(LEAVES)
+        for leaf in LEAVES:
+            if not self._experts.isdisjoint((EXPERTS, leaf)):
+                slots = make_slots(
+                    experts.get_parameter(leaf), self.num_slots, self.rank, self._scales
+                )
+                experts.register_buffer(f"{leaf}_lora_a", slots.a, persistent=False)
+                experts.register_buffer(f"{leaf}_lora_b", slots.b, persistent=False)
+                self.modules[f"{name}.{leaf}"] = (slots, 0)
+                found[leaf] = slots
+        if not any(found.values()):
+            return None
+        return LayerLora(gate_up=found[GATE_UP], down=found[DOWN])
+
+    def hook_experts(self, experts: nn.Module) -> None:
+        """Apply adapters in the forward of Hugging Face experts, to the rows of `self.rows`."""
+        lora, name = self.attach_experts(experts), self._names[experts]
+        if lora is not None:
+            experts.forward = ExpertsWithAdapters(experts, lora, lambda: self._rows_of(name))
+
+    def _rows_of(self, name: str) -> AdapterRows | None:
+        self._seen.update(f"{name}.{leaf}" for leaf in LEAVES)
+        return self.rows
+
     def hook_linears(self) -> None:
         """Apply adapters to the Hugging Face modules: every linear but the output layer adds them."""
         head = self._model.get_output_embeddings()
@@ -76,6 +123,8 @@ class LoraBank:
                 weights = self.attach((module,))
                 if weights is not None:
                     module.register_forward_hook(self._make_hook(name, weights))
+            elif name.endswith(f".{EXPERTS}"):
+                self.hook_experts(module)
 
     def forget_unused(self) -> None:
         """After a forward of the model: a linear that did not run as a module cannot be bound to."""
@@ -89,9 +138,11 @@ class LoraBank:
             )
         unbound = [module for module in pairs if module not in self.modules]
         if unbound or not pairs:
+            one = (unbound or ["none given"])[0]
+            experts = f": start the engine with --lora-target-modules all {EXPERTS}"
             raise RequestError(
                 f"{len(unbound)} of {len(pairs)} modules bind to nothing in this model, such as "
-                f"{(unbound or ['none given'])[0]}"
+                f"{one}{experts if f'.{EXPERTS}.' in one else ''}"
             )
         for target in config.targets:
             wanted = [m for m in self.modules if m == target or m.endswith(f".{target}")]
@@ -105,13 +156,17 @@ class LoraBank:
             self._check_shapes(module, pair, config.rank)
 
     def _check_shapes(self, module: str, pair: LoraPair, rank: int) -> None:
-        a, b = self._views(module, 0, rank)
-        for side, sent, view in (("A", pair.a, a), ("B", pair.b, b)):
-            if sent.shape != view.shape:
+        for side, sent, shape in zip(
+            "AB", (pair.a, pair.b), self._shapes(module, rank), strict=True
+        ):
+            if list(sent.shape) != shape:
                 raise RequestError(
-                    f"{module}.lora_{side}: shape {list(sent.shape)}, this base and r {rank} need "
-                    f"{list(view.shape)}"
+                    f"{module}.lora_{side}: shape {list(sent.shape)}, this base and r {rank} need {shape}"
                 )
+
+    def _shapes(self, module: str, rank: int) -> tuple[list[int], list[int]]:
+        a, b = self._views(module, 0, rank)
+        return peft_shapes([*b.shape[:-1], a.shape[-1]], rank)
 
     def write(self, slot: int, config: LoraConfig, pairs: dict[str, LoraPair]) -> None:
         """Copy an adapter that was checked into its slot."""
@@ -123,15 +178,19 @@ class LoraBank:
         sources: list[torch.Tensor] = []
         for name, pair in pairs.items():
             targets += self._views(name, slot, config.rank)
-            sources += [pair.a, pair.b]
             weights, index = self.modules[name]
-            weights.ranks[slot, index] = config.rank
+            if isinstance(weights, ExpertLora):
+                sources += stacked(pair.a, pair.b, weights.a.shape[1])
+                weights.ranks[slot] = config.rank
+            else:
+                sources += [pair.a, pair.b]
+                weights.ranks[slot, index] = config.rank
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
         self._scales[slot] = config.scale
 
     def clear(self, slot: int) -> None:
-        for weights, index in self.modules.values():
-            if weights.ranks[slot, index]:
+        for name, (weights, _) in self.modules.items():
+            if self._rank_of(name, slot):
                 weights.a[slot].zero_()
                 weights.b[slot].zero_()
                 weights.ranks[slot] = 0
@@ -140,14 +199,18 @@ class LoraBank:
     def read(self, slot: int, module: str) -> LoraPair:
         """Return the matrices of a slot as they are computed with."""
         a, b = self._views(module, slot, self._rank_of(module, slot))
+        if isinstance(self.modules[module][0], ExpertLora):
+            a, b = flattened(a, b)
         return LoraPair(a=a, b=b)
 
     def _rank_of(self, module: str, slot: int) -> int:
         weights, index = self.modules[module]
-        return int(weights.ranks[slot, index])
+        return int(weights.ranks[slot].flat[index])
 
     def _views(self, module: str, slot: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         weights, index = self.modules[module]
+        if isinstance(weights, ExpertLora):
+            return weights.a[slot, :, :rank], weights.b[slot, :, :, :rank]
         first, start = index * self.rank, sum(weights.widths[:index])
         columns = slice(start, start + weights.widths[index])
         return weights.a[slot, first : first + rank], weights.b[slot, columns, :rank]

@@ -3,6 +3,7 @@
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   [r, in_features]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight   [out_features, r]
 
+Those of MoE experts are described in slime/config/peft_files.py.
 A setting that changes what an adapter computes is either honoured or refused by its name.
 """
 
@@ -33,7 +34,7 @@ _WITHOUT_EFFECT = {
 }
 _HONOURED = {
     *("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "bias"),
-    *("layers_to_transform", "layers_pattern", "init_lora_weights"),
+    *("layers_to_transform", "layers_pattern", "init_lora_weights", "target_parameters"),
 }
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq")
 
@@ -46,6 +47,7 @@ class LoraConfig:
     alpha: float
     scale: float
     targets: tuple[str, ...] = ()  # names every matching module of the model must be given for
+    parameters: tuple[str, ...] = ()  # of experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,9 @@ def parse_config(given: Any) -> LoraConfig:
         raise RequestError(f"lora_alpha must be a number, got {alpha!r}")
     rslora = given.get("use_rslora")
     scale = alpha / (math.sqrt(rank) if rslora else rank)
-    return LoraConfig(rank=rank, alpha=alpha, scale=scale, targets=_targets(given))
+    parameters = _names(given, "target_parameters")
+    targets = (*_targets(given), *parameters)
+    return LoraConfig(rank=rank, alpha=alpha, scale=scale, targets=targets, parameters=parameters)
 
 
 def _refuse_unsupported(given: dict[str, Any]) -> None:
@@ -100,9 +104,14 @@ def _targets(given: dict[str, Any]) -> tuple[str, ...]:
     )
     if partial or targets is None or isinstance(targets, str):
         return ()
-    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
-        raise RequestError("target_modules must be a string or a list of strings")
-    return tuple(targets)
+    return _names(given, "target_modules")
+
+
+def _names(given: dict[str, Any], field: str) -> tuple[str, ...]:
+    names = given.get(field) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise RequestError(f"{field} must be a list of strings")
+    return tuple(names)
 
 
 def pair_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, LoraPair]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from slime.core.errors import UserError
+from slime.config.peft_files import bound_modules
+from slime.core.errors import ConfigError, UserError
 from slime.engine.arguments import EngineArgs
 from slime.engine.lora.bank import LoraBank
 from slime.engine.lora.peft_format import (
@@ -43,7 +44,7 @@ class Adapter:
     path: str = ""
     version: str = ""
     config: LoraConfig = field(default_factory=lambda: LoraConfig(rank=1, alpha=1, scale=1))
-    modules: tuple[str, ...] = ()
+    modules: dict[str, str] = field(default_factory=dict)  # name in PEFT's file: where it is bound
     cache_key: int = 0
 
 
@@ -74,6 +75,11 @@ class AdapterStore:
         """Load a new adapter or overwrite that of this name; nothing is written unless all of it fits."""
         if not name or len(name) > _LONGEST_NAME:
             raise RequestError(f"the name of an adapter must have 1 to {_LONGEST_NAME} characters")
+        try:
+            sites = bound_modules(pairs, config.parameters)
+        except ConfigError as error:
+            raise RequestError(str(error)) from None
+        pairs = {sites[module]: pair for module, pair in pairs.items()}
         self._bank.check(config, pairs)
         adapter = self.adapters.get(name)
         if adapter is None:
@@ -85,7 +91,7 @@ class AdapterStore:
             adapter = Adapter(name=name, slot=self._free.pop())
         self._bank.write(adapter.slot, config, pairs)
         adapter.path, adapter.version, adapter.config = path, version, config
-        adapter.modules, adapter.cache_key = tuple(pairs), next(_cache_keys)
+        adapter.modules, adapter.cache_key = sites, next(_cache_keys)
         self.adapters[name] = adapter
         return adapter
 
@@ -99,8 +105,8 @@ class AdapterStore:
         """Return the checksums of the matrices in the adapter's slot, under PEFT's names."""
         adapter = self.find(name)
         named: list[tuple[str, torch.Tensor]] = []
-        for module in adapter.modules:
-            pair = self._bank.read(adapter.slot, module)
+        for module, site in adapter.modules.items():
+            pair = self._bank.read(adapter.slot, site)
             named += [(tensor_name(module, "A"), pair.a), (tensor_name(module, "B"), pair.b)]
         return tensor_checksums(named)
 
@@ -124,9 +130,17 @@ def make_bank(args: EngineArgs, model: PreTrainedModel) -> LoraBank | None:
     """Return the slots of adapters that the options ask for; None if the engine serves the base alone."""
     if not args.serves_lora:
         return None
-    rank = args.max_lora_rank or max(_ranks(args.lora_paths), default=_DEFAULT_RANK)
-    targets = () if "all" in args.lora_target_modules else args.lora_target_modules
-    return LoraBank(model, num_slots=args.max_loras_per_batch, rank=rank, targets=targets)
+    configs = list(_configs(args.lora_paths))
+    rank = args.max_lora_rank or max((config.rank for config in configs), default=_DEFAULT_RANK)
+    given = args.lora_target_modules
+    experts = {name.rpartition(".")[2] for config in configs for name in config.parameters}
+    return LoraBank(
+        model,
+        num_slots=args.max_loras_per_batch,
+        rank=rank,
+        targets=() if "all" in given else given,
+        experts={*given, *experts},
+    )
 
 
 def load_at_start(args: EngineArgs, store: AdapterStore) -> None:
@@ -137,9 +151,9 @@ def load_at_start(args: EngineArgs, store: AdapterStore) -> None:
             raise UserError(f"--lora-path {name}={folder}: {error}") from error
 
 
-def _ranks(paths: Iterable[tuple[str, str]]) -> Iterable[int]:
+def _configs(paths: Iterable[tuple[str, str]]) -> Iterable[LoraConfig]:
     for name, folder in paths:
         try:
-            yield parse_config(read_config(folder)).rank
+            yield parse_config(read_config(folder))
         except RequestError as error:
             raise UserError(f"--lora-path {name}={folder}: {error}") from error

@@ -152,26 +152,30 @@ class _GatedMlp:
 
 
 class _Moe:
-    """Experts take no adapters: one that names them binds to nothing and is refused."""
-
-    def __init__(self, mlp: Any, kernels: MoeKernels) -> None:
+    def __init__(self, mlp: Any, kernels: MoeKernels, lora: LoraBank | None) -> None:
         self._router, self._kernels = mlp.gate, kernels
         self._gate_up, self._down = mlp.experts.gate_up_proj, mlp.experts.down_proj
+        self._lora = None if lora is None else lora.attach_experts(mlp.experts)
 
     def __call__(self, hidden: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
         router = self._router
         logits = F.linear(hidden, router.weight)
         experts, weights = self._kernels.route(logits, router.top_k, router.norm_topk_prob)
-        return self._kernels.run_experts(hidden, experts, weights, self._gate_up, self._down)
+        matrices = (self._gate_up, self._down)
+        return self._kernels.run_experts(hidden, experts, weights, *matrices, self._lora, adapters)
 
 
 class _HuggingFaceMoe:
     """A MoE layer that runs as its Hugging Face module."""
 
-    def __init__(self, mlp: Any) -> None:
-        self._mlp = mlp
+    def __init__(self, mlp: Any, lora: LoraBank | None) -> None:
+        self._mlp, self._lora = mlp, lora
+        if lora is not None and hasattr(mlp, "experts"):
+            lora.hook_experts(mlp.experts)
 
     def __call__(self, hidden: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
+        if self._lora is not None:
+            self._lora.rows = adapters
         output = self._mlp(hidden.unsqueeze(0))
         return (output[0] if isinstance(output, tuple) else output)[0]
 
@@ -182,8 +186,8 @@ def _make_mlp(
     if hasattr(mlp, "gate_proj"):
         return _GatedMlp(mlp, kernels, lora)
     if kernels.experts is None or type(mlp).__name__ != _KNOWN_MOE:
-        return _HuggingFaceMoe(mlp)
-    return _Moe(mlp, kernels.experts)
+        return _HuggingFaceMoe(mlp, lora)
+    return _Moe(mlp, kernels.experts, lora)
 
 
 def _make_qk_norm(attention: Any) -> QueryKeyNorm | None:

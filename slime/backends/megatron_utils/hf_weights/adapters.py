@@ -20,6 +20,7 @@ from slime.backends.megatron_utils.architecture import layer_pattern
 from slime.backends.megatron_utils.hf_weights.mappings import GateUp, Mapping, Plain
 from slime.backends.megatron_utils.hf_weights.rules import ADAPTERS, Rule, WeightMap
 from slime.config.lora import LORA_A, LORA_B, LoraConfig
+from slime.config.peft_files import refuse_experts
 from slime.core.errors import UserError
 
 _WEIGHT = ".weight"
@@ -45,7 +46,8 @@ def adapter_map(weights: WeightMap, lora: LoraConfig, config: TransformerConfig)
         if _is_linear(rule) and _is_in_layer(rule, layer, config):
             found = experts if rule.per_expert else linear
             found += (name.removesuffix(_WEIGHT) for name in _names(rule, layer, config))
-    modules = lora.targets(linear, experts)
+    refuse_experts(lora.target_modules, experts)
+    modules = lora.targets(linear)
     ends = {module.rpartition(".")[2] for module in modules}
     rules = [
         adapter
