@@ -68,6 +68,7 @@ ELSEWHERE = [
     "slime/compat/*",  # imported only by hooks
     # other flags: adapters alone, external engines, router
     "slime/backends/lora.py",
+    "slime/backends/fsdp_utils/lora_experts.py",
     "slime/weights/lora*",
     "slime/serving/external.py",
     "slime/serving/router.py",
