@@ -34,6 +34,13 @@ PARALLEL = [
         model="GLM-4.5",
     ),
     Wrong(
+        what="experts that FSDP's ranks cannot store evenly",
+        flags=f"{GLM} --train-backend fsdp --expert-model-parallel-size 8",
+        right=f"{GLM} --train-backend fsdp",
+        machine=CLUSTER,
+        model="GLM-4.5",
+    ),
+    Wrong(
         what="layers that stages cannot share evenly",
         flags=f"{GLM} {TP8} --pipeline-model-parallel-size 8",
         right=f"{GLM} {TP8} --pipeline-model-parallel-size 8 "

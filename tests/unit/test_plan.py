@@ -215,6 +215,25 @@ def test_resident_bytes_of_a_rank(folder):
     assert item(items, "Adam's moments") == 8e9
 
 
+def test_expert_ranks_of_fsdp_gather_only_the_experts_they_compute(folder):
+    """36 MoE layers of 100M weights, 80M of them experts: two layers are gathered at a time."""
+    experts = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    config = {**QWEN3_4B, **experts, "model_type": "qwen3_moe"}
+    Path(folder, "config.json").write_text(json.dumps(config))
+    counted = count(10**9, dense=0)
+    counted = replace(
+        counted,
+        whole=replace(counted.whole, by_part={"experts": 36 * 80_000_000}),
+        ranks=[replace(rank, moe_layers=36) for rank in counted.ranks],
+    )
+    for ep, layer in ((1, 100_000_000), (8, 30_000_000)):
+        flags = ("--train-backend", "fsdp", "--expert-model-parallel-size", str(ep))
+        plan = plan_of(folder, counted, *flags)
+        assert plan.layout.sizes.ep == ep
+        gathered = item(phase(plan, "training").items, "gathered parameters")
+        assert gathered == 2 * layer * (2 if plan.args.precision == "bf16" else 4)
+
+
 def test_gradients_are_there_for_the_steps_only_where_engines_take_turns(folder):
     turns, apart = (
         plan_of(folder, count(10**9)),

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from slime.backends.backend import HFBucket, ModelName, StepResult
 from slime.backends.base import first_weights, teacher_weights
 from slime.backends.fsdp_utils.checkpoint import Checkpointer, is_checkpoint
+from slime.backends.fsdp_utils.expert_parallel import make_expert_groups
 from slime.backends.fsdp_utils.hf_export import export_hf, hf_buckets, whole_adapters
 from slime.backends.fsdp_utils.loading import (
     ShardedModel,
@@ -54,10 +55,13 @@ class FSDPTrainRayActor(LoraTrainRayActor):
         super().init(args, role, with_ref, with_opd_teacher)
         args = self.args
         self.mesh = init_device_mesh(device_type(), (self.world_size,), mesh_dim_names=("dp",))
+        self._experts = make_expert_groups(args.expert_model_parallel_size or 1, self.world_size)
         minutes = max(_SAVE_MINUTES, self.args.distributed_timeout_minutes)
         self._checkpointer = Checkpointer(timedelta(minutes=minutes), first_weights(args, "actor"))
         self._asleep: Offloaded | None = None
-        self.model = build_model(args, self.mesh, trainable=True, critic=role == "critic")
+        self.model = build_model(
+            args, self.mesh, trainable=True, critic=role == "critic", experts=self._experts
+        )
         trained = self._trained_names()
         for name, param in self.model.params.items():
             param.requires_grad_(name in trained)
@@ -89,7 +93,7 @@ class FSDPTrainRayActor(LoraTrainRayActor):
         """Load a model for inference; a Hugging Face folder may have a different architecture."""
         own = (Path(path) / "config.json").exists()
         args = self.args.replace(hf_checkpoint=path) if own else self.args
-        model = build_model(args, self.mesh, trainable=False)
+        model = build_model(args, self.mesh, trainable=False, experts=self._experts)
         self._fill(model, path)
         return model
 

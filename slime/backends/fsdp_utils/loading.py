@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from slime.backends.fsdp_utils.expert_parallel import ExpertGroups, parallelize_experts
 from slime.backends.fsdp_utils.fused_layers import fuse_mlps, fuse_norms, fuse_rotation
 from slime.backends.fsdp_utils.lora import (
     add_adapters,
@@ -138,9 +139,16 @@ class ShardedModel:
 
 
 def build_model(
-    args: Args, mesh: DeviceMesh, *, trainable: bool, critic: bool = False
+    args: Args,
+    mesh: DeviceMesh,
+    *,
+    trainable: bool,
+    critic: bool = False,
+    experts: ExpertGroups | None = None,
 ) -> ShardedModel:
     """Build the model of `--hf-checkpoint`, sharded, with uninitialized parameters.
+
+    With `experts`, those of MoE layers are spread over the ranks of its groups.
 
     A trained model has fp32 parameters and computes in the run's precision; a frozen one, and the
     base of a model with adapters, also has parameters in that precision.
@@ -171,7 +179,18 @@ def build_model(
     # A single rank has nothing to all-gather: it keeps the cast parameters for the backward pass,
     # unless frozen ones are in that dtype already and would be held twice.
     reshard = mesh.size() > 1 or lora is not None
-    _shard(module, mesh, compute_dtype, offload=args.fsdp_cpu_offload, reshard=reshard)
+    ignored = set() if experts is None else parallelize_experts(hf, mesh, experts, compute_dtype)
+    offload = CPUOffloadPolicy(pin_memory=device_type() == "cuda")
+    _shard(
+        module,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        offload_policy=offload if args.fsdp_cpu_offload else OffloadPolicy(),
+        reshard_after_forward=reshard,
+        ignored_params=ignored,
+    )
     _materialise(module, torch.device("cpu") if args.fsdp_cpu_offload else current_device())
     params: dict[str, DTensor] = {k: p for k, p in hf.named_parameters() if isinstance(p, DTensor)}
     initialize_adapters(params, args.seed)
@@ -276,19 +295,7 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
-def _shard(
-    module: PackedCausalLM, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool, reshard: bool
-) -> None:
-    options = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        ),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device_type() == "cuda")
-        if offload
-        else OffloadPolicy(),
-        "reshard_after_forward": reshard,
-    }
+def _shard(module: PackedCausalLM, **options: Any) -> None:
     for layer in _decoder_layers(module.hf):
         fully_shard(layer, **options)
     fully_shard(module, **options)

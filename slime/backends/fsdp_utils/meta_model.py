@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from slime.backends.fsdp_utils.expert_parallel import make_expert_groups
 from slime.backends.fsdp_utils.loading import build_model
 from slime.backends.fsdp_utils.optimizer import muon_names
 from slime.backends.model_size import RankModel
@@ -25,7 +26,8 @@ def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) 
     """Count the rank's shards and optimizer state; gradients exist only during a step."""
     with _as_rank(rank, world_size), use_device(torch.device("meta")):
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
-        model = build_model(args, mesh, trainable=True, critic=critic)
+        experts = make_expert_groups(args.expert_model_parallel_size or 1, world_size)
+        model = build_model(args, mesh, trainable=True, critic=critic, experts=experts)
         local = {name: param.to_local() for name, param in model.params.items()}
         buffers = list(model.module.hf.buffers())
         matrices = muon_names(model.module.hf, model.params)

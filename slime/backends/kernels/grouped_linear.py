@@ -47,16 +47,18 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, groups: Groups, *weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.groups, ctx.weights = groups, weights
-        return _product(x, _together(weights).transpose(1, 2), groups)
+        return grouped_product(x, _together(weights).transpose(1, 2), groups)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), groups, weights = ctx.saved_tensors, ctx.groups, ctx.weights
         grad = grad.contiguous()
-        grad_x = _product(grad, _together(weights), groups) if ctx.needs_input_grad[0] else None
+        grad_x = (
+            grouped_product(grad, _together(weights), groups) if ctx.needs_input_grad[0] else None
+        )
         if not any(ctx.needs_input_grad[2:]):
             return grad_x, None, *[None for _ in weights]
-        grads = _outer(grad, x, groups)
+        grads = grouped_outer(grad, x, groups)
         _add_to_main_grads(weights, grads)
         return grad_x, None, *grads.unbind()
 
@@ -72,10 +74,10 @@ class _ExpertRows(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Sum by a matmul with ones, which accumulates in fp32 and is deterministic."""
         ones = grad.new_ones(len(grad), _ALIGNMENT // 2)
-        return None, *_outer(grad.contiguous(), ones, ctx.groups)[..., 0].unbind()
+        return None, *grouped_outer(grad.contiguous(), ones, ctx.groups)[..., 0].unbind()
 
 
-def _product(x: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.Tensor:
+def grouped_product(x: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Multiply [T, K] by [E, K, N], each group by its own matrix: [T, N]."""
     if _is_aligned(x.dtype, *matrices.shape[1:]):
         return F.grouped_mm(x, matrices, offs=groups.ends)
@@ -83,7 +85,7 @@ def _product(x: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.T
     return torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
 
 
-def _outer(grad: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+def grouped_outer(grad: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Return grad.T @ x for the tokens of each group, from [T, N] and [T, K]: [E, N, K]."""
     if not _is_aligned(x.dtype, grad.shape[1], x.shape[1]):
         pairs = zip(grad.split(groups.sizes), x.split(groups.sizes), strict=True)

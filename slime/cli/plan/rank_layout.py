@@ -113,7 +113,7 @@ _FIXED = {
 def sizes_of(args: Args) -> Sizes:
     world = args.num_training_gpus
     if args.train_backend == "fsdp":
-        return Sizes(world=world)
+        return Sizes(world=world, ep=args.expert_model_parallel_size or 1)
     return Sizes(
         world=world,
         tp=args.tensor_model_parallel_size,

@@ -218,12 +218,13 @@ class Trainer:
         whole = self.count.whole
         parts = whole.total
         if self.sizes.world > 1 or self.args.lora_rank:
-            parts = 2 * (whole.layer + self._adapter_layer()) + self._outside_layers()
+            layer = self._gathered_layer() + self._adapter_layer()
+            parts = 2 * layer + self._outside_layers()
         items = [Item(name="gathered parameters", nbytes=parts * self._element)]
         if training:
             own = self.count.ranks[0].trained_parameters
             here = 0 if self.args.fsdp_cpu_offload else own * 4
-            whole_ones = 2 * whole.layer + self._outside_layers()
+            whole_ones = 2 * self._gathered_layer() + self._outside_layers()
             work = 0 if self.sizes.world == 1 or self.args.lora_rank else whole_ones * 4
             items.append(Item(name=GRADIENTS, nbytes=here + work, note="fp32, until the step"))
         return items
@@ -231,6 +232,13 @@ class Trainer:
     def _adapter_layer(self) -> int:
         adapters = self.count.adapters
         return 0 if adapters is None else adapters.layer * adapters.rank
+
+    def _gathered_layer(self) -> int:
+        """Return the elements of a layer that a rank gathers: of the experts those it computes."""
+        whole, ep = self.count.whole, self.sizes.ep
+        sparse = self.count.ranks[0].moe_layers
+        experts = whole.by_part.get("experts", 0) // sparse if sparse else 0
+        return whole.layer - experts + experts // ep
 
     def _outside_layers(self) -> int:
         return sum(self.count.whole.by_part.get(part, 0) for part in ("embedding", "head"))

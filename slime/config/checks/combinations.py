@@ -21,6 +21,7 @@ from slime.config.lora import check_lora
 from slime.config.reward_types import check_grading, reward_type
 from slime.core.errors import ConfigError
 
+_OF_BOTH = ("expert_model_parallel_size",)  # flags of Megatron that FSDP honours too
 # flag of the other trainer -> what to use instead of it
 _INSTEAD = {
     "recompute_granularity": "use --gradient-checkpointing",
@@ -59,6 +60,7 @@ def check_backend(draft: Draft) -> None:
     for name in draft.given_names():
         flag = all_flags()[name]
         owner = "megatron" if flag.family == "megatron" else flag.backend
+        owner = None if name in _OF_BOTH else owner
         if owner is not None and owner != backend:
             raise ConfigError(
                 f"{flag.option} belongs to --train-backend {owner}, this run uses {backend}: "

@@ -35,7 +35,9 @@ _NOT_WITH_MLA = ("num_query_groups", "kv_channels")
 
 def check_model(draft: Draft) -> None:
     if draft["train_backend"] != "megatron":
-        check_fsdp_type(draft, read_hf_config(draft).get("model_type") or "")
+        config = read_hf_config(draft)
+        check_fsdp_type(draft, config.get("model_type") or "")
+        check_fsdp_experts(draft, config)
         return
     check_megatron_flags(draft)
     config = _flat(read_hf_config(draft))
@@ -57,6 +59,35 @@ def check_model(draft: Draft) -> None:
     check_packages(draft)
     check_kernels(draft)
     check_replay(draft, config)
+
+
+def check_fsdp_experts(draft: Draft, config: dict[str, Any]) -> None:
+    """Check --expert-model-parallel-size with FSDP, whose ranks each store equally many experts."""
+    ep = draft["expert_model_parallel_size"] or 1
+    gpus = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
+    if ep == 1:
+        return
+    experts = _found(config, "num_experts")
+    if experts is None and _found(config, "num_layers") is not None:
+        raise ConfigError(
+            f"--expert-model-parallel-size {ep}: the model of --hf-checkpoint has no experts: remove "
+            "it"
+        )
+    if gpus % ep:
+        raise ConfigError(
+            f"--expert-model-parallel-size {ep} does not divide the {gpus} training GPUs: choose one "
+            "that does"
+        )
+    if experts is not None and experts % gpus:
+        raise ConfigError(
+            f"--expert-model-parallel-size {ep} with --train-backend fsdp: the {experts} experts of a layer "
+            f"are not a multiple of the {gpus} training GPUs: remove it, or train on another number of GPUs"
+        )
+    if config.get("model_type") == "gpt_oss":
+        raise ConfigError(
+            f"--expert-model-parallel-size {ep} with --train-backend fsdp: experts with biases are not "
+            "spread over ranks: remove it, or use --train-backend megatron"
+        )
 
 
 def check_spec(draft: Draft, config: dict[str, Any]) -> None:

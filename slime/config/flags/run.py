@@ -46,7 +46,8 @@ class Mode:
     """Mode."""
 
     train_backend: Literal["megatron", "fsdp"] = flag(
-        "megatron", "trainer: megatron (tensor, pipeline, context and expert parallel) or fsdp"
+        "megatron",
+        "trainer: megatron (tensor, pipeline, context and expert parallel) or fsdp (expert parallel)",
     )
     rollout_engine: Literal["auto", "sglang", "slime"] = flag(
         "auto",
