@@ -67,6 +67,7 @@ ELSEWHERE = [
     "slime/rollout/sandbox/*",
     "slime/compat/*",  # imported only by hooks
     # other flags: adapters alone, external engines, router
+    "slime/backends/fsdp_utils/expert_parallel.py",
     "slime/backends/lora.py",
     "slime/backends/fsdp_utils/lora_experts.py",
     "slime/weights/lora*",
