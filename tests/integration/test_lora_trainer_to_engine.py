@@ -66,6 +66,27 @@ def test_the_engine_serves_what_the_trainer_trained(through, tmp_path):
     assert max(differences) > 0.01  # else the comparison would prove nothing
 
 
+def test_adapters_of_experts_arrive_and_all_their_modules_are_bound(tmp_path):
+    """One linear module and two parameters of experts in each of two layers: a checksum over all."""
+    base = make_tiny_checkpoint(tmp_path / "base", "qwen3_moe", weight_scale=3.0)
+    targets = {"lora_target_modules": ["q_proj", "experts"], "lora_experts_shared_outer": True}
+    flags = {"lora_rank": 4, "lora_alpha": 32, "lora_merge_for_rollout": True, "lr": 0.02}
+    trained = run_fsdp_ranks(_train, 1, Case(model=str(base), flags={**flags, **targets}))[0]
+    update = adapter_update(trained["lora"], str(base), trained["tensors"], torch.float32)
+    assert len(update.modules) == 2 * 3
+    slots = ("--lora-target-modules", "all", "experts", "--max-lora-rank", "4")
+    with engine_server(base, *slots, *ROOM) as server:
+        info = EngineInfo(url=server.url, device_ids=(device_id(),), kind="slime")
+        AdapterSync(token=None).update(update, [info], 1)
+        for name, expected in ((ADAPTER, trained["actor"]), (None, trained["base"])):
+            for row, tokens in enumerate(trained["tokens"]):
+                _assert_scored(server, name, tokens, expected[row], trained["masks"][row])
+    with engine_server(base, "--enable-lora", "--max-lora-rank", "4", *ROOM) as server:
+        info = EngineInfo(url=server.url, device_ids=(device_id(),), kind="slime")
+        with pytest.raises(WeightSyncError, match="--lora-target-modules all experts"):
+            AdapterSync(token=None).update(update, [info], 1)
+
+
 def _assert_scored(server, name: str | None, tokens: list[int], expected, mask) -> None:
     body = {
         "input_ids": tokens,
