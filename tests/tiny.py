@@ -18,10 +18,16 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 PAD, EOS = "<|pad|>", "<|eos|>"
@@ -30,6 +36,21 @@ VOCAB_SIZE = 320  # 256 bytes, pad, eos, 62 reserved
 # Messages are joined with nothing around them, so a chat prompt and a plain prompt tokenize alike.
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
+_DELTA_NET = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "tie_word_embeddings": False,
+}
+_SHARED_EXPERT = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 24,
+}
 _FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False}),
@@ -45,6 +66,13 @@ _FAMILIES = {
             "norm_topk_prob": True,
             "tie_word_embeddings": False,
         },
+    ),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**_DELTA_NET, **_SHARED_EXPERT}),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, _DELTA_NET),
+    "qwen3_5_moe": (
+        Qwen3_5MoeTextConfig,
+        Qwen3_5MoeForCausalLM,
+        {**_DELTA_NET, **_SHARED_EXPERT},
     ),
 }
 

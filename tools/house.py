@@ -73,6 +73,9 @@ ELSEWHERE = [
     "slime/weights/lora*",
     "slime/serving/external.py",
     "slime/serving/router.py",
+    # other families of models: gated delta nets
+    "slime/backends/fsdp_utils/delta_net.py",
+    "slime/algorithms/gated_delta.py",
     # another verb of the loop
     "slime.rollout.evaluation.evaluate",
     # after a failure

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from slime.config.checks.file_checks import weight_names
 from slime.utils.device import current_device
 from slime.weights.ipc import aligned
 
@@ -141,6 +142,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 _FUSED = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)$")
 _FUSED_IN_CHECKPOINT = {"gpt_oss", "llama4", "llama4_text", "granitemoe", "granitemoeshared"}
+_STORED_IN_SEVERAL_WAYS = {"qwen3_5_text", "qwen3_5_moe_text"}
+_NESTED = "model.language_model."
 _DEFAULT_PARTS = ("gate_proj", "up_proj", "down_proj")
 _MIXTRAL_PARTS = ("w1", "w3", "w2")
 _MIXTRAL_LIKE = {"mixtral", "minimax", "minimax_m2", "phimoe", "lfm2_moe"}
@@ -161,13 +164,37 @@ _RENAMES: dict[str, tuple[tuple[str, str], ...]] = {  # parts of names: (module,
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoredNames:
+    """What the checkpoints of one family name differently."""
+
+    nested: bool = False  # model.language_model.layers.0 beside a vision tower, not model.layers.0
+    fused_experts: bool = False
+
+
+def stored_names(folder: str, model_type: str) -> StoredNames:
+    """Read the names in a checkpoint of Qwen3.5: experts are fused in bf16 and not in FP8."""
+    if model_type not in _STORED_IN_SEVERAL_WAYS:
+        return StoredNames()
+    names = [name for name in weight_names(folder) if name.startswith("model.")]  # no MTP layers
+    return StoredNames(
+        nested=any(name.startswith(_NESTED) for name in names),
+        fused_experts=any(name.endswith(".experts.gate_up_proj") for name in names),
+    )
+
+
 def hf_views(
-    named: Iterable[tuple[str, torch.Tensor]], *, model_type: str
+    named: Iterable[tuple[str, torch.Tensor]],
+    *,
+    model_type: str,
+    stored: StoredNames = StoredNames(),  # noqa: B008
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (checkpoint name, view) for every (module name, tensor) of a model of this `model_type`."""
     gate, up, down = _MIXTRAL_PARTS if model_type in _MIXTRAL_LIKE else _DEFAULT_PARTS
-    keep_fused = model_type in _FUSED_IN_CHECKPOINT
+    keep_fused = model_type in _FUSED_IN_CHECKPOINT or stored.fused_experts
     for name, tensor in named:
+        if stored.nested and name.startswith("model."):
+            name = _NESTED + name.removeprefix("model.")
         match = None if tensor.ndim != 3 or keep_fused else _FUSED.match(name)
         if match is None:
             yield _rename(name, model_type), tensor

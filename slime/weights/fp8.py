@@ -27,12 +27,14 @@ from safetensors.torch import save_file
 
 from slime.core.errors import UserError
 from slime.data.tokenizer import load_hf_config
+from slime.weights.buckets import hf_views
 
 Strategy = Literal["block", "channel", "tensor"]
 ScaleFormat = Literal["ue8m0"]
 Named = tuple[str, torch.Tensor]
 
 FP8 = torch.float8_e4m3fn
+_FUSED_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")  # their experts are fused in bf16, not in FP8
 _LARGEST = 448.0  # of e4m3
 # Never quantized: small, or too sensitive. The router of a MoE layer is called gate or router.
 _KEPT = (
@@ -44,6 +46,10 @@ _KEPT = (
     "shared_expert_gate",
     "eh_proj",
     "input_proj",
+    "mtp.fc",
+    "linear_attn.in_proj_a.",  # a row per head
+    "linear_attn.in_proj_b.",
+    "linear_attn.in_proj_ba.",
     "shared_head",
     "visual",
 )
@@ -222,7 +228,11 @@ def convert_to_fp8(
         say(f"{len(done)} of {len(files)} files exist from an earlier conversion")
     missing = [file for file in files if file not in done]
     with ThreadPoolExecutor(max_workers) as pool:
-        calls = {pool.submit(_convert, file, target / file.name, layout): file for file in missing}
+        split = config["model_type"] in _FUSED_TYPES
+        calls = {
+            pool.submit(_convert, file, target / file.name, layout, split=split): file
+            for file in missing
+        }
         for number, call in enumerate(as_completed(calls), start=len(done) + 1):
             call.result()
             say(f"{number}/{len(files)} {calls[call].name}")
@@ -249,6 +259,8 @@ def load_causal_lm(path: str, config: Any = None, *, dtype: Any = "auto", **opti
     dtype = (config.dtype or torch.bfloat16) if dtype == "auto" else dtype
     state = read_dequantized(Path(path), fp8, dtype)
     model: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    if model.config_class is type(config.get_text_config()):  # beside a vision tower
+        config = config.get_text_config()
     return model.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
 
 
@@ -301,9 +313,10 @@ def _check_settings(target: Path, layout: Fp8Format) -> None:
         path.write_text(json.dumps(settings))
 
 
-def _convert(source: Path, target: Path, layout: Fp8Format) -> None:
+def _convert(source: Path, target: Path, layout: Fp8Format, *, split: bool) -> None:
     with safe_open(source, framework="pt") as file:
         tensors = ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+        tensors = hf_views(tensors, model_type="") if split else tensors
         converted = {name: t.contiguous() for name, t in quantize_all(tensors, layout)}
     partial = target.with_suffix(".partial")
     save_file(converted, partial, metadata={"format": "pt"})

@@ -11,8 +11,8 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MambaConfig,
+    MiniMaxConfig,
     PreTrainedModel,
-    Qwen3NextConfig,
 )
 
 from slime.backends.fsdp_utils.model import (
@@ -70,16 +70,10 @@ def test_capped_attention_is_refused():
     ("config", "reason"),
     [
         (
-            Qwen3NextConfig(
+            MiniMaxConfig(
                 **SIZES,
-                num_experts=2,
+                num_local_experts=2,
                 num_experts_per_tok=1,
-                moe_intermediate_size=16,
-                shared_expert_intermediate_size=16,
-                linear_num_key_heads=1,
-                linear_num_value_heads=1,
-                linear_key_head_dim=16,
-                linear_value_head_dim=16,
                 layer_types=["linear_attention", "full_attention"],
             ),
             "layers of type linear_attention",

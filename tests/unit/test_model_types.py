@@ -75,7 +75,38 @@ def test_families_have_their_own_sentence(tmp_path, config, words):
     assert ", ".join(TRAINED[:2]) not in said, "the list of what is trained does not help here"
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "glm_moe_dsa"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
+def test_gated_delta_nets_are_trained_on_packed_samples(tmp_path, model_type, qkv_format):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    rows = str(tmp_path / "{rollout_id}.pt")
+    flags = {"hf_checkpoint": str(tmp_path), "train_backend": "fsdp", "qkv_format": qkv_format}
+    assert make_args(**flags, load_debug_rollout_data=rows).qkv_format == qkv_format
+    said = refusal(make_args, **flags)
+    assert said.startswith(f"--rollout-engine slime does not serve models of type {model_type}: ")
+    assert "recurrent states" in said and said.endswith("use --rollout-engine sglang")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"linear_chunk_decay": 2}, "the option linear_chunk_decay of linear attention"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu"),
+        ({"attn_output_gate": False}, "attn_output_gate false"),
+        ({"linear_num_key_heads": 6, "linear_num_value_heads": 8}, "6 does not divide"),
+    ],
+)
+def test_options_of_linear_attention_that_slime_does_not_have_are_refused(tmp_path, option, words):
+    text = {"model_type": "qwen3_5_text", "attn_output_gate": True, "hidden_act": "silu", **option}
+    config = {"model_type": "qwen3_5", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rows = str(tmp_path / "{rollout_id}.pt")
+    said = refusal(make_args, hf_checkpoint=str(tmp_path), load_debug_rollout_data=rows)
+    assert said.startswith("config.json of --hf-checkpoint has ") and words in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("model_type", ["glm_moe_dsa"])
 def test_packed_samples_that_would_be_mixed_are_refused_before_a_start(tmp_path, model_type):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     said = refusal(make_args, hf_checkpoint=str(tmp_path), train_backend="fsdp")

@@ -7,12 +7,16 @@ hundreds of small parameters, and every collective has a fixed latency.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
 
 from slime.backends.fsdp_utils.loading import ShardedModel, shard_of
 from slime.backends.fsdp_utils.lora import is_adapter
@@ -23,6 +27,7 @@ from slime.runlog.export_folder import ExportInfo
 from slime.utils.device import current_device
 from slime.weights.buckets import (
     CastBucket,
+    HFTensors,
     NamedCast,
     NamedTensor,
     hf_views,
@@ -69,12 +74,11 @@ def hf_buckets(
 
 def _own_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedCast]:
     """Yield uncast tensors of an unsharded model: a bucket is cast as a whole later."""
-    model_type = model.module.hf.config.model_type
     weights = _wanted(model, dtype)
     while some := list(islice(weights, _AT_ONCE)):
         parts = local_parts(param for _, param, _ in some)
         for (name, _, wanted), part in zip(some, parts, strict=True):
-            for hf_name, view in hf_views([(name, part)], model_type=model_type):
+            for hf_name, view in _hf_views(model, [(name, part)]):
                 yield hf_name, view, wanted
 
 
@@ -83,8 +87,13 @@ def _gathered_tensors(
 ) -> Iterator[NamedCast]:
     wanted = _wanted(model, dtype) if lora is None else _merged(model, dtype, lora)
     whole = whole_tensors(wanted)
-    for name, tensor in hf_views(whole, model_type=model.module.hf.config.model_type):
+    for name, tensor in _hf_views(model, whole):
         yield name, tensor, tensor.dtype
+
+
+def _hf_views(model: ShardedModel, named: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    model_type = model.module.hf.config.model_type
+    return hf_views(named, model_type=model_type, stored=model.stored)
 
 
 def _wanted(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedCast]:
@@ -132,9 +141,29 @@ def export_hf(
     Config, tokenizer etc. are copied from `source`; weights are gathered and written file by file.
     """
     writes = dist.get_rank() == 0
-    buckets = hf_buckets(model, dtype, FILE_BYTES, keep=writes)
+    buckets: Iterable[HFTensors] = hf_buckets(model, dtype, FILE_BYTES, keep=writes)
+    if writes:
+        buckets = chain(buckets, _carried(model.module.hf, source))
     write_hf_folder(path, source, dtype, buckets, writes=writes, info=info)
     dist.barrier()
+
+
+def _carried(hf: PreTrainedModel, source: str) -> Iterator[list[NamedTensor]]:
+    """Yield the tensors of `source` that transformers leaves out of the model, file by file.
+
+    Its class names them: MTP layers, and the vision tower beside a text model.
+    """
+    patterns = list(hf._keys_to_ignore_on_load_unexpected or ())
+    tied = set(hf._tied_weights_keys or ())
+    for path in sorted(Path(source).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = [
+                name
+                for name in file.keys()  # noqa: SIM118
+                if name not in tied and any(re.search(pattern, name) for pattern in patterns)
+            ]
+            if names:
+                yield [(name, file.get_tensor(name)) for name in names]
 
 
 def whole_adapters(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedTensor]:

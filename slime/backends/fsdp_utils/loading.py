@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from slime.backends.fsdp_utils.delta_net import pack_delta_nets
 from slime.backends.fsdp_utils.expert_parallel import ExpertGroups, parallelize_experts
 from slime.backends.fsdp_utils.fused_layers import fuse_mlps, fuse_norms, fuse_rotation
 from slime.backends.fsdp_utils.lora import (
@@ -63,7 +64,7 @@ from slime.config.peft_files import is_experts
 from slime.core.errors import UserError
 from slime.data.tokenizer import load_hf_config
 from slime.utils.device import current_device, device_type
-from slime.weights.buckets import dtype_name
+from slime.weights.buckets import StoredNames, dtype_name, stored_names
 from slime.weights.checksum import format_checksum, tensor_checksum
 from slime.weights.fp8 import load_causal_lm
 from slime.weights.lora import from_peft, to_peft
@@ -79,6 +80,7 @@ class ShardedModel:
     module: PackedCausalLM
     params: dict[str, DTensor]  # by name in the Hugging Face module; tied weights occur once
     lora: LoraConfig | None = None  # of the adapters among `params`
+    stored: StoredNames = field(default_factory=StoredNames)  # names in --hf-checkpoint
 
     @cached_property
     def own(self) -> dict[str, DTensor]:
@@ -166,6 +168,7 @@ def build_model(
     hf.requires_grad_(trainable)
     if lora is not None:
         add_adapters(hf, lora)
+    pack_delta_nets(hf, padded=padded)
     fuse_norms(hf)
     if device_type() == "cuda":
         fuse_mlps(hf)
@@ -194,7 +197,12 @@ def build_model(
     _materialise(module, torch.device("cpu") if args.fsdp_cpu_offload else current_device())
     params: dict[str, DTensor] = {k: p for k, p in hf.named_parameters() if isinstance(p, DTensor)}
     initialize_adapters(params, args.seed)
-    return ShardedModel(module, params, lora)
+    return ShardedModel(module, params, lora, _stored_names(args, hf))
+
+
+def _stored_names(args: Args, hf: PreTrainedModel) -> StoredNames:
+    model_type = hf.config.model_type or ""
+    return stored_names(args.hf_checkpoint, model_type) if args.hf_checkpoint else StoredNames()
 
 
 def load_hf_weights(model: ShardedModel, path: str) -> None:

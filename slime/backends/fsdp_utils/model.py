@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from slime.algorithms.log_probs import log_probs_from_hidden
 from slime.backends.kernels.packed_attention import PackedLayout, attend_packed, packed_layout
-from slime.config.checks.model_types import packing_obstacle
+from slime.config.checks.model_types import has_linear_attention, packing_obstacle
 from slime.core.errors import ConfigError, UserError
 from slime.core.types import TrainBatch
 
@@ -82,7 +82,9 @@ class PackedCausalLM(nn.Module):
     def _inputs(self, batch: TrainBatch) -> dict[str, Any]:
         """Return the model's inputs; right padding needs no mask under causal attention."""
         rows = len(batch.rows) if self.head.padded else 1
-        keywords = attention_keywords(self.hf.config._attn_implementation, batch)
+        config = self.hf.config
+        linear = has_linear_attention(config.model_type)
+        keywords = attention_keywords(config._attn_implementation, batch, linear)
         return {
             "input_ids": batch.tokens.view(rows, -1),
             "position_ids": batch.position_ids.view(rows, -1),
@@ -119,9 +121,14 @@ def output_layer(hf: PreTrainedModel) -> nn.Linear:
     return layer
 
 
-def attention_keywords(implementation: str | None, batch: TrainBatch) -> dict[str, Any]:
-    """Return the keywords that pass sample boundaries to the attention implementation."""
-    if implementation == PACKED_ATTENTION:
+def attention_keywords(
+    implementation: str | None, batch: TrainBatch, linear: bool = False
+) -> dict[str, Any]:
+    """Return the keywords that pass sample boundaries to attention and to `linear` attention.
+
+    Dense masks come from the positions, which layers of linear attention do not get.
+    """
+    if implementation == PACKED_ATTENTION or (linear and implementation in _DENSE_MASK):
         lens = [p + r for p, r in zip(batch.prompt_lens, batch.response_lens, strict=True)]
         return {"packed": packed_layout(lens, batch.tokens.device)}
     if implementation in _TAKES_LENGTHS:

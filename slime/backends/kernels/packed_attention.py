@@ -42,6 +42,7 @@ class PackedLayout:
     groups: tuple[tuple[int, int], ...]
     gather: torch.Tensor | None  # None without padding
     scatter: torch.Tensor | None
+    lens: tuple[int, ...]
 
 
 def packed_layout(lens: list[int], device: torch.device) -> PackedLayout:
@@ -51,7 +52,7 @@ def packed_layout(lens: list[int], device: torch.device) -> PackedLayout:
     if sum(count * length for count, length in groups) > sum(lens):
         gather, scatter = (index.to(device) for index in _indices(lens, groups))
     cu_seqlens = torch.tensor([0, *lens]).cumsum(0).to(device=device, dtype=torch.int32)
-    return PackedLayout(cu_seqlens, max(lens), groups, gather, scatter)
+    return PackedLayout(cu_seqlens, max(lens), groups, gather, scatter, tuple(lens))
 
 
 def attend_packed(

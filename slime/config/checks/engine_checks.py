@@ -10,6 +10,7 @@ from slime.config.checks.file_checks import (
     read_hf_config,
     read_quantization,
 )
+from slime.config.checks.model_types import has_linear_attention
 from slime.config.engine_groups import group_drafts, named
 from slime.config.flags.draft import Draft
 from slime.config.flags.engine_options import (
@@ -63,6 +64,7 @@ def _check_one(draft: Draft, *, updated: bool) -> None:
                 f"{flag.option} is not supported by the embedded engine: remove it, or use "
                 "--rollout-engine sglang"
             )
+    _check_served(draft)
     algorithm = draft["sglang_speculative_algorithm"]
     if algorithm and algorithm.upper() != "NGRAM":
         raise ConfigError(
@@ -73,6 +75,16 @@ def _check_one(draft: Draft, *, updated: bool) -> None:
         raise ConfigError(
             f"--rollout-num-gpus-per-engine {draft['rollout_num_gpus_per_engine']}: the embedded engine "
             "has no tensor parallelism: use 1, or --rollout-engine sglang"
+        )
+
+
+def _check_served(draft: Draft) -> None:
+    """Refuse models that the embedded engine would refuse only when it starts."""
+    model_type = read_hf_config(draft).get("model_type")
+    if has_linear_attention(model_type) and draft["rollout_num_gpus"] != 0:
+        raise ConfigError(
+            f"--rollout-engine slime does not serve models of type {model_type}: it has no recurrent "
+            "states for gated delta nets yet: use --rollout-engine sglang"
         )
 
 

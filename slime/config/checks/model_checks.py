@@ -36,7 +36,7 @@ _NOT_WITH_MLA = ("num_query_groups", "kv_channels")
 def check_model(draft: Draft) -> None:
     if draft["train_backend"] != "megatron":
         config = read_hf_config(draft)
-        check_fsdp_type(draft, config.get("model_type") or "")
+        check_fsdp_type(draft, config)
         check_fsdp_experts(draft, config)
         return
     check_megatron_flags(draft)

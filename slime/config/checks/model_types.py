@@ -28,6 +28,15 @@ LATENT = ("deepseek_v3", "glm4_moe_lite")  # multi-head latent attention
 _READ_AS = {"kimi_k2": "deepseek_v3"}
 _ROPES = ("default", "linear", "llama3", "yarn")
 _PACKED_LAYERS = {"full_attention", "sliding_attention"}
+# Text models with gated delta nets, for which the FSDP backend has layers that know sample borders.
+_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_DELTA_OPTIONS = {
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+}
 _VISION = "its vision tower and positions in images are missing"
 _DELTA_NET = "its gated delta net layers and gated attention are missing"
 _INDEXED = "its sparse attention, in which an indexer chooses the tokens that each token attends to, is missing"
@@ -53,8 +62,11 @@ def check_model_type(model_type: str) -> None:
     )
 
 
-def check_fsdp_type(draft: Draft, model_type: str) -> None:
+def check_fsdp_type(draft: Draft, config: dict[str, Any]) -> None:
     """Refuse known types that the FSDP backend would refuse only after the start."""
+    model_type = config.get("model_type") or ""
+    if has_linear_attention(model_type):
+        check_delta_net(config)
     if family_of(model_type) in _MISSING:
         refusal = fsdp_refusal(model_type, padded=draft["qkv_format"] == "bshd")
         if refusal is not None:
@@ -64,6 +76,33 @@ def check_fsdp_type(draft: Draft, model_type: str) -> None:
 def read_as(model_type: str) -> str:
     """Return the type of transformers as which a model is read: "deepseek_v3" for "kimi_k2"."""
     return _READ_AS.get(model_type, model_type)
+
+
+def check_delta_net(config: dict[str, Any]) -> None:
+    """Raise ConfigError for options of gated delta nets and gated attention that slime does not have."""
+    unknown = sorted(k for k in config if k.startswith("linear_") and k not in _DELTA_OPTIONS)
+    keys, values = (config.get(f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    problem = None
+    if unknown:
+        problem = f"the option {unknown[0]} of linear attention, which slime does not know"
+    elif config.get("hidden_act", "silu") != "silu":
+        problem = f"hidden_act {config['hidden_act']}: gated delta nets are trained with silu"
+    elif config.get("attn_output_gate") is False:
+        problem = "attn_output_gate false: its attention is trained with the gate"
+    elif keys and values and values % keys:
+        problem = (
+            f"linear_num_value_heads {values}, which linear_num_key_heads {keys} does not divide"
+        )
+    if problem:
+        raise ConfigError(
+            f"config.json of --hf-checkpoint has {problem}: give the published checkpoint of a "
+            f"{config['model_type']} model"
+        )
+
+
+def has_linear_attention(model_type: str | None) -> bool:
+    """Return whether models of this type have gated delta nets, which must be told of sample borders."""
+    return model_type in _DELTA_NETS
 
 
 def family_of(model_type: str) -> str:
@@ -94,9 +133,14 @@ def packing_obstacle(config: Any, model_class: Any) -> str | None:
 
     Layers that mix tokens outside attention do not see where one sample ends.
     """
-    layers = set(getattr(config, "layer_types", None) or ()) - _PACKED_LAYERS
+    known = _PACKED_LAYERS | (
+        {"linear_attention"} if has_linear_attention(config.model_type) else set()
+    )
+    layers = set(getattr(config, "layer_types", None) or ()) - known
     if layers:
         return f"has layers of type {', '.join(sorted(layers))}"
+    if has_linear_attention(config.model_type):
+        return None
     if model_class._is_stateful:
         return "carries a recurrent state"
     if not model_class._supports_attention_backend:
