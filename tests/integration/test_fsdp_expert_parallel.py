@@ -196,6 +196,11 @@ MOE = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 8}
             {},
             "experts with biases are not spread over ranks",
         ),
+        (
+            MOE,
+            {"lora_rank": 4, "lora_target_modules": ["experts"]},
+            "experts with adapters are not spread over ranks",
+        ),
     ],
 )
 def test_what_cannot_be_spread_is_refused_before_a_start(tmp_path, config, flags, words):

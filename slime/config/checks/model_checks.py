@@ -83,6 +83,11 @@ def check_fsdp_experts(draft: Draft, config: dict[str, Any]) -> None:
             f"--expert-model-parallel-size {ep} with --train-backend fsdp: the {experts} experts of a layer "
             f"are not a multiple of the {gpus} training GPUs: remove it, or train on another number of GPUs"
         )
+    if draft["lora_rank"] and any("experts" in name for name in draft["lora_target_modules"]):
+        raise ConfigError(
+            f"--expert-model-parallel-size {ep} with --train-backend fsdp: experts with adapters are not "
+            "spread over ranks: remove it, or remove experts from --lora-target-modules"
+        )
     if config.get("model_type") == "gpt_oss":
         raise ConfigError(
             f"--expert-model-parallel-size {ep} with --train-backend fsdp: experts with biases are not "
