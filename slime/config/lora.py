@@ -82,8 +82,9 @@ class LoraConfig:
         file = Path(folder) / CONFIG_FILE
         try:
             fields = json.loads(file.read_text())
-            kind, targets = fields["peft_type"], checked_targets(fields["target_modules"] or [])
+            kind, named = fields["peft_type"], fields["target_modules"]
             parameters = [str(name) for name in fields.get("target_parameters") or []]
+            targets = checked_targets([] if named is None and parameters else named)
             config = cls(
                 rank=above_zero("r", int(fields["r"])),
                 alpha=above_zero("lora_alpha", float(fields["lora_alpha"])),
