@@ -20,7 +20,7 @@ def args_with(name, path, **more):
 
 
 def test_every_flag_that_names_code_has_a_protocol():
-    files = {"custom_config_path", "megatron_config_path"}
+    files = {"custom_config_path", "lora_adapter_path", "megatron_config_path"}
     flags = {name for name in own_flags() if name.endswith("_path")} - files
     assert flags == set(HOOKS)
     for module in (good, minimal, wrong):

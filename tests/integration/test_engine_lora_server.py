@@ -269,7 +269,7 @@ WRONG = {
     "saved modules": ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
     "bias": ({"bias": "lora_only"}, {}, "bias"),
     "rank pattern": ({"rank_pattern": {"q_proj": 2}}, {}, "rank_pattern"),
-    "expert parameters": ({"target_parameters": ["experts.up"]}, {}, "target_parameters"),
+    "expert parameters": ({"target_parameters": ["experts.up"]}, {}, "experts.up"),
     "something new": ({"use_tomorrow": True}, {}, "use_tomorrow"),
     "PiSSA": ({"init_lora_weights": "pissa"}, {}, "pissa"),
     "not LoRA": ({"peft_type": "IA3"}, {}, "IA3"),

@@ -47,7 +47,11 @@ def test_bad_starts_have_one_clear_message(checkpoint: Path, tmp_path: Path, cap
         (["--model-path", str(tmp_path)], 1, "no config.json"),
         (["--model-path", str(encoder)], 1, "'t5' is not a causal language model"),
         (["--model-path", str(no_tokenizer)], 1, "--skip-tokenizer-init"),
-        (["--model-path", str(checkpoint), "--enable-lora"], 2, "--enable-lora"),
+        (
+            ["--model-path", str(checkpoint), "--enable-lora-overlap-loading"],
+            2,
+            "--enable-lora-overlap-loading",
+        ),
         (["--model-path", str(checkpoint), "--tp-size", "2"], 2, "--tp-size"),
         (
             ["--model-path", str(checkpoint), "--page-size", "0"],

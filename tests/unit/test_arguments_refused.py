@@ -93,7 +93,10 @@ RULES = [
     ({"actor_num_gpus_per_node": 4, "num_gpus_per_node": 2}, ["--num-gpus-per-node 2"]),
     ({"distributed_backend": "nccl"}, ["nccl", "gloo"]),
     ({"sglang_speculative_algorithm": "EAGLE"}, ["--sglang-speculative-algorithm", "embedded"]),
-    ({"sglang_enable_lora": True}, ["--sglang-enable-lora", "embedded"]),
+    (
+        {"sglang_enable_lora_overlap_loading": True},
+        ["--sglang-enable-lora-overlap-loading", "embedded"],
+    ),
     ({"router_policy": "random"}, ["--router-policy", "router"]),
     ({"rm_type": "maths"}, ["--rm-type", "did you mean math?"]),
     ({"rm_type": "remote_rm"}, ["--rm-url"]),
