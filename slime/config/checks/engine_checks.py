@@ -81,7 +81,8 @@ def _check_one(draft: Draft, *, updated: bool) -> None:
 def _check_served(draft: Draft) -> None:
     """Refuse models that the embedded engine would refuse only when it starts."""
     model_type = read_hf_config(draft).get("model_type")
-    if has_linear_attention(model_type) and draft["rollout_num_gpus"] != 0:
+    trained = draft["train_backend"] != "megatron"  # which has a refusal of its own
+    if trained and has_linear_attention(model_type) and draft["rollout_num_gpus"] != 0:
         raise ConfigError(
             f"--rollout-engine slime does not serve models of type {model_type}: it has no recurrent "
             "states for gated delta nets yet: use --rollout-engine sglang"
