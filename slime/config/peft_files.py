@@ -27,7 +27,7 @@ _PARTS = {
     **{"gate_proj": GATE_UP, "up_proj": GATE_UP, "down_proj": DOWN},
     **{"w1": GATE_UP, "w3": GATE_UP, "w2": DOWN},
 }
-_ONE_EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?P<expert>\d+)\.(?P<part>\w+)\.weight")
+_ONE_EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?P<expert>[0-9]{1,6})\.(?P<part>\w+)\.weight")
 _ALL_EXPERTS = re.compile(rf"(?P<module>.+\.experts)\.({GATE_UP}|{DOWN})")
 
 

@@ -274,6 +274,7 @@ WRONG = {
     "PiSSA": ({"init_lora_weights": "pissa"}, {}, "pissa"),
     "not LoRA": ({"peft_type": "IA3"}, {}, "IA3"),
     "no rank": ({"r": 0}, {}, "r must be"),
+    "huge alpha": ({"lora_alpha": 10**400}, {}, "lora_alpha must be a number"),
     "other rank": ({"r": 2}, {}, "shape"),
     "rank too large": ({"r": 128}, {}, "--max-lora-rank 128"),
     "other base": ({}, {A: torch.zeros(4, 32)}, "q_proj.lora_A"),

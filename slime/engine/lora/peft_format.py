@@ -73,7 +73,7 @@ def parse_config(given: Any) -> LoraConfig:
     rank, alpha = given.get("r"), given.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise RequestError(f"r must be an integer above 0, got {rank!r}")
-    if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+    if not isinstance(alpha, (int, float)) or not abs(alpha) < 1e9:  # not NaN, no huge integer
         raise RequestError(f"lora_alpha must be a number, got {alpha!r}")
     rslora = given.get("use_rslora")
     scale = alpha / (math.sqrt(rank) if rslora else rank)
