@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
@@ -29,17 +28,15 @@ from tests.fsdp import (
     first_gradient,
     make_rows,
     naive_log_probs,
-    naive_model,
     start_actor,
     train_naively,
     whole_weights,
 )
+from tests.peft_runs import BUDGET, KL, hf_names, peft_case, peft_model, peft_outcome
 from tests.ppo import start_pair, train_pair
 from tests.rank_pool import run_fsdp_ranks
 from tests.tiny import make_tiny_checkpoint
 
-KL = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3"}
-BUDGET = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 48}
 # family, configuration of peft, flags of the run
 SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3": (
@@ -77,45 +74,19 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     folder, found = tmp_path_factory.mktemp("lora"), {}
     for name, (family, config, flags) in SETTINGS.items():
         model = str(make_tiny_checkpoint(folder / family, family, weight_scale=3.0))
-        torch.manual_seed(1)
-        init = {"init_lora_weights": False, "task_type": "CAUSAL_LM"}
-        peft = get_peft_model(naive_model(Case(model=model)), LoraConfig(**config, **init))
-        peft.save_pretrained(str(folder / "adapters" / name))
-        start = {
-            "lora_adapter_path": str(folder / "adapters" / name),
-            "lora_merge_for_rollout": True,
-        }
-        steps = 8 // flags.get("global_batch_size", 8)
-        found[name] = Case(model=model, steps=steps, flags={**flags, **start})
+        found[name] = peft_case(model, folder / "adapters" / name, config, flags)
     return found
 
 
 @pytest.fixture(scope="module")
 def naive(cases: dict[str, Case]) -> dict[str, Outcome]:
-    outcomes = {}
-    for name, case in cases.items():
-        outcome = train_naively(case, _peft_model(case, trainable=True))
-        outcome.grads = _renamed(outcome.grads)
-        outcome.weights = _renamed(outcome.weights)
-        outcomes[name] = outcome
-    return outcomes
+    return {name: peft_outcome(case) for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def trained(request: pytest.FixtureRequest, cases, tmp_path_factory) -> dict[str, dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("trained"))
     return run_fsdp_ranks(_train_all, request.param, request.param, cases, folder)[0]
-
-
-def _peft_model(case: Case, path: str | None = None, *, trainable: bool = False) -> PeftModel:
-    path = path or case.flags["lora_adapter_path"]
-    return PeftModel.from_pretrained(naive_model(case), path, is_trainable=trainable)
-
-
-def _renamed(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        name.removeprefix(PEFT_PREFIX).replace(".default.", "."): t for name, t in named.items()
-    }
 
 
 def _in_peft_form(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -188,8 +159,8 @@ def test_only_adapters_move_and_have_optimizer_state(name, trained, naive):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_peft_loads_the_export_and_its_merge_is_what_engines_get(name, trained, cases):
     case, found = cases[name], trained[name]
-    peft = _peft_model(case, found["export"])
-    held = _renamed(dict(peft.named_parameters()))
+    peft = peft_model(case, found["export"])
+    held = hf_names(dict(peft.named_parameters()))
     for parameter, ours in found["outcome"].weights.items():
         if ".lora_" in parameter:
             assert torch.equal(held[parameter], ours), parameter
@@ -203,7 +174,7 @@ def test_log_probs_are_those_of_peft_after_training(name, trained, cases):
     ours, case = trained[name]["log_probs"], cases[name]
     if ours is None:
         return  # rows are split over ranks; gradients compare them already
-    peft = _peft_model(case, trained[name]["export"])
+    peft = peft_model(case, trained[name]["export"])
     rows = make_rows(0)
     with torch.no_grad():
         theirs = [naive_log_probs(peft, rows, i, case.args())[0] for i in range(len(rows))]
@@ -220,7 +191,7 @@ def test_merge_lora_writes_the_model_that_peft_merges(cases, tmp_path, name):
     adapter, output = case.flags["lora_adapter_path"], tmp_path / "merged"
     command = ["convert", "merge-lora", "--base", case.model, "--adapter", adapter]
     assert slime_command([*command, "--output-dir", str(output)]) == 0
-    merged = _peft_model(case).merge_and_unload().state_dict()
+    merged = peft_model(case).merge_and_unload().state_dict()
     for name, weight in AutoModelForCausalLM.from_pretrained(output).state_dict().items():
         torch.testing.assert_close(weight, merged[name], rtol=1e-5, atol=1e-6)
 
@@ -265,7 +236,7 @@ def test_experts_share_outer_matrices(shared, cases, tmp_path):
     folder = str(tmp_path / "export")
     found = run_fsdp_ranks(_train_shared, 3, 3, shared, folder, other)[0]
     assert "lora_A.weight of --lora-adapter-path differs between experts" in found["refused"]
-    peft = _renamed(train_naively(shared, _peft_model(shared, trainable=True)).grads)
+    peft = hf_names(train_naively(shared, peft_model(shared, trainable=True)).grads)
     experts = "model.layers.1.mlp.experts"
     expected = {  # the gradient of a shared matrix is the sum over the experts
         "gate_up_proj.lora_A": peft[f"{experts}.base_layer.lora_A.weight"].view(4, 3, 64).sum(0),
@@ -278,7 +249,7 @@ def test_experts_share_outer_matrices(shared, cases, tmp_path):
     exported = load_file(Path(folder) / "adapter_model.safetensors")
     for name, tensor in dict(to_peft(_adapters_of(found["stepped"]).items())).items():
         assert torch.equal(exported[PEFT_PREFIX + name], tensor)
-    merged = _peft_model(shared, folder).merge_and_unload().state_dict()
+    merged = peft_model(shared, folder).merge_and_unload().state_dict()
     for name, weight in hf_views(merged.items(), model_type="qwen3_moe"):
         torch.testing.assert_close(found["merged"][name], weight, rtol=1e-5, atol=1e-6)
 

@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.checkpoint import FileSystemReader
 
-from slime.config.lora import PEFT_PREFIX
 from slime.core.errors import UserError
 from slime.core.types import CriticColumns
 from slime.weights.buckets import hf_views
 from tests import fsdp
-from tests.fsdp import Case, Outcome, make_rows, naive_log_probs, naive_model, train_naively
+from tests.fsdp import Case, Outcome, make_rows, naive_log_probs
 from tests.megatron import (
     CP,
     DIST_OPT,
@@ -35,11 +33,10 @@ from tests.megatron import (
     start_actor,
 )
 from tests.parity.tiny_families import make_family
+from tests.peft_runs import BUDGET, KL, hf_names, peft_case, peft_model, peft_outcome
 from tests.rank_pool import run_fsdp_ranks, run_megatron_ranks
 from tests.tiny import make_tiny_checkpoint
 
-KL = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3"}
-BUDGET = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 48}
 # family, configuration of peft, flags of the run
 SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3": (
@@ -88,28 +85,13 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     folder, found = tmp_path_factory.mktemp("lora"), {}
     for name, (family, config, flags) in SETTINGS.items():
         model = _make_model(folder / family, family)
-        torch.manual_seed(1)
-        init = {"init_lora_weights": False, "task_type": "CAUSAL_LM"}
-        peft = get_peft_model(naive_model(Case(model=model)), LoraConfig(**config, **init))
-        peft.save_pretrained(str(folder / "adapters" / name))
-        start = {
-            "lora_adapter_path": str(folder / "adapters" / name),
-            "lora_merge_for_rollout": True,
-        }
-        steps = 8 // flags.get("global_batch_size", 8)
-        found[name] = Case(model=model, steps=steps, flags={**flags, **start})
+        found[name] = peft_case(model, folder / "adapters" / name, config, flags)
     return found
 
 
 @pytest.fixture(scope="module")
 def naive(cases: dict[str, Case]) -> dict[str, Outcome]:
-    outcomes = {}
-    for name, case in cases.items():
-        outcome = train_naively(case, _peft_model(case, trainable=True))
-        outcome.grads = _renamed(outcome.grads)
-        outcome.weights = _renamed(outcome.weights)
-        outcomes[name] = outcome
-    return outcomes
+    return {name: peft_outcome(case) for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
@@ -126,17 +108,6 @@ def _make_model(folder: Path, family: str) -> str:
     if family in ("glm4", "deepseek_v3"):
         return str(make_family(folder, family, vocab_size=320))
     return str(make_tiny_checkpoint(folder, family, weight_scale=3.0, num_hidden_layers=4))
-
-
-def _peft_model(case: Case, path: str | None = None, *, trainable: bool = False) -> PeftModel:
-    path = path or case.flags["lora_adapter_path"]
-    return PeftModel.from_pretrained(naive_model(case), path, is_trainable=trainable)
-
-
-def _renamed(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        name.removeprefix(PEFT_PREFIX).replace(".default.", "."): t for name, t in named.items()
-    }
 
 
 def _train_all(
@@ -235,8 +206,8 @@ def test_only_adapters_move_and_have_optimizer_state(name, trained, naive):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_peft_loads_the_export_and_its_merge_is_what_engines_get(name, trained, cases):
     case, found = cases[LAYOUTS[name][1]], trained[name][0]
-    peft = _peft_model(case, found["export"])
-    held = _renamed(dict(peft.named_parameters()))
+    peft = peft_model(case, found["export"])
+    held = hf_names(dict(peft.named_parameters()))
     for parameter, ours in found["weights"].items():
         assert torch.equal(held[parameter], ours), parameter
     model = peft.merge_and_unload()
@@ -248,7 +219,7 @@ def test_peft_loads_the_export_and_its_merge_is_what_engines_get(name, trained, 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_log_probs_are_those_of_peft_after_training(name, trained, cases):
     case = cases[LAYOUTS[name][1]]
-    peft, rows = _peft_model(case, trained[name][0]["export"]), make_rows(0)
+    peft, rows = peft_model(case, trained[name][0]["export"]), make_rows(0)
     with torch.no_grad():
         theirs = [naive_log_probs(peft, rows, i, case.args())[0] for i in range(len(rows))]
     order = {tuple(tokens): i for i, tokens in enumerate(map(tuple, rows.tokens))}
