@@ -24,11 +24,12 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 PATH=/
 COPY --chown=slime constraints.txt ./
 RUN python3 -m venv .venv && pip install --constraint constraints.txt torch
 COPY --chown=slime . .
-RUN SLIME_TORCH=installed tools/install.sh .venv/bin/python megatron,tensorboard,wandb,parquet
-RUN pip install ninja pybind11 setuptools wheel \
+RUN SLIME_TORCH=installed tools/install.sh .venv/bin/python megatron,tensorboard,wandb,parquet,constrained
+RUN pip install --constraint constraints.txt ninja==1.13.2 pybind11==3.1.0 setuptools wheel==0.48.0 \
     && NVTE_FRAMEWORK=pytorch MAX_JOBS=8 pip install --no-build-isolation 'transformer_engine[pytorch]==2.20.2'
 CMD ["slime", "doctor"]
 
+# Never built where this was written: tests/unit/test_dockerfile.py checks what can be read from it.
 # The base image by digest; for a newer one: docker buildx imagetools inspect python:3.12-slim-bookworm
 FROM python:3.12-slim-bookworm@sha256:782412e85d0f0984994c290652577d4018aff08145c85b262bb63dc0c7522254
 
@@ -45,6 +46,6 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 PATH=/
 COPY --chown=slime constraints.txt ./
 RUN python -m venv .venv && pip install --constraint constraints.txt torch
 COPY --chown=slime . .
-RUN SLIME_TORCH=installed tools/install.sh .venv/bin/python tensorboard,wandb,parquet
+RUN SLIME_TORCH=installed tools/install.sh .venv/bin/python tensorboard,wandb,parquet,constrained
 
 CMD ["slime", "quickstart"]

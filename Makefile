@@ -9,7 +9,7 @@ JOBS ?= $(shell echo $$(($$(nproc) < 5 ? $$(nproc) + 1 : 6)))
 CHECKED := slime tests tools benchmarks examples train.py train_async.py
 
 .DEFAULT_GOAL := help
-.PHONY: bubblewrap help quickstart test test-chaos test-published test-sglang test-cluster check format venv clean
+.PHONY: debian help quickstart test test-chaos test-published test-sglang test-cluster check format venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -17,7 +17,7 @@ help:  ## this list
 quickstart: $(VENV)/.installed  ## install, make a tiny model and train it: minutes on two CPU cores
 	$(BIN)/slime quickstart $(ARGS)
 
-test: $(VENV)/.installed-dev bubblewrap  ## the whole CPU test suite; a part of it: make test ARGS=tests/unit
+test: $(VENV)/.installed-dev debian  ## the whole CPU test suite; a part of it: make test ARGS=tests/unit
 	$(BIN)/python -m pytest $(or $(ARGS),-n $(JOBS) tests)
 
 test-sglang: $(VENV)/.installed-dev  ## both engines by one suite, and runs through the real SGLang, on a CPU
@@ -48,11 +48,13 @@ venv: $(VENV)/.installed-dev  ## install everything for development into .venv
 clean:  ## delete .venv and caches; runs/ stays
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-bubblewrap:
-	@command -v bwrap >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
-	  && { apt-get install -y --no-install-recommends bubblewrap \
-	  || { apt-get update && apt-get install -y --no-install-recommends bubblewrap; }; }; } \
-	  || echo "bubblewrap is missing: apt-get install bubblewrap"
+# What tests use of Debian: bwrap runs programs of a model, chromium opens the page of `slime watch`.
+debian:
+	@for pair in bwrap:bubblewrap chromium:chromium; do package=$${pair#*:}; \
+	  command -v $${pair%:*} >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && { apt-get install -y --no-install-recommends $$package \
+	  || { apt-get update && apt-get install -y --no-install-recommends $$package; }; }; } \
+	  || echo "$$package is missing: apt-get install $$package"; done
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \

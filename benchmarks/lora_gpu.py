@@ -6,19 +6,21 @@
 train-16k, train-65k    one sequence of so many tokens in Qwen3-4B's shape, layers recomputed. Tokens per second,
                         peak memory and the plan's, beside what prime-rl publishes for one H100. FLOPs are those of
                         LoRA, which computes no gradients of the base's weights; MFU is against a bf16 matmul's rate.
-decode                  256 requests as in engine_gpu.py, with an adapter and without, in the same engine
-decode-sglang           the same of SGLang with --sglang-path: what it loses with an adapter
+decode                  256 requests as in engine_gpu.py, with an adapter and without, in the same engine; with
+                        --sglang-path also what SGLang loses with an adapter, started at the same time on a
+                        checkpoint of 8 GB: it loads adapters of real checkpoints only
 update                  4B's adapter from the trainer to an engine on the same GPU, with checksums
 largest-14b, -32b       one card does all that GRPO needs: a training step of 8,192 tokens, an engine of the same
                         model beside the trainer, merged weights sent to it, responses; peaks and the plan's
 
-Weights are random and made in place: nothing of a model but its config.json is written. Each part is a process of
-its own with a limit of 150 s; what it printed is shown, and one table of all parts comes last.
+Weights are random and made in place: but for SGLang nothing of a model but its config.json is written. Each part is a process of
+its own with a limit; what it printed is shown, and one table of all parts comes last.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -33,16 +35,25 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 os.environ.setdefault("SLIME_ENGINE_TOKEN", "benchmark")
 
-import engine_gpu  # noqa: E402
+import engine_server  # noqa: E402
+import engine_shapes  # noqa: E402
 import plan_gpu  # noqa: E402
 import torch  # noqa: E402
 import train_gpu  # noqa: E402
+import train_shapes  # noqa: E402
 import weight_sync_gpu  # noqa: E402
 
-RANK, LIMIT_S, GIB = 16, 150, 2**30
+RANK, GIB = 16, 2**30
 LORA = {"lora_rank": RANK, "lora_alpha": 2.0 * RANK}
 MERGED = {**LORA, "lora_merge_for_rollout": True}
 STAYS = {"offload_train": False, "offload_rollout": False}  # the engine keeps the base
+# The engine beside the trainer: what `serve` starts, all of it awake.
+BESIDE = {
+    **STAYS,
+    "rollout_engine": "slime",
+    "sglang_max_total_tokens": weight_sync_gpu.MAX_TOKENS,
+    "sglang_max_running_requests": 16,
+}
 # tokens per second and GiB on one H100, rank 16, layers recomputed
 PRIME_RL = {16384: (6230, 23.3), 65536: (4160, 42.0)}
 DECODE_GOAL, UPDATE_GOAL_MS, SPEED_GOAL = 0.90, 5.0, 1.5
@@ -50,23 +61,22 @@ PARTS = (
     "train-16k",
     "train-65k",
     "decode",
-    "decode-sglang",
     "update",
     "largest-14b",
     "largest-32b",
 )
+LIMITS_S = {"decode": 300, "largest-32b": 200}
+LIMIT_S = 150  # of the others
 CUDA = torch.cuda.is_available()
 
 
 def main() -> int:
     options = parse()
     if options.worker:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=train_gpu.fast_folder()) as folder:
             run_part(options.worker, options, Path(folder))
         return 0
     chosen = [p for p in PARTS if any(p.startswith(name) for name in options.only or PARTS)]
-    if not options.sglang_path:
-        chosen = [part for part in chosen if part != "decode-sglang"]
     rows: list[list[str]] = []
     for part in chosen:
         rows += in_child(part)
@@ -93,7 +103,12 @@ def in_child(part: str) -> list[list[str]]:
     env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     try:
         done = subprocess.run(
-            command, env=env, text=True, timeout=LIMIT_S, stdout=subprocess.PIPE, stderr=2
+            command,
+            env=env,
+            text=True,
+            timeout=LIMITS_S.get(part, LIMIT_S),
+            stdout=subprocess.PIPE,
+            stderr=2,
         )
         said, failed = done.stdout, done.returncode != 0
     except subprocess.TimeoutExpired as error:
@@ -121,7 +136,7 @@ def run_part(part: str, options: argparse.Namespace, folder: Path) -> None:
     if kind == "train":
         train({"16k": 16384, "65k": 65536}[size], options, folder)
     elif kind == "decode":
-        decode(size or "engine", options, folder)
+        decode(options, folder)
     elif kind == "update":
         update(options, folder)
     else:
@@ -132,7 +147,7 @@ def run_part(part: str, options: argparse.Namespace, folder: Path) -> None:
 
 
 def write_config(folder: Path, shape: str) -> str:
-    train_gpu.make_config(shape).save_pretrained(folder / shape)
+    train_shapes.make_config(shape).save_pretrained(folder / shape)
     return str(folder / shape)
 
 
@@ -153,7 +168,7 @@ def random_weights(model: Any, path: str) -> None:
 
 def step_options(tokens: int, sample_len: int) -> argparse.Namespace:
     return argparse.Namespace(
-        micro_batches=1, tokens=tokens, sample_len=sample_len, steps=3, recompute=True
+        micro_batches=1, tokens=tokens, sample_len=sample_len, steps=2, recompute=True
     )
 
 
@@ -200,38 +215,55 @@ def train(tokens: int, options: argparse.Namespace, folder: Path) -> None:
     row(f"{name}_peak", f"{peak:.1f} GiB", beside, f"<= {peer_memory}")
 
 
-def decode(engine: str, options: argparse.Namespace, folder: Path) -> None:
+def decode(options: argparse.Namespace, folder: Path) -> None:
     """Rates of the base and of an adapter take turns in one engine."""
-    config = {**engine_gpu.COMMON, **engine_gpu.SHAPES["4b"]}
-    if options.tiny:
-        small = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-        config |= {**small, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024}
     model = folder / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(config))
+    config = engine_shapes.write_checkpoint(model, "tiny" if options.tiny else "4b")
     adapter = write_adapter(folder / "adapter", config)
-    extra = options.sglang_path if engine == "sglang" else None
-    command = engine_gpu.engine_command(model)
-    if extra:
-        command = [*engine_gpu.sglang_command(model, "fa3"), "--enable-lora"]
+    load = small_load() if options.tiny else engine_shapes.make_load()
     serving = ["--lora-paths", f"a={adapter}", "--max-lora-rank", str(RANK)]
-    command += [*serving, "--max-loras-per-batch", "1"]
     if options.tiny:
-        command += ["--max-total-tokens", "20000", "--dtype", "float32"]
-    load = small_load() if options.tiny else engine_gpu.make_load()
-    with engine_gpu.Server(engine, command, folder, extra, LIMIT_S - 60) as server:
-        rates = turns(server, load, 1 if options.tiny else min(options.rounds, 2))
-    lost = rates["a"] / rates[None]
-    row(
-        f"decode_{engine}",
-        f"{lost:.3f} of the base ({rates['a']:.0f} of {rates[None]:.0f} tok/s)",
-        "-",
-        f">= {DECODE_GOAL}" if engine == "engine" else "-",
-    )
+        serving += ["--max-total-tokens", "20000", "--dtype", "float32"]
+    else:  # two engines on one GPU
+        serving += ["--max-total-tokens", str(64 * (sum(engine_shapes.count_tokens(load)) // 55))]
+    commands = {"engine": [*engine_server.engine_command(model), "--max-loras-per-batch", "1"]}
+    if options.sglang_path:  # which counts the base as an adapter
+        begin, size = time.perf_counter(), engine_shapes.write_weights(model)
+        print(
+            f"  {size / 1e9:.1f} GB of weights in {time.perf_counter() - begin:.1f} s", flush=True
+        )
+        command = engine_server.sglang_command(model, "fa3", load_format="auto")
+        commands["sglang"] = [*command, "--enable-lora", "--max-loras-per-batch", "2"]
+    started = [
+        engine_server.Server(
+            name,
+            [*command, *serving],
+            folder,
+            options.sglang_path if name == "sglang" else None,
+            LIMITS_S["decode"] - 150,
+        )
+        for name, command in commands.items()
+    ]
+    for server in started:
+        with contextlib.suppress(engine_server.EngineFailed):
+            server.wait()
+    for server in started:
+        try:
+            with server:
+                rates = turns(server, load, 1 if options.tiny else min(options.rounds, 2))
+        except engine_server.EngineFailed as error:
+            print(f"FAILED {error}", flush=True)
+            continue
+        row(
+            f"decode_{server.name}",
+            f"{rates['a'] / rates[None]:.3f} of the base ({rates['a']:.0f} of {rates[None]:.0f} tok/s)",
+            "-",
+            f">= {DECODE_GOAL}" if server.name == "engine" else "-",
+        )
 
 
 def turns(
-    server: engine_gpu.Server, load: list[engine_gpu.Row], rounds: int
+    server: engine_server.Server, load: list[engine_shapes.Row], rounds: int
 ) -> dict[str | None, float]:
     tokens = sum(int(str(one["max_new_tokens"])) for one in load)
     rates: dict[str | None, list[float]] = {None: [], "a": []}
@@ -239,13 +271,15 @@ def turns(
         for name, found in rates.items():
             rows = [one if name is None else {**one, "lora_path": name} for one in load]
             server.forget()
-            rate = tokens / engine_gpu.timed(server, rows)
-            print(f"  {server.name} {name or 'base'}: {rate:.0f} tok/s", flush=True)
-            found += [rate] if number else []  # the first is warm-up
+            if not number:  # warm-up
+                server.timed([{**one, "max_new_tokens": 64} for one in rows])
+                continue
+            found.append(tokens / server.timed(rows))
+            print(f"  {server.name} {name or 'base'}: {found[-1]:.0f} tok/s", flush=True)
     return {name: statistics.median(found) for name, found in rates.items()}
 
 
-def small_load() -> list[engine_gpu.Row]:
+def small_load() -> list[engine_shapes.Row]:
     return [{"prompt_ids": list(range(1, 9 + i)), "max_new_tokens": 16} for i in range(16)]
 
 
@@ -273,7 +307,8 @@ def write_adapter(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def update(options: argparse.Namespace, folder: Path) -> None:
-    shape = "tiny" if options.tiny else "4B"
+    """On a CPU as many tensors as 4B's adapter has, but small ones."""
+    shape = "tiny-deep" if options.tiny else "4B"
     model, step = write_config(folder, shape), step_options(2048, 1024)
     args = train_gpu.make_arguments(step, "fsdp", model, **LORA, **STAYS, bf16=CUDA)
     actor = start_trainer(args)
@@ -317,10 +352,12 @@ def largest(shape: str, options: argparse.Namespace, folder: Path) -> None:
     )
     if CUDA:
         torch.cuda.empty_cache()
-    with serve(model, "--max-running-requests", "16") as engine:
+    running = str(BESIDE["sglang_max_running_requests"])
+    with serve(model, "--max-running-requests", running) as engine:
         report = actor.update_weights([engine], 1)
         generate(engine.url)
         used = plan_gpu.used_memory() / GIB if CUDA else 0.0
+    plan = plan_of(args.replace(**BESIDE))
     beside = next(phase for phase in plan.phases if phase.name == "weight_update")
     row(
         f"largest_{shape}_beside_an_engine",

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import train_gpu  # noqa: E402
+import train_shapes  # noqa: E402
 
 from slime.cli.plan.memory import GIB, Phase  # noqa: E402
 from slime.cli.plan.plan import Machine, Plan, make_plan  # noqa: E402
@@ -75,7 +76,7 @@ def measure_training(case: str, folder: Path, machine: Machine) -> list[tuple[st
     shape, backend = case.split("-")
     model = folder / shape
     if not model.exists():
-        model = train_gpu.write_model(folder, shape)
+        model = train_shapes.write_model(folder, shape)
     predicted = training_phase(backend, str(model), machine)
     command = [sys.executable, str(ROOT / "benchmarks" / "train_gpu.py"), *STEP]
     env = child_env(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
@@ -107,17 +108,16 @@ def allocated(phase: Phase) -> int:
 
 
 def measure_engine(case: str, folder: Path, machine: Machine) -> list[tuple[str, float]]:
-    import engine_gpu
+    import engine_server
+    import engine_shapes
 
-    config = {**engine_gpu.COMMON, **engine_gpu.SHAPES["0.6b"]}
     checkpoint = folder / "engine"
-    checkpoint.mkdir()
-    (checkpoint / "config.json").write_text(json.dumps(config))
+    engine_shapes.write_checkpoint(checkpoint, "0.6b")
     plan = engine_plan(checkpoint, machine)
-    command = [*engine_gpu.engine_command(checkpoint), "--mem-fraction-static", str(FRACTION)]
+    command = [*engine_server.engine_command(checkpoint), "--mem-fraction-static", str(FRACTION)]
     before = used_memory()
-    with engine_gpu.Server("engine", command, folder, None, 100.0) as server:
-        server.generate(engine_gpu.make_load()[:64])
+    with engine_server.Server("engine", command, folder, None, 100.0) as server:
+        server.generate(engine_shapes.make_load()[:64])
         used, tokens = used_memory() - before, server_tokens(server)
     rollout = next(phase for phase in plan.phases if phase.name == "rollout")
     items = [item for item in rollout.items if item.name not in OF_THE_TRAINER]
@@ -152,10 +152,11 @@ def used_memory() -> int:
 
 
 def server_tokens(server: Any) -> int:
-    from benchmarks.engine_gpu import TOKEN
+    from engine_server import TOKEN
+
     from slime.utils.sync_http import get_json
 
-    return get_json(f"{server._url}/get_server_info", token=TOKEN)["max_total_num_tokens"]
+    return get_json(f"{server.url}/get_server_info", token=TOKEN)["max_total_num_tokens"]
 
 
 if __name__ == "__main__":

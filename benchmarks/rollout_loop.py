@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slime.rollout.staleness import WeightClock
+    from slime.rollout.context import WeightClock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -181,9 +181,8 @@ def _run_loop(
     name: str, folder: Path, options: argparse.Namespace
 ) -> tuple[Clockwork, float, float]:
     from slime.rollout import fully_async_rollout, sglang_rollout
-    from slime.rollout.context import RolloutContext
+    from slime.rollout.context import RolloutContext, WeightClock
     from slime.rollout.data_source import RolloutDataSourceWithBuffer
-    from slime.rollout.staleness import WeightClock
     from tests.prompts import rollout_args, sums
 
     fully = name == "fully_async"

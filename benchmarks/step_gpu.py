@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.arithmetic import longest_response, make_rows, response_length  # noqa: E402
-from benchmarks.train_gpu import SHAPES, write_model  # noqa: E402
+from benchmarks.train_shapes import SHAPES, write_model  # noqa: E402
 from benchmarks.vs_trl_cpu import run, timed_metrics  # noqa: E402
 from tests.tiny import make_byte_tokenizer  # noqa: E402
 

@@ -8,7 +8,8 @@ Random weights of Qwen3's shapes, bf16 with fp32 master weights and moments, pac
 `--tokens` tokens; a step is forward, backward, clipping and AdamW over `--micro-batches` of them. FLOPs
 are counted from the shape, nothing that is computed twice counts. MFU is against the rate of a large
 bf16 matmul measured in the same run; the share of the data sheet's figure is printed beside it.
-30B-A3B-4L is four layers of the MoE; the backend megatron-loop computes its experts one after another, as
+30B-A3B-4L is four layers of the MoE, Qwen3.5-9B-16L half of the model's: all of them do not fit beside their
+fp32 optimizer; the backend megatron-loop computes its experts one after another, as
 megatron-core's own module does. megatron-local is made of our layers, megatron-te of TransformerEngine's.
 MFU of FP8 is against the bf16 rate too, so it may pass 1. Each backend runs in a process of its own: they
 import at the same time and measure one after another; the median of `--steps` steps counts. `plan` is what
@@ -19,7 +20,6 @@ import at the same time and measure one after another; the median of `--steps` s
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import statistics
@@ -37,39 +37,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
-    "tiny-deep": {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 36},  # as 4B
-    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
-    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
-    "14B": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40},
-    "32B": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64},
-    "tiny-moe": {
-        "hidden_size": 256,
-        "num_hidden_layers": 2,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 128,
-    },
-    "30B-A3B-4L": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-}
-HEADS = {
-    "tiny": (4, 2),
-    "tiny-deep": (1, 1),
-    "0.6B": (16, 8),
-    "4B": (32, 8),
-    "14B": (40, 8),
-    "32B": (64, 8),
-    "tiny-moe": (4, 2),
-    "30B-A3B-4L": (32, 4),
-}
-VOCAB = 151936
+from benchmarks.train_shapes import SHAPES, write_model  # noqa: E402
+
 TE = {"transformer_impl": "transformer_engine"}
 BACKENDS: dict[str, dict[str, Any]] = {  # and the flags that make them
     "fsdp": {},
@@ -102,7 +71,7 @@ def main() -> None:
     )
     ratios = []
     for shape in args.shapes:
-        with tempfile.TemporaryDirectory(dir=_fast_folder()) as folder:
+        with tempfile.TemporaryDirectory(dir=fast_folder()) as folder:
             model = write_model(Path(folder), shape)
             found, planned = run_workers(args, model)
             for backend in args.backends:
@@ -120,6 +89,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--te", action="store_true", help="the three shapes, all precisions")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument(
+        "--fp8-tokens", type=int, help="instead of --tokens for FP8, which holds more"
+    )
     parser.add_argument("--sample-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument(
@@ -129,7 +101,6 @@ def parse() -> argparse.Namespace:
         "--profile", help="write a table of the operations of one step to this file"
     )
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--together", type=int, default=1, help=argparse.SUPPRESS)
     args = parser.parse_args()
     shapes = ["0.6B", "30B-A3B-4L", "4B"] if args.te else ["0.6B", "4B"]
     args.shapes = args.shapes or shapes
@@ -141,11 +112,11 @@ def show(
     shape: str, backend: str, result: dict[str, float] | None, planned: float, peak: float
 ) -> list[tuple[str, float]]:
     if result is None:
-        print(f"{shape:<11}{backend:<23} failed", flush=True)
+        print(f"{shape:<15}{backend:<23} failed", flush=True)
         return []
     mfu = result["flops"] / result["seconds"] / peak
     print(
-        f"{shape:<11}{backend:<23}{result['seconds']:7.3f} s/step "
+        f"{shape:<15}{backend:<23}{result['seconds']:7.3f} s/step "
         f"{result['tokens'] / result['seconds']:9.0f} tok/s  "
         f"{result['flops'] / result['seconds'] / 1e12:5.0f} TFLOP/s  MFU {mfu:.3f}  "
         f"peak {result['peak'] / 2**30:.1f} GiB, plan {planned / 2**30:.1f} (weights, gradients, "
@@ -163,9 +134,13 @@ def run_workers(
 ) -> tuple[dict[str, dict[str, float] | None], dict[str, float]]:
     """Return (what was measured, predicted bytes) of every backend."""
     children = {backend: start_worker(options, backend, model) for backend in options.backends}
-    with ThreadPoolExecutor(len(children)) as pool:
-        found = pool.map(finish_worker, children.values())
-        measured = dict(zip(children, found, strict=True))
+    measured: dict[str, dict[str, float] | None] = {}
+    free = free_memory()
+    for backend, child in children.items():
+        wait_until_ready(model, children)
+        wait_for_memory(free)  # of a worker that failed it is given back a little later
+        (model.parent / f"{backend}.go").touch()
+        measured[backend] = finish_worker(child)
     with ThreadPoolExecutor(len(children)) as pool:  # on the CPU, after all that was timed
         sizes = pool.map(lambda backend: predicted(options, backend, str(model)), children)
         return measured, dict(zip(children, sizes, strict=True))
@@ -173,7 +148,6 @@ def run_workers(
 
 def start_worker(options: argparse.Namespace, backend: str, model: Path) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, *sys.argv[1:], "--worker", backend, str(model)]
-    command += ["--together", str(len(options.backends))]
     env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
@@ -189,10 +163,16 @@ def finish_worker(child: subprocess.Popen[str]) -> dict[str, float] | None:
     return None
 
 
+def options_of(options: argparse.Namespace, backend: str) -> argparse.Namespace:
+    tokens = options.fp8_tokens if "fp8" in backend else None
+    return argparse.Namespace(**{**vars(options), "tokens": tokens or options.tokens})
+
+
 def predicted(options: argparse.Namespace, backend: str, model: str) -> float:
     """Return the plan's bytes of a training step that torch's allocator counts; 0 without a plan."""
     from slime.cli.plan.plan import Machine, make_plan
 
+    options = options_of(options, backend)
     try:
         machine = Machine(gpu_bytes=140 * 2**30, source="benchmark")
         plan = make_plan(make_arguments(options, backend, model), machine)
@@ -208,27 +188,31 @@ def training_bytes(plan: Any) -> float:
     return float(sum(item.nbytes for item in items))
 
 
-class Turn:
-    """Lets worker processes measure one after another, once all of them have imported everything."""
-
-    def __init__(self, model: Path, backend: str, count: int) -> None:
-        self._folder, self._count = model.parent, count
-        (self._folder / f"{backend}.ready").touch()
-
-    def __enter__(self) -> None:
-        deadline = time.monotonic() + 60
-        while len(list(self._folder.glob("*.ready"))) < self._count:
-            if time.monotonic() > deadline:  # one of them ended early
-                break
+def wait_until_ready(model: Path, children: dict[str, subprocess.Popen[str]]) -> None:
+    """Return when every worker has imported what it needs, or has ended."""
+    for backend, child in children.items():
+        while child.poll() is None and not (model.parent / f"{backend}.ready").exists():
             time.sleep(0.05)
-        self._lock = (self._folder / "turn").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.close()
 
 
-def _fast_folder() -> str | None:
+def free_memory() -> int:
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+def wait_for_memory(wanted: int, seconds: float = 20.0) -> None:
+    """Return when about as much of the GPU is free as before, or after some seconds."""
+    end = time.perf_counter() + seconds
+    while free_memory() < wanted - 2**30 and time.perf_counter() < end:
+        time.sleep(0.2)
+
+
+def wait_for_turn(model: Path, backend: str) -> None:
+    (model.parent / f"{backend}.ready").touch()
+    while not (model.parent / f"{backend}.go").exists():
+        time.sleep(0.05)
+
+
+def fast_folder() -> str | None:
     """Models of gigabytes are written to memory where there is enough."""
     memory = Path("/dev/shm")
     if not memory.is_dir():
@@ -237,47 +221,11 @@ def _fast_folder() -> str | None:
     return str(memory) if free.f_bavail * free.f_frsize > 40 * 2**30 else None
 
 
-def write_model(folder: Path, shape: str) -> Path:
-    """Config and random bf16 weights."""
-    from transformers import AutoModelForCausalLM
-
-    config = make_config(shape)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder / shape)
-    del model
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # the workers need the whole GPU
-    return folder / shape
-
-
-def make_config(shape: str) -> Any:
-    from transformers import Qwen3Config, Qwen3MoeConfig
-
-    heads, kv_heads = HEADS[shape]
-    experts = "num_experts" in SHAPES[shape]
-    family: Any = Qwen3MoeConfig if experts else Qwen3Config
-    return family(
-        vocab_size=1024 if shape.startswith("tiny") else VOCAB,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=128,
-        max_position_embeddings=131072,
-        tie_word_embeddings=not experts and shape not in ("14B", "32B"),
-        dtype="bfloat16",
-        **({"norm_topk_prob": True} if experts else {}),
-        **SHAPES[shape],
-    )
-
-
 def measure(options: argparse.Namespace, backend: str, model: str) -> None:
+    options = options_of(options, backend)
     args = make_arguments(options, backend, model)
     import_trainer(backend)
-    with Turn(Path(model), backend, options.together):
-        measure_alone(options, args, backend, model)
-
-
-def measure_alone(options: argparse.Namespace, args: Any, backend: str, model: str) -> None:
+    wait_for_turn(Path(model), backend)
     actor = start(args, backend)
     batch = make_batch(args, options)
     result = measure_steps(options, actor, batch, model)
@@ -329,6 +277,7 @@ def make_arguments(options: argparse.Namespace, backend: str, model: str, **more
         "global_batch_size": rows,
         "micro_batch_size": options.tokens // options.sample_len,
         "lr": 1e-6,
+        "rollout_max_prompt_len": options.sample_len - options.sample_len // 2,
         "rollout_max_response_len": options.sample_len // 2,
         "actor_num_gpus_per_node": 1,
         "rollout_num_gpus": 1,

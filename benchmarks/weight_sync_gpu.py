@@ -34,7 +34,8 @@ os.environ.setdefault("SLIME_ENGINE_TOKEN", "benchmark")
 
 import torch  # noqa: E402
 
-from benchmarks.train_gpu import SHAPES, start, synchronize, write_model  # noqa: E402
+from benchmarks.train_gpu import start, synchronize  # noqa: E402
+from benchmarks.train_shapes import SHAPES, write_model  # noqa: E402
 from slime.core.types import EngineInfo  # noqa: E402
 from slime.utils.device import device_id  # noqa: E402
 from tests.args import make_args  # noqa: E402
@@ -42,6 +43,7 @@ from tests.engines import engine_server  # noqa: E402
 
 # What an update consists of, in the files of slime/weights and where buckets are made.
 PHASES = r"(sync|buckets|transport|engine_client|verify|ipc|gathering|update_weight)\.py"
+MAX_TOKENS = 20000  # of the engine's KV cache
 
 
 def main() -> None:
@@ -115,7 +117,7 @@ def make_arguments(model: Path) -> Any:
 def serve(model: Path, *more: str) -> Iterator[EngineInfo]:
     """Use a small KV cache: the trainer has the rest of the GPU."""
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    words = ["--dtype", dtype, "--skip-tokenizer-init", "--max-total-tokens", "20000"]
+    words = ["--dtype", dtype, "--skip-tokenizer-init", "--max-total-tokens", str(MAX_TOKENS)]
     token = os.environ["SLIME_ENGINE_TOKEN"]
     with engine_server(model, *words, *more, token=token) as server:
         yield EngineInfo(url=server.url, device_ids=(device_id(),))

@@ -5,6 +5,7 @@ The server is started where SLIME_SGLANG_PYTHON says and a test asks for it.
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from tests import parallel
 
 SGLANG_LABEL = "v0"
+parallel.avoid_amx()
 parallel.limit_threads()
 
 
@@ -24,6 +26,17 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     return parallel.make_scheduler(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _restored_environment():
+    """Undo what product code sets for libraries (GLOO_SOCKET_IFNAME, TORCHDYNAMO_DISABLE) in this process:
+    runs that later files start would differ by the order of files."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture

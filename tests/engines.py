@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -15,13 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.config.env import child_env
+import numpy as np
+
 from slime.engine.arguments import EngineArgs
 from slime.engine.engine import Engine
+from slime.engine.scheduler.prompt_images import PromptImages, place_images
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import parse_sampling_params
 from slime.utils.engine_keys import forget_keys, remember_key
 from slime.utils.sync_http import get_json, post_json
+from tests.forked import start_python
 from tests.waiting import wait_for
 
 TOKEN = "token-of-the-tests"
@@ -49,8 +50,12 @@ class LocalEngine:
         seeds: list[int] | None = None,
         start_len: int = -1,
         adapters: list[str | None] | None = None,
+        images: list[list[bytes]] | None = None,
         **params: Any,
     ) -> list[Request]:
+        placed = [
+            self._place(ids, found) for ids, found in zip(prompts, images or [], strict=False)
+        ]
         requests = [
             Request(
                 rid=f"r{i}",
@@ -62,6 +67,7 @@ class LocalEngine:
                 return_logprob=True,
                 logprob_start_len=start_len,
                 adapter=self.engine.find_adapter(name) if name else None,
+                images=placed[i] if placed else None,
             )
             for i, (ids, name) in enumerate(
                 zip(prompts, adapters or [None] * len(prompts), strict=True)
@@ -70,6 +76,11 @@ class LocalEngine:
         self.engine.submit(requests)
         self.wait(requests)
         return requests
+
+    def _place(self, ids: list[int], images: list[bytes]) -> PromptImages | None:
+        tower = self.engine.runner.tower
+        assert tower is not None or not images
+        return place_images(ids, images, tower.processor) if tower and images else None
 
     def wait(self, requests: list[Request], timeout: float = 180.0) -> None:
         with self._done:
@@ -139,31 +150,38 @@ def engine_server(
     with tempfile.TemporaryDirectory() as folder:
         port_file = Path(folder) / "port.json"
         log_file = Path(folder) / "log"
-        command = [
-            sys.executable,
-            "-m",
-            "slime.engine.server",
-            "--model-path",
-            str(model_path),
-        ]
+        command = ["-m", "slime.engine.server", "--model-path", str(model_path)]
         command += ["--port", "0", "--port-file", str(port_file), *options]
-        env = child_env(OMP_NUM_THREADS="1", SLIME_ENGINE_TOKEN=token or "")
-        with log_file.open("w") as log:
-            process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+        env = {"OMP_NUM_THREADS": "1", "SLIME_ENGINE_TOKEN": token or ""}
+        process = start_python(command, log_file, log_file, **env)
         try:
             deadline = time.monotonic() + 240
             while not port_file.exists():
-                if process.poll() is not None or time.monotonic() > deadline:
+                if process.exitcode is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"the engine did not start:\n{log_file.read_text()}")
                 time.sleep(0.05)
             url = f"http://127.0.0.1:{json.loads(port_file.read_text())['port']}"
             remember_key([url], token)
+            assert process.pid is not None
             yield EngineServer(url=url, pid=process.pid, log_path=log_file)
             forget_keys([url])
         finally:
             process.terminate()
-            try:
-                process.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.join(timeout=60)
+            process.kill()
+            process.join()
+
+
+def assert_scored(server, name: str | None, tokens: list[int], expected, mask) -> None:
+    """The engine's log-probs of the last tokens, with this adapter, are the expected ones."""
+    body = {
+        "input_ids": tokens,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "lora_path": name,
+    }
+    reply = server.post("/generate", body)
+    found = [entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
+    scored = np.array(found[-len(expected) :]) * mask
+    np.testing.assert_allclose(scored, expected, rtol=0, atol=2e-4)

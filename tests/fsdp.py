@@ -6,12 +6,13 @@ loss written out from its definition. It is what every number of ranks and packi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
 from slime.config.arguments import Args
@@ -31,6 +32,10 @@ class Case:
     ref: str | None = None
     steps: int = 1
     flags: dict[str, Any] = field(default_factory=dict)
+    make_rows: Callable[[int], RolloutBatch] | None = None  # rows with images
+
+    def rows(self, seed: int = 0) -> RolloutBatch:
+        return (self.make_rows or make_rows)(seed)
 
     def args(self, **more: Any) -> Args:
         common = {
@@ -87,11 +92,11 @@ def train_on_ranks(rank: int, world_size: int, cases: dict[str, Case]) -> dict[s
 def train_fsdp(case: Case, rank: int, world_size: int) -> Outcome:
     args = case.args()
     actor = start_actor(args, rank, world_size)
-    mine = split_batch(args, make_rows(), dp_size=world_size, cp_size=1)[rank]
+    mine = split_batch(args, case.rows(), dp_size=world_size, cp_size=1)[rank]
     grads = first_gradient(actor, mine)
     metrics = []
     for rollout_id in range(2):
-        mine = split_batch(args, make_rows(rollout_id), dp_size=world_size, cp_size=1)[rank]
+        mine = split_batch(args, case.rows(rollout_id), dp_size=world_size, cp_size=1)[rank]
         metrics.append(actor.train(rollout_id, mine).metrics)
     return Outcome(grads=grads, weights=whole_weights(actor), metrics=metrics)
 
@@ -115,9 +120,8 @@ def first_gradient(actor: FSDPTrainRayActor, batch: RolloutBatch) -> dict[str, t
 
 
 def naive_model(case: Case) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(
-        case.ref or case.model, attn_implementation="eager"
-    )
+    family = AutoModelForImageTextToText if case.make_rows else AutoModelForCausalLM
+    model = family.from_pretrained(case.ref or case.model, attn_implementation="eager")
     model.set_experts_implementation("eager")
     return model
 
@@ -138,7 +142,7 @@ def train_naively(case: Case, model: torch.nn.Module | None = None) -> Outcome:
     )
     grads: dict[str, torch.Tensor] = {}
     for rollout_id in range(2):
-        rows = make_rows(rollout_id)
+        rows = case.rows(rollout_id)
         with torch.no_grad():
             old = [naive_log_probs(model, rows, i, args)[0] for i in range(len(rows))]
             ref_log_probs = [naive_log_probs(ref, rows, i, args)[0] for i in range(len(rows))]
@@ -188,7 +192,22 @@ def naive_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.tensor(rows.tokens[row].astype(np.int64))
     response = int(rows.response_lens[row])
-    logits = model(input_ids=tokens[None], use_cache=False).logits[0, -response - 1 : -1]
+    images = image_inputs(model, rows, row, tokens)
+    logits = model(input_ids=tokens[None], use_cache=False, **images).logits[0, -response - 1 : -1]
     log_softmax = torch.log_softmax(logits / args.rollout_temperature, dim=-1)
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     return log_softmax.gather(1, tokens[-response:, None]).squeeze(1), entropy
+
+
+def image_inputs(
+    model: torch.nn.Module, rows: RolloutBatch, row: int, tokens: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the images of a row as Hugging Face's processor does; the model makes its own positions."""
+    if rows.images is None or not len(rows.images[row]):
+        return {}
+    pixels = [rows.pixels[number] for number in rows.images[row][:, 0]]
+    return {
+        "pixel_values": torch.from_numpy(np.concatenate([image.values for image in pixels])),
+        "image_grid_thw": torch.tensor([image.grid for image in pixels]),
+        "mm_token_type_ids": (tokens == model.config.image_token_id).int()[None],
+    }

@@ -6,6 +6,7 @@ they can be compared with the naive loop's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,7 +60,12 @@ def start_actor(args: Args, rank: int, world_size: int, **options: Any) -> Any:
 
 def my_rows(actor: Any, seed: int) -> RolloutBatch:
     here = actor.parallel
-    batches = split_batch(actor.args, make_rows(seed), dp_size=here.dp_size, cp_size=here.cp_size)
+    rows = make_rows(seed)
+    if actor.args.multimodal_keys:
+        from tests.tiny_vision import make_image_rows
+
+        rows = make_image_rows(actor.args.hf_checkpoint, seed)
+    batches = split_batch(actor.args, rows, dp_size=here.dp_size, cp_size=here.cp_size)
     return batches[here.dp_rank]
 
 
@@ -72,8 +78,21 @@ def train_megatron(args: Args, rank: int, world_size: int) -> Outcome:
     return Outcome(grads=grads, weights=whole_weights(actor), metrics=metrics)
 
 
-def first_gradient(actor: Any) -> dict[str, torch.Tensor]:
-    batch = my_rows(actor, 0)
+def whole_weights(actor: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for bucket in actor.hf_buckets() for name, tensor in bucket}
+
+
+def whole_adapters(actor: Any) -> dict[str, torch.Tensor]:
+    """By their names in PEFT's files."""
+    return {name: tensor.clone() for name, tensor in actor.whole_adapters(torch.float32)}
+
+
+def first_gradient(
+    actor: Any,
+    whole: Callable[[Any], dict[str, torch.Tensor]] = whole_weights,
+    rows: RolloutBatch | None = None,
+) -> dict[str, torch.Tensor]:
+    batch = my_rows(actor, 0) if rows is None else rows
     if actor.needs_ref:
         batch.ref_log_probs = actor.log_probs(batch, "ref")
     if actor.needs_old(batch):
@@ -81,16 +100,12 @@ def first_gradient(actor: Any) -> dict[str, torch.Tensor]:
     actor.advantages(0, batch)
     actor.forward_backward(next(actor.steps(batch)))
     with _gradients_as_weights(actor):
-        return whole_weights(actor)
-
-
-def whole_weights(actor: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for bucket in actor.hf_buckets() for name, tensor in bucket}
+        return whole(actor)
 
 
 @contextmanager
 def _gradients_as_weights(actor: Any):
-    params = [p for chunk in actor.chunks for p in chunk.parameters()]
+    params = [p for chunk in actor.chunks for p in chunk.parameters() if p.requires_grad]
     weights = [p.detach().clone() for p in params]
     with torch.no_grad():
         for param in params:

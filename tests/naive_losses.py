@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from slime.core.batches import add_up
 from slime.core.dp_schedule import make_schedule
 from slime.core.packing import pack, unpack
-from slime.core.train_batch import add_up
 from slime.core.types import LossInputs, ParallelInfo
 from tests.batches import random_batch
 

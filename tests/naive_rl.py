@@ -61,10 +61,17 @@ def make_samples(model: str, rollout_id: int) -> list[Sample]:
     return samples
 
 
-def learn(args: Args, model: str, rollouts: list[list[Sample]], ref: str | None = None) -> Learned:
-    actor = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+def learn(
+    args: Args,
+    model: str,
+    rollouts: list[list[Sample]],
+    ref: str | None = None,
+    actor: torch.nn.Module | None = None,
+) -> Learned:
+    """Train what requires gradients of `actor`, by default all of the model's."""
+    actor = actor or AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     before = AutoModelForCausalLM.from_pretrained(ref or model, attn_implementation="eager")
-    params = dict(actor.named_parameters())
+    params = {name: p for name, p in actor.named_parameters() if p.requires_grad}
     adam = torch.optim.AdamW(
         [
             {"params": [p for p in params.values() if p.ndim > 1]},

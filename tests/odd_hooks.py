@@ -51,8 +51,18 @@ async def reward_infinite(args, sample):
     return [float("inf"), float("nan"), None, 1.0][sample.index % 4]
 
 
+async def generate_with_reward_infinite(args, sample, sampling_params):
+    done = await generate(args, sample, sampling_params)
+    done.reward = await reward_infinite(args, sample)
+    return done
+
+
 async def reward_dictionary_without_numbers(args, sample):
-    return {"score": [float("inf"), None, "high", 1.0][sample.index % 4]}
+    return {"score": [float("inf"), None, "0.5", 1.0][sample.index % 4]}
+
+
+async def reward_now_and_then_a_dictionary(args, sample):
+    return [1.0, 0, {"score": 1.0}, {"score": 1.0}][sample.index % 4]
 
 
 async def generate_fresh_samples(args, sample, sampling_params):

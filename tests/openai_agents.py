@@ -35,6 +35,16 @@ def adding_agent(base_url, sample):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
+def greedy_agent(base_url, sample):
+    """Asks twice, with the sample's own list of messages, and appends to it."""
+    client = make_client(base_url)
+    messages = sample.messages
+    for question in ("sure?", None):
+        messages.append(ask(client, messages).choices[0].message)
+        if question:
+            messages.append({"role": "user", "content": question})
+
+
 def searching_agent(base_url, sample):
     """Its tool returns a web page that speaks the language of chat templates."""
     client = make_client(base_url)
@@ -119,6 +129,7 @@ def _recorded(agent):
     return generate
 
 
+greedy = _recorded(greedy_agent)
 with_tools = _recorded(adding_agent)
 searching = _recorded(searching_agent)
 edits_history = _recorded(editing_agent)

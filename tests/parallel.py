@@ -33,6 +33,12 @@ def worker_number() -> int:
     return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
+def avoid_amx() -> None:
+    """Before torch is imported: virtual machines exist whose CPU lists AMX and traps its instructions, which
+    oneDNN uses for bf16 (signal 4). Processes that tests start inherit this."""
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+
 def limit_threads() -> None:
     """Before torch is imported: threads of several processes that wait for each other take the cores
     from those they wait for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from slime.utils.gc_tuning import collector_off
 
 with collector_off():
+    import slime.engine.server.__main__  # isort: skip  # first: it sets a variable that torch reads
     import torch._dynamo
     import torch.distributed.checkpoint
     import torch.distributed.fsdp

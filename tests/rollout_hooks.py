@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 from slime.core.types import Sample, Status
 from slime.rollout.base_types import DynamicFilterOutput
@@ -192,3 +193,31 @@ async def generate_uneven(args, sample, sampling_params):
     if sample.index != 0:
         return first
     return [first, await generate(args, sample.clone(), sampling_params)]
+
+
+def reward_waiting(args, sample):
+    """Blocks its thread, as a request to a judge would."""
+    time.sleep(0.3)
+    return 1.0
+
+
+_four = threading.Barrier(4)
+
+
+def reward_of_four(args, sample):
+    """Fails unless four of its calls run at the same time."""
+    _four.wait(60)
+    return 1.0
+
+
+never = threading.Event()
+
+
+def reward_stuck(args, sample):
+    never.wait(600)  # the line that is told
+    return 1.0
+
+
+async def reward_stuck_async(args, sample):
+    await asyncio.sleep(600)  # the line that is told
+    return 1.0

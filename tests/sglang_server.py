@@ -12,7 +12,7 @@ from typing import Any
 from slime.backends.sglang_utils.command import Node, cpu_env, server_command
 from slime.config.arguments import Args
 from slime.config.installed import find_sglang
-from slime.serving.server_process import ServerProcess, wait_until_ready
+from slime.serving.servers import ServerProcess, wait_until_ready
 from slime.utils.addresses import Ports, find_ports
 from tests.args import make_args
 from tests.engines import TOKEN, EngineServer

@@ -40,7 +40,7 @@ def write_run(
     """A reward that climbs along a logistic curve, noise of the size 128 samples give, samples to match."""
     rng = random.Random(seed)
     run_dir.mkdir(parents=True, exist_ok=True)
-    _write_config(run_dir, planned)
+    write_config(run_dir, planned)
     clock = time.time() - 4.0 * rollouts
     lines = []
 
@@ -141,7 +141,7 @@ def _samples(level: float, rng: random.Random, rollout_id: int, groups: int) -> 
     return rows
 
 
-def _write_config(run_dir: Path, planned: int) -> None:
+def write_config(run_dir: Path, planned: int) -> None:
     resolved = {
         name: {"value": value, "origin": origin} for name, (value, origin) in CONFIG.items()
     }

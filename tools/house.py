@@ -66,15 +66,20 @@ ELSEWHERE = [
     "slime/rollout/agents/*",
     "slime/rollout/sandbox/*",
     "slime/compat/*",  # imported only by hooks
-    # other flags: adapters alone, external engines, router
+    # other flags: adapters, expert parallelism, external engines, router, debugging, reward types
     "slime/backends/fsdp_utils/expert_parallel.py",
     "slime/backends/lora.py",
-    "slime/backends/fsdp_utils/lora_experts.py",
+    "slime/backends/fsdp_utils/lora*",
+    "slime/data/images.py",  # --multimodal-keys
+    "slime/data/stored_samples.py",  # --save-debug-*, --load-debug-*
+    "slime/rollout/rm_hub/math_reward.py",  # --rm-type boxed_*; graders are loaded by name
     "slime/weights/lora*",
     "slime/serving/external.py",
     "slime/serving/router.py",
     # other families of models: gated delta nets
     "slime/backends/fsdp_utils/delta_net.py",
+    "slime/algorithms/delta_kernels.py",
+    "slime/algorithms/triton_delta_*",
     "slime/algorithms/gated_delta.py",
     # another verb of the loop
     "slime.rollout.evaluation.evaluate",

@@ -19,7 +19,7 @@ _INTRODUCTION = f"""\
 
 # Arguments
 
-`python train.py --help` lists the same. Every flag can also be set in a YAML file given with `--config`,
+`slime train --help-all` lists the same, `slime train --help` those of slime itself. Every flag can also be set in a YAML file given with `--config`,
 by its name without the leading dashes (dashes or underscores); the command line overrides the file.
 A switch is turned off with `--no-<name>`, also one that a file turns on.
 A flag that does not exist is an error with the nearest match, and exit status 2.

@@ -45,6 +45,7 @@ class ChunkLayout:
     Samples of 70 and 130 tokens have 2 and 3 chunks; the second sample comes first::
 
         counts  = (2, 2, 1)     chunks with number 0, 1 and 2: a prefix of the samples each
+        order   = [1, 0]
         gather  = [70..133, 0..63, 134..197, 64..69 69..69, 198..199 199..199]
         real    = false where a position behind the last token repeats it
         scatter = position among all chunks of each packed token
@@ -55,6 +56,8 @@ class ChunkLayout:
     real: torch.Tensor  # [chunks, 64]
     scatter: torch.Tensor  # [T]
     sample: torch.Tensor  # [T] index of each token's sample
+    order: torch.Tensor  # [N] the samples, longest first
+    ends: torch.Tensor  # [N] tokens up to the end of each sample
 
 
 def gated_delta_net(
@@ -78,16 +81,33 @@ def gated_delta_net(
 
 
 def causal_conv(x: torch.Tensor, weight: torch.Tensor, layout: ChunkLayout) -> torch.Tensor:
-    """Convolve each column of x [T, C] with its row of weight [C, K], within each sample.
+    """Convolve each column of x [T, C] with its row of weight [C, K], within each sample."""
+    return continue_conv(x, weight, layout)[0]
 
-    Zeros are inserted before every sample, one less than the size of the kernel.
+
+def continue_conv(
+    x: torch.Tensor,  # [T, C]
+    weight: torch.Tensor,  # [C, K]
+    layout: ChunkLayout,
+    windows: torch.Tensor | None = None,  # [N, K - 1, C], None: zeros
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convolve samples that continue behind these windows; return [T, C] and the windows at the end.
+
+    A window is the last K - 1 inputs of a sample; it is inserted before the sample's tokens.
     """
-    before = weight.shape[1] - 1
+    before, count = weight.shape[1] - 1, len(layout.ends)
     index = torch.arange(len(x), device=x.device) + before * layout.sample  # of the first factor
-    rows = len(x) + before * layout.counts[0]
-    spaced = x.new_zeros(rows, x.shape[1]).index_copy(0, index + before, x)
+    window = torch.arange(before, device=x.device)
+    starts = F.pad(layout.ends[:-1], (1, 0))
+    firsts, lasts = (
+        (at + before * torch.arange(count, device=x.device))[:, None] + window
+        for at in (starts, layout.ends)
+    )
+    spaced = x.new_zeros(len(x) + before * count, x.shape[1]).index_copy(0, index + before, x)
+    if windows is not None:
+        spaced = spaced.index_copy(0, firsts.flatten(), windows.flatten(0, 1))
     out = F.conv1d(spaced.t().unsqueeze(0), weight.unsqueeze(1), groups=len(weight))
-    return out.squeeze(0).t().index_select(0, index)
+    return out.squeeze(0).t().index_select(0, index), spaced[lasts]
 
 
 def gated_delta_rule(
@@ -98,38 +118,60 @@ def gated_delta_rule(
     beta: torch.Tensor,  # [T, value heads]
     layout: ChunkLayout,
 ) -> torch.Tensor:
-    """Return [T, value heads, value dim] in the dtype of `value`, computed in at least fp32.
+    """Return [T, value heads, value dim] in the dtype of `value`, computed in at least fp32."""
+    return continue_delta_rule(query, key, value, decay, beta, layout)[0]
+
+
+def continue_delta_rule(
+    query: torch.Tensor,  # [T, key heads, key dim]
+    key: torch.Tensor,
+    value: torch.Tensor,  # [T, value heads, value dim]
+    decay: torch.Tensor,  # [T, value heads], log
+    beta: torch.Tensor,  # [T, value heads]
+    layout: ChunkLayout,
+    states: torch.Tensor | None = None,  # [N, value heads, key dim, value dim], None: zeros
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output of samples that start with these states, and their states at the end.
 
     Queries and keys are normalized to length 1, and queries scaled by 1 / sqrt(key dim).
     """
-    repeats = value.shape[1] // key.shape[1]
-    query = _normalized(query) * query.shape[-1] ** -0.5
-    q, k = (_chunks(x.repeat_interleave(repeats, 1), layout) for x in (query, _normalized(key)))
-    v, g, b = (_chunks(_wide(x), layout) for x in (value, decay.unsqueeze(-1), beta.unsqueeze(-1)))
-    real = layout.real[:, None, :, None]
+    count, repeats = value.shape[1], value.shape[1] // key.shape[1]
+    query = normalized(query) * query.shape[-1] ** -0.5
+    q, k = (_chunks(x.unsqueeze(2), layout) for x in (query, normalized(key)))
+    per_value = (value, decay.unsqueeze(-1), beta.unsqueeze(-1))
+    v, g, b = (_chunks(_wide(x).unflatten(1, (-1, repeats)), layout) for x in per_value)
+    real = layout.real[:, None, None, :, None]
     b = b * real  # padding neither writes to S nor decays it
-    cum = (g * real).cumsum(2)  # [n, H, 64, 1]
-    difference = cum - cum.transpose(2, 3)
+    cum = (g * real).cumsum(-2)
+    difference = cum - cum.transpose(-2, -1)
     causal = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=q.device).tril()
     pairwise = difference.masked_fill(~causal, float("-inf")).exp()
-    system = (k * b) @ k.transpose(2, 3) * pairwise
-    solve = torch.linalg.solve_triangular
-    written = solve(system, v * b, upper=False, unitriangular=True)
-    read = solve(system, k * b * cum.exp(), upper=False, unitriangular=True)
+    # q and k [n, key heads, 1, 64, D] serve all value heads of a key head, the other dimension.
+    system = k @ k.transpose(-2, -1) * (pairwise * b)
+    right = torch.cat([v * b, k * (b * cum.exp())], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     parts = (
-        written,
-        read,
-        q @ k.transpose(2, 3) * pairwise,
+        *solved.split([v.shape[-1], k.shape[-1]], dim=-1),
+        q @ k.transpose(-2, -1) * pairwise,
         q * cum.exp(),
-        k * (cum[:, :, -1:] - cum).exp(),
-        cum[:, :, -1:].exp(),
+        k * (cum[..., -1:, :] - cum).exp(),
+        cum[..., -1:, :].exp(),
     )
-    out = _scan(*(part.split(layout.counts) for part in parts))  # [n, H, 64, value dim]
+    parts = [part.flatten(1, 2) for part in parts]  # [n, value heads, ...]
+    if states is None:
+        states = v.new_zeros(layout.counts[0], count, k.shape[-1], v.shape[-1])
+    else:
+        states = states.index_select(0, layout.order)
+    out, states = _scan(states, *(part.split(layout.counts) for part in parts))
     flat = out.transpose(1, 2).flatten(0, 1)
-    return flat.index_select(0, layout.scatter).to(value.dtype)
+    back = layout.order.argsort()
+    return flat.index_select(0, layout.scatter).to(value.dtype), states.index_select(0, back)
 
 
-@lru_cache(maxsize=16)  # all layers and passes of a micro-batch share one
+# All layers and passes of a micro-batch share one. An engine's may be a trainer's next, whose
+# backward pass cannot save tensors made in inference mode.
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def chunk_layout(lens: tuple[int, ...], device: torch.device) -> ChunkLayout:
     """Return the chunks of packed samples of these lengths."""
     chunks = [-(-length // _CHUNK) for length in lens]
@@ -153,6 +195,8 @@ def chunk_layout(lens: tuple[int, ...], device: torch.device) -> ChunkLayout:
         real=real.to(device),
         scatter=scatter.to(device),
         sample=sample.to(device),
+        order=torch.tensor(order).to(device),
+        ends=torch.tensor(starts[1:]).to(device),
     )
 
 
@@ -165,38 +209,47 @@ def _net(
     layout: ChunkLayout,
 ) -> torch.Tensor:
     mixed = F.silu(causal_conv(mixed_qkv, conv_weight, layout))
-    query, key, value = mixed.split(heads.widths, dim=1)
-    query, key = (x.unflatten(1, (heads.num_key, heads.key_dim)) for x in (query, key))
-    value = value.unflatten(1, (heads.num_value, heads.value_dim))
+    query, key, value = split_heads(mixed, heads)
     return gated_delta_rule(query, key, value, decay, beta, layout)
 
 
+def split_heads(
+    mixed: torch.Tensor, heads: DeltaHeads
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values [T, heads, dim] of the output of the convolution."""
+    query, key, value = mixed.split(heads.widths, dim=1)
+    query, key = (x.unflatten(1, (heads.num_key, heads.key_dim)) for x in (query, key))
+    return query, key, value.unflatten(1, (heads.num_value, heads.value_dim))
+
+
 def _scan(
+    state: torch.Tensor,  # [N, H, key dim, value dim], in the order of the chunks
     written: tuple[torch.Tensor, ...],  # one tensor per chunk number
     read: tuple[torch.Tensor, ...],
     attention: tuple[torch.Tensor, ...],
     query: tuple[torch.Tensor, ...],
     key: tuple[torch.Tensor, ...],
     decay: tuple[torch.Tensor, ...],
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Pass S from chunk to chunk of all samples at once; samples that have ended drop out."""
-    keys, values = key[0].shape[-1], written[0].shape[-1]
-    state = written[0].new_zeros(*written[0].shape[:2], keys, values)
-    outs = []
+    outs, ended = [], []
     for w, r, attn, q, k, factor in zip(written, read, attention, query, key, decay, strict=True):
+        ended.append(state[len(w) :])
         state = state[: len(w)]
         new = w - r @ state
         outs.append(q @ state + attn @ new)
         state = state * factor + k.transpose(2, 3) @ new
-    return torch.cat(outs)
+    return torch.cat(outs), torch.cat([state, *reversed(ended)])
 
 
 def _chunks(x: torch.Tensor, layout: ChunkLayout) -> torch.Tensor:
-    """Return [chunks, heads, 64, D] of packed x [T, heads, D]."""
-    return x.index_select(0, layout.gather).unflatten(0, (-1, _CHUNK)).transpose(1, 2)
+    """Return [chunks, ..., 64, D] of packed x [T, ..., D], contiguous, as matmuls would copy it otherwise."""
+    chunks = x.index_select(0, layout.gather).unflatten(0, (-1, _CHUNK))
+    return chunks.movedim(1, -2).contiguous()
 
 
-def _normalized(x: torch.Tensor) -> torch.Tensor:
+def normalized(x: torch.Tensor) -> torch.Tensor:
+    """Return x in at least fp32 with rows of length 1."""
     wide = _wide(x)
     return wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + _NORM_EPS)
 

@@ -1,19 +1,26 @@
-"""The interface of a training backend; base.py implements the training step on top of it."""
+"""The interface of a training backend; base.py implements the training step on top of it.
+
+`Offloaded` is what both backends implement `sleep` and `wake_up` with: it moves the storage of GPU
+tensors to host memory and back, without replacing the tensors.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
+from slime.core.batches import add_up
 from slime.core.errors import UserError
-from slime.core.train_batch import add_up
 from slime.core.types import MetricSum, ParallelInfo, RolloutBatch, TrainBatch
 from slime.runlog.export_folder import ExportInfo
+from slime.utils.device import device_type
 from slime.weights.buckets import HFTensors
 
 if TYPE_CHECKING:
@@ -106,8 +113,104 @@ class Backend(ABC):
 
     @abstractmethod
     def sleep(self) -> None:
-        """Offload to host memory, so that engines can use the GPU's."""
+        """Offload to host memory, so that engines can use the GPU's. Gradients are dropped instead:
+        they are not read between two rollouts."""
 
     @abstractmethod
     def wake_up(self) -> None:
         """Reload what `sleep` offloaded."""
+
+
+class Offloaded:
+    """Contents of tensors in pinned host memory while their GPU storage is resized to 0.
+
+    Only storages are resized, so that parameters, their views and optimizer state keep pointing at
+    them. CPU tensors are skipped, since offloading them frees no GPU memory.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.is_cuda
+        }
+        self._kept = [
+            (s, torch.empty(s.nbytes(), dtype=torch.uint8, pin_memory=True).untyped_storage())
+            for s in storages.values()
+            if s.nbytes()
+        ]
+        for storage, copy in self._kept:
+            copy.copy_(storage, non_blocking=True)
+        if self._kept:
+            torch.cuda.synchronize()
+            for storage, _ in self._kept:
+                storage.resize_(0)
+        return_unused()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of pinned host memory in use, before the allocator's rounding."""
+        return sum(copy.nbytes() for _, copy in self._kept)
+
+    def restore(self) -> None:
+        for storage, copy in self._kept:
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy, non_blocking=True)
+        if self._kept:
+            torch.cuda.synchronize()
+        self._kept = []
+
+
+def return_unused() -> None:
+    """Release torch's cached GPU memory, so that other processes can allocate it."""
+    if device_type() == "cuda":
+        torch.cuda.empty_cache()
+
+
+# ---- images
+
+MOST_BYTES = 256 << 20  # of one tower's outputs
+
+
+class FeatureCache:
+    """Outputs of a frozen vision tower, kept from one pass over a step's samples to the next.
+
+    The passes for reference and old log-probs and the training pass show the tower the same images, and
+    the samples of a group share theirs over several micro-batches.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._held: OrderedDict[str, torch.Tensor] = OrderedDict()  # [1 + D, tokens, H] by content
+        self._most_bytes, self._num_bytes = most_bytes, 0
+
+    def clear(self) -> None:
+        self._held.clear()
+        self._num_bytes = 0
+
+    @torch.no_grad()
+    def features(self, tower: Any, batch: TrainBatch, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return embeddings and deepstack features [tokens, H] of a micro-batch's different images."""
+        assert batch.pixel_values is not None and batch.image_grids is not None
+        assert batch.image_keys is not None
+        found = {key: self._held[key] for key in batch.image_keys if key in self._held}
+        missing = [n for n, key in enumerate(batch.image_keys) if key not in found]
+        if missing:
+            patches = batch.image_grids.prod(-1).tolist()
+            pixels = batch.pixel_values.split(patches)
+            sent = torch.cat([pixels[n] for n in missing]).to(dtype)
+            outputs = run_tower(tower, sent, batch.image_grids[missing])
+            sizes = [patches[n] // tower.spatial_merge_size**2 for n in missing]
+            for n, one in zip(missing, torch.stack(outputs).split(sizes, dim=1), strict=True):
+                found[batch.image_keys[n]] = self._keep(batch.image_keys[n], one.clone())
+        return list(torch.cat([found[key] for key in batch.image_keys], dim=1).unbind(0))
+
+    def _keep(self, key: str, output: torch.Tensor) -> torch.Tensor:
+        self._held[key] = output
+        self._num_bytes += output.nbytes
+        while self._num_bytes > self._most_bytes:
+            self._num_bytes -= self._held.popitem(last=False)[1].nbytes
+        return output
+
+
+def run_tower(tower: Any, pixels: torch.Tensor, grids: torch.Tensor) -> list[torch.Tensor]:
+    """Return embeddings and deepstack features of images, [tokens, H] each."""
+    found = tower(pixels, grid_thw=grids)
+    return [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]

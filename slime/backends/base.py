@@ -38,7 +38,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.algorithms.advantages import compute_advantages
+from slime.algorithms.estimators import compute_advantages
 from slime.backends.backend import Backend, StepResult
 from slime.backends.losses import TrainHooks, TrainLoss
 from slime.backends.reporting import Profiler, Reporter
@@ -210,7 +210,7 @@ class TrainRayActor(Backend):
         """Raise UserError if a user hook did not fill in a column that it has to."""
         if self.args.use_opd and batch.teacher_log_probs is None:
             raise UserError(
-                "--use-opd: the teacher did not say what it thinks of the samples: the reward function "
+                "--use-opd: the samples lack the teacher's log-probs: the reward function "
                 "must set sample.teacher_log_probs, or remove --custom-rm-path"
             )
         if batch.values is not None and batch.returns is None:
@@ -325,9 +325,9 @@ class TrainRayActor(Backend):
         return "train" if self.role == "actor" else self.role
 
     def report(self, batch: RolloutBatch, results: list[StepResult]) -> TrainReport:
-        times = self.timer.take()
-        del times["perf/step_time"]
-        return Reporter(self.args, self.role, self.parallel).report(batch, results, times)
+        times = {k: v for k, v in self.timer.take().items() if k != "perf/step_time"}
+        report = Reporter(self.args, self.role, self.parallel).report
+        return report(batch, results, times, self.timer.activity())
 
     # ---- weights
 
@@ -388,7 +388,7 @@ class TrainRayActor(Backend):
             self._on_rank_zero(lambda: folder.commit(meta, keep=self.args.save_total_limit))
 
     def _on_rank_zero(self, action: Callable[[], object]) -> None:
-        """Run it on rank 0 while the others wait; raise its failure on all of them."""
+        """Run `action` on rank 0 while the others wait; raise its failure on all of them."""
         failure: list[OSError | None] = [None]
         if self.rank == 0:
             try:

@@ -243,7 +243,7 @@ class FileCheck:
         self._group = group
         self._checked: set[str] = set()
 
-    def __call__(self, path: str | Path) -> None:
+    def verify(self, path: str | Path) -> None:
         """Raise ConfigError on every rank if the checksum of a file differs."""
         if str(path) in self._checked:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _ATTENTION = {"fused": "fused attention (cuDNN)", "unfused": "unfused attention"}
 _PACKED = "packed attention (torch's FlashAttention)"
+_SCAN = "gated delta nets"
 
 
 def layer_summary(
@@ -14,20 +15,22 @@ def layer_summary(
     post_norms: bool,
     fp8: tuple[str, str | None] | None = None,
     te_flash: bool = False,
+    delta_nets: bool = False,
 ) -> str:
     """Return the implementation of each kind of layer; `attention` is --attention-backend.
 
     Example: "TransformerEngine: linear layers, norms, grouped experts; slime: packed attention
     (torch's FlashAttention), log-probs".
     """
+    scan = [_SCAN] if delta_nets else []
     if not te:
         with_experts = ", grouped experts" if experts else ""
         return (
-            f"megatron-core: linear layers; slime: norms{with_experts}, {_PACKED}, log-probs; "
+            f"megatron-core: linear layers; slime: norms{with_experts}, {', '.join([_PACKED, *scan])}, log-probs; "
             "TransformerEngine is not used"
         )
     theirs = ["linear layers", "norms"] + (["grouped experts"] if experts else [])
-    ours = ["log-probs"]
+    ours = [*scan, "log-probs"]
     if te_flash:
         theirs.append("attention (flash-attn)")
     elif attention in _ATTENTION:

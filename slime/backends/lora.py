@@ -10,13 +10,16 @@ import torch.distributed as dist
 
 from slime.backends.backend import HFBucket
 from slime.backends.base import TrainRayActor
+from slime.config.checks.model_types import has_tower
 from slime.config.lora import LoraConfig, served_adapter
+from slime.config.peft_files import nested_name
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo, SyncReport
 from slime.runlog.export_folder import ExportInfo
+from slime.weights.adapter_update import AdapterUpdate
 from slime.weights.buckets import NamedTensor
 from slime.weights.lora import write_peft_folder
-from slime.weights.lora_sync import BASE_VERSION, AdapterSync, adapter_update, make_adapter_sync
+from slime.weights.lora_sync import BASE_VERSION, AdapterSync, make_adapter_sync
 from slime.weights.sync import serving_dtype
 
 
@@ -27,13 +30,22 @@ class LoraTrainRayActor(TrainRayActor):
         """Return full adapters by Hugging Face name; all ranks must iterate together."""
         raise TypeError(f"{type(self).__name__} trains no adapters")
 
+    def sent_adapters(self, dtype: torch.dtype) -> Iterable[NamedTensor]:
+        """Return what `whole_adapters` does for engines; what need not be gathered may be in another dtype."""
+        return self.whole_adapters(dtype)
+
     def base_buckets(self) -> Iterable[HFBucket]:
         """Return what `hf_buckets` does, without adapters merged in."""
         raise TypeError(f"{type(self).__name__} trains no adapters")
 
     def export_adapter(self, path: str, lora: LoraConfig, info: ExportInfo | None = None) -> None:
-        """Write a PEFT folder on rank 0, whose base is --hf-checkpoint."""
+        """Write a PEFT folder on rank 0, whose base is --hf-checkpoint.
+
+        Its names are those of the model that the run trains: beside a vision tower they are nested.
+        """
         adapters = list(self.whole_adapters(torch.float32))
+        if has_tower(self.args):
+            adapters = [(nested_name(name), tensor) for name, tensor in adapters]
         if self.rank == 0:
             write_peft_folder(path, lora, self.args.hf_checkpoint, adapters, info)
         dist.barrier()
@@ -46,8 +58,7 @@ class LoraTrainRayActor(TrainRayActor):
         if missing := self._adapter_sync.without_base(engines):
             self.weight_sync.update(self.base_buckets(), missing, BASE_VERSION)
         dtype = serving_dtype(self.args)
-        tensors = list(self.whole_adapters(dtype))
-        update = adapter_update(lora, self.args.hf_checkpoint, tensors, dtype)
+        update = AdapterUpdate(lora, self.args.hf_checkpoint, self.sent_adapters(dtype), dtype)
         return self._adapter_sync.update(update, engines, version)
 
     @cached_property

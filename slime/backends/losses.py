@@ -14,13 +14,19 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from slime.algorithms.correction import Corrected, Correction, importance_correction
-from slime.algorithms.policy_loss import policy_loss, sft_loss, value_loss
+from slime.algorithms.policy_loss import (
+    Corrected,
+    Correction,
+    importance_correction,
+    policy_loss,
+    sft_loss,
+    value_loss,
+)
 from slime.config import hook_types
 from slime.config.flags.spec import option_of
 from slime.core.packing import join_slices, zigzag_index
 from slime.core.types import LossInputs, LossOutput, MetricSum, TrainBatch
-from slime.utils.load_function import load_function
+from slime.utils.load_function import load_hook
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -122,7 +128,7 @@ class TrainHooks:
         def load(name: str, protocol: type) -> Callable[..., Any] | None:
             path = getattr(args, name)
             flag = option_of(name)
-            return None if path is None else load_function(path, flag=flag, protocol=protocol)
+            return None if path is None else load_hook(path, flag=flag, protocol=protocol)
 
         def load_with_view(name: str, protocol: type) -> Callable[..., Any] | None:
             fn = load(name, protocol)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import slime
+from slime.config.checks.model_types import in_tower, takes_images
 from slime.config.env import child_env, read_env
 from slime.config.peft_files import is_experts
 from slime.core.errors import ConfigError, UserError
@@ -34,6 +35,7 @@ _TIMEOUT_S = 600
 _MOST_CHILDREN = 8  # each needs up to 1 GB of host memory
 # A parameter belongs to the part of the first pattern that matches its name.
 _PARTS = (
+    ("other", r"\bvisual\."),  # a vision tower
     ("embedding", r"embed_tokens|wte"),
     ("head", r"lm_head"),
     ("experts", r"\.experts\."),
@@ -70,6 +72,7 @@ class RankModel:
     has_embedding: bool
     has_head: bool
     momentum_sizes: dict[int, int] = field(default_factory=dict)  # with one moment (Muon, SGD)
+    fp8_parameters: int = 0  # of a frozen base that is held in FP8 blocks
 
     @property
     def weight_bytes(self) -> int:
@@ -179,7 +182,9 @@ def _count_in_child(requests: list[CountRequest]) -> list[ModelCount | UserError
     answers = [line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER)]
     if done.returncode or not answers:
         last = (done.stderr.decode().strip().splitlines() or ["no message"])[-1]
-        raise UserError(f"counting the model ended with status {done.returncode}: {last}")
+        raise UserError(
+            f"counting the model's parameters ended with status {done.returncode}: {last}"
+        )
     return [_read(answer) for answer in json.loads(answers[-1])]
 
 
@@ -212,10 +217,10 @@ def _answer(request: CountRequest) -> dict:
         return {"refused": str(error)}
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         where = f"{Path(frame.filename).name}:{frame.lineno}"
         own = request.args.custom_model_provider_path is not None
-        text = f"the model cannot be built: {type(error).__name__}: {said} ({where})"
+        text = f"the model cannot be built: {type(error).__name__}: {reason} ({where})"
         return {"failed" if own else "refused": text}
 
 
@@ -225,9 +230,10 @@ def _count(request: CountRequest) -> ModelCount:
     from slime.backends.kernels.packed_attention import repeats_keys
     from slime.config.lora import LoraConfig
 
-    whole = _count_whole(request.args.hf_checkpoint)  # before Megatron patches torch
+    model = request.args.hf_checkpoint, bool(request.args.multimodal_keys)
+    whole = _count_whole(*model)  # before Megatron patches torch
     lora = LoraConfig.of(request.args) if request.ranks else None
-    adapters = None if lora is None else _count_adapters(request.args.hf_checkpoint, lora)
+    adapters = None if lora is None else _count_adapters(*model, lora)
     if request.args.train_backend == "fsdp":
         from slime.backends.fsdp_utils.meta_model import count_rank
     else:
@@ -243,9 +249,9 @@ def _count(request: CountRequest) -> ModelCount:
 
 
 @functools.cache  # requests are often several parallel layouts of one model
-def _count_whole(folder: str) -> WholeModel:
-    """Count the parameters of a Hugging Face model by part."""
-    model = _skeleton(folder)
+def _count_whole(folder: str, images: bool) -> WholeModel:
+    """Count the parameters of a Hugging Face model by part, with its vision tower where it is used."""
+    model = _skeleton(folder, images)
     by_part: dict[str, int] = {}
     layers: dict[str, int] = {}
     for name, param in model.named_parameters():
@@ -266,8 +272,8 @@ def _count_whole(folder: str) -> WholeModel:
     )
 
 
-def _count_adapters(folder: str, lora: LoraConfig) -> AdapterCount:
-    widths, experts = _linear_widths(folder)
+def _count_adapters(folder: str, images: bool, lora: LoraConfig) -> AdapterCount:
+    widths, experts = _linear_widths(folder, images)
     targets = lora.targets(widths, experts)
     layers: dict[str, list[str]] = {}
     for name in targets:
@@ -285,16 +291,16 @@ def _count_adapters(folder: str, lora: LoraConfig) -> AdapterCount:
 
 
 @functools.cache
-def _linear_widths(folder: str) -> tuple[dict[str, int], dict[str, int]]:
+def _linear_widths(folder: str, images: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Return in + out of the linear modules but the output layer, and of experts, by name."""
     import torch
 
-    model = _skeleton(folder)
+    model = _skeleton(folder, images)
     head = model.get_output_embeddings()
     linear = {
         name: module.in_features + module.out_features
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
+        if isinstance(module, torch.nn.Linear) and module is not head and not in_tower(name)
     }
     fused = {n: p.shape for n, p in model.named_parameters() if p.ndim == 3 and is_experts(n)}
     return linear, {name: shape[0] * sum(shape[1:]) for name, shape in fused.items()}
@@ -304,19 +310,19 @@ def _part(name: str) -> str:
     return next((part for part, pattern in _PARTS if re.search(pattern, name)), "other")
 
 
-def _skeleton(folder: str) -> Any:
+def _skeleton(folder: str, images: bool) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = _read_config(folder)
+    config = _read_config(folder, images)
     vars(config).pop("quantization_config", None)
+    tower = hasattr(config, "vision_config")
+    family: Any = AutoModelForImageTextToText if tower else AutoModelForCausalLM
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, trust_remote_code=False
-        )
+        return family.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
 
 
-def _read_config(folder: str) -> Any:
+def _read_config(folder: str, images: bool) -> Any:
     from transformers import PretrainedConfig, Qwen2Config
 
     from slime.data.tokenizer import load_hf_config
@@ -325,7 +331,9 @@ def _read_config(folder: str) -> Any:
     if raw.get("model_type") == "mimo":  # Qwen2 with an extra MTP layer, which is not trained
         fields = {k: v for k, v in raw.items() if k not in ("model_type", "architectures")}
         return Qwen2Config(**fields)
-    config = load_hf_config(folder)
+    config: Any = load_hf_config(folder)
+    if takes_images(config.model_type, images):
+        return config
     return getattr(config, "text_config", config)
 
 

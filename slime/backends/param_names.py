@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
+from slime.config.checks.model_types import in_tower
 from slime.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ _IN_LAYER = [
     (r"self_attn\.kv_a_proj_with_mqa\.weight", ("self_attention.linear_kv_down_proj.weight",)),
     (r"self_attn\.kv_b_proj\.weight", ("self_attention.linear_kv_up_proj.weight",)),
     (r"self_attn\.(q|kv)_a_layernorm\.weight", (r"self_attention.\1_layernorm.weight",)),
+    (r"linear_attn\.in_proj_\w+\.weight", ("self_attention.in_proj.weight",)),
+    (r"linear_attn\.norm\.weight", ("self_attention.out_norm.weight",)),
+    (r"linear_attn\.(conv1d\.weight|out_proj\.weight|A_log|dt_bias)", (r"self_attention.\1",)),
     (r"mlp\.(?:gate|router)\.(weight|bias)", (r"mlp.router.\1",)),
     (r"mlp\.gate\.e_score_correction_bias", ("mlp.router.expert_bias",)),
     (r"mlp\.(shared_experts\.)?(?:gate|up|gate_up)_proj\.(\w+)", (r"mlp.\1linear_fc1.\2",)),
@@ -169,6 +173,12 @@ class Freezing:
                     f"not {fixed}, which are one parameter with --train-backend {backend} ({fused}): name all "
                     "of its parts"
                 )
+
+
+def without_frozen_tower(args: Args, names: list[str]) -> list[str]:
+    """Return the parameters without those of a vision tower, unless --no-freeze-vision-tower trains it."""
+    trained = args.multimodal_keys and not args.freeze_vision_tower
+    return names if trained else [name for name in names if not in_tower(name)]
 
 
 def check_freezing(args: Args, hf_names: list[str]) -> None:

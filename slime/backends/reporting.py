@@ -13,17 +13,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from slime.algorithms.correction import mismatch_metrics
+from slime.algorithms.policy_loss import mismatch_metrics
 from slime.backends.backend import StepResult
-from slime.core.train_batch import add_up, prefixed, reduce_metrics
-from slime.core.types import MetricSum, ParallelInfo, RolloutBatch, TrainReport
+from slime.core.batches import add_up, prefixed, reduce_metrics
+from slime.core.types import (
+    Activity,
+    MetricSum,
+    ParallelInfo,
+    RolloutBatch,
+    TrainedTokens,
+    TrainReport,
+)
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
+
+_LOGGED_COLUMNS = ("advantages", "ref_log_probs", "teacher_log_probs", "values")
 
 
 class Reporter:
@@ -33,9 +43,13 @@ class Reporter:
         self._args, self._role, self._parallel = args, role, parallel
 
     def report(
-        self, batch: RolloutBatch, results: list[StepResult], times: dict[str, float]
+        self,
+        batch: RolloutBatch,
+        results: list[StepResult],
+        times: dict[str, float],
+        activity: Activity,
     ) -> TrainReport:
-        """Return metrics reduced over all steps and ranks; `times` are those of this rank."""
+        """Return metrics reduced over all steps and ranks; `times` and `activity` are those of this rank."""
         gap_sums, gap_maxima = self._mismatch(batch, results)
         sums = add_up([*(result.metrics for result in results), gap_sums])
         means = reduce_metrics(sums, gap_maxima, gather=self._gather)
@@ -45,7 +59,33 @@ class Reporter:
         if self._role == "actor":
             tokens = sum(self._gather(sum(batch.total_lens))) / self._parallel.cp_size
             metrics["perf/train_tokens"] = float(tokens)
-        return TrainReport(metrics=metrics)
+        tokens = self._trained_tokens(batch, results)
+        return TrainReport(metrics=metrics, tokens=tokens, activity=activity)
+
+    def _trained_tokens(
+        self, batch: RolloutBatch, results: list[StepResult]
+    ) -> list[TrainedTokens]:
+        """Return the trainer's columns of logged rows, from one of the ranks that hold these rows."""
+        here = self._parallel
+        alone = here.tp_rank == here.cp_rank == 0 and here.pp_rank == here.pp_size - 1
+        if self._role != "actor" or batch.logged is None or not alone:
+            return []
+        computed = {row: values for result in results for row, values in result.log_probs.items()}
+        if batch.old_log_probs is not None:
+            computed = dict(enumerate(batch.old_log_probs))
+        found = []
+        for row in np.flatnonzero(batch.logged).tolist():
+            optional = {name: getattr(batch, name) for name in _LOGGED_COLUMNS}
+            columns = {name: column[row] for name, column in optional.items() if column is not None}
+            if row in computed:
+                columns["trainer_log_probs"] = computed[row]
+            if columns:
+                index = int(batch.sample_indices[row])
+                prompt_len = len(batch.tokens[row]) - int(batch.response_lens[row])
+                found.append(
+                    TrainedTokens(sample_index=index, prompt_len=prompt_len, columns=columns)
+                )
+        return found
 
     def _mismatch(
         self, batch: RolloutBatch, results: list[StepResult]
@@ -66,11 +106,11 @@ class Reporter:
     def _gather(self, value: object) -> list[Any]:
         """Gather the values of ranks with a loss: TP rank 0 of each last pipeline stage."""
         here = self._parallel
-        speaks = here.tp_rank == 0 and here.pp_rank == here.pp_size - 1
-        everyone: list[Any] = [(speaks, value)] * here.world_size
+        has_loss = here.tp_rank == 0 and here.pp_rank == here.pp_size - 1
+        everyone: list[Any] = [(has_loss, value)] * here.world_size
         if here.world_size > 1:
-            dist.all_gather_object(everyone, (speaks, value))
-        return [said for counts, said in everyone if counts]
+            dist.all_gather_object(everyone, (has_loss, value))
+        return [each for counts, each in everyone if counts]
 
 
 class Profiler:

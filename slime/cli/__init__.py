@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,12 @@ _USAGE = """usage: slime COMMAND [OPTIONS]
 
   quickstart    make a tiny model and train it, from nothing to a rising reward
   train         the training loop; the same as python train.py (--train-async: as train_async.py)
+  eval          score a model, or the model of a run, on evaluation data
   plan          memory and layout of a run, before anything is started
   engine        serve a model with the embedded inference engine
   convert       weights between Hugging Face and torch_dist
-  report        write report.html of a run folder
+  watch         a live web page of one or several run folders
+  report        write report.html of a run folder, or compare several
   doctor        what this machine has, what is missing, how to get it
 
 `slime COMMAND --help` lists the options of a command, `slime --version` prints the version."""
@@ -44,12 +45,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def train(argv: list[str], *, closing_words: bool = True) -> int:
     """Run `slime train`; `closing_words=False` if it is one stage of several."""
-    sys.path.insert(0, str(Path.cwd()))  # hooks of the working directory, as for `python train.py`
-    return _loop()(argv, closing_words=closing_words)
+    from slime.cli.loop import main as run_loop
+
+    return run_loop(argv, closing_words=closing_words)
 
 
 def _train(argv: list[str]) -> int:
     return train(argv)
+
+
+def _eval(argv: list[str]) -> int:
+    from slime.cli.evaluate import main as evaluate
+
+    return evaluate(argv)
 
 
 def _quickstart(argv: list[str]) -> int:
@@ -106,18 +114,29 @@ _CONVERSIONS: dict[str, Callable[[list[str]], int]] = {
 
 
 def _report(argv: list[str]) -> int:
-    from slime.runlog.report import write_report
+    from slime.runlog.report import write_comparison, write_report
 
-    if len(argv) != 1 or argv[0].startswith("-"):
-        print("usage: slime report RUN_DIR   (writes RUN_DIR/report.html)")
+    if not argv or any(word.startswith("-") for word in argv):
+        print(_REPORT_USAGE)
         return 0 if argv in (["-h"], ["--help"]) else 2
-    folder, marks = Path(argv[0]), ("metrics.jsonl", "config_resolved.yaml")
-    if folder.is_dir() and not any((folder / mark).exists() for mark in marks):
-        raise UserError(
-            f"{folder} is not the folder of a run: it has neither {' nor '.join(marks)}"
-        )
-    print(write_report(folder))
+    marks = ("metrics.jsonl", "config_resolved.yaml")
+    for folder in map(Path, argv):
+        if folder.is_dir() and not any((folder / mark).exists() for mark in marks):
+            raise UserError(
+                f"{folder} is not the folder of a run: it has neither {' nor '.join(marks)}"
+            )
+    print(write_report(argv[0]) if len(argv) == 1 else write_comparison(argv))
     return 0
+
+
+_REPORT_USAGE = """usage: slime report RUN_DIR            writes RUN_DIR/report.html
+       slime report RUN_DIR OTHER ...  writes RUN_DIR/compare.html: how the runs differ, their curves together"""
+
+
+def _watch(argv: list[str]) -> int:
+    from slime.cli.watch import main as watch
+
+    return watch(argv)
 
 
 def _plan(argv: list[str]) -> int:
@@ -132,22 +151,14 @@ def _doctor(argv: list[str]) -> int:
     return examine(argv)
 
 
-def _loop() -> Callable[..., int]:
-    """Return `main` of train.py, which is beside the package in a checkout."""
-    path = Path(__file__).resolve().parents[2] / "train.py"
-    if not path.exists():
-        raise ConfigError(
-            f"{path} does not exist; `slime train` needs a checkout (pip install -e .)"
-        )
-    return runpy.run_path(str(path))["main"]
-
-
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "quickstart": _quickstart,
     "train": _train,
+    "eval": _eval,
     "plan": _plan,
     "engine": _engine,
     "convert": _convert,
+    "watch": _watch,
     "report": _report,
     "doctor": _doctor,
 }

@@ -1,9 +1,9 @@
-"""`slime quickstart`: train a tiny model from scratch with the same train.py as any other run.
+"""`slime quickstart`: train a tiny model from scratch with the same loop as any other run.
 
     data, tiny Qwen3 ──▶ warm-up (supervised) ──▶ GRPO on the reward, evaluated on held-out prompts
                          RUN_DIR/warmup           RUN_DIR/grpo
 
-The task and the model are in quickstart_task.py. Both stages are ordinary command lines of train.py,
+The task and the model are in quickstart_task.py. Both stages are ordinary command lines of `slime train`,
 printed as you would type them.
 """
 
@@ -90,7 +90,7 @@ def run_quickstart(argv: list[str]) -> int:
         if status := _train(words, last=number + 1 == len(stages)):
             return status
     if not options.smoke:
-        print(_verdict(run_dir / "grpo", time.monotonic() - started))
+        print(_summary(run_dir / "grpo", time.monotonic() - started))
     if started_ray:
         _stop_ray()
     return 0
@@ -141,7 +141,7 @@ def as_typed(words: list[str], width: int = 96) -> str:
             flags.append(word)
         else:
             flags[-1] += f" {shlex.quote(word)}"
-    lines = ["python train.py"]
+    lines = ["slime train"]
     for flag in flags:
         if len(lines[-1]) + len(flag) >= width:
             lines.append(" ")
@@ -183,7 +183,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "flags",
         nargs="*",
         metavar="-- FLAGS",
-        help="flags of train.py for both stages, e.g. -- --train-backend megatron",
+        help="flags of slime train for both stages, e.g. -- --train-backend megatron",
     )
     return parser.parse_args(argv)
 
@@ -217,7 +217,7 @@ def _train(words: list[str], *, last: bool) -> int:
     return train(words, closing_words=last)
 
 
-def _verdict(run_dir: Path, seconds: float) -> str:
+def _summary(run_dir: Path, seconds: float) -> str:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rewards = [r["eval/sorting/reward"] for r in records if "eval/sorting/reward" in r]
     first, last = rewards[0], rewards[-1]

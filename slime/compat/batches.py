@@ -19,7 +19,7 @@ from slime.core.errors import UserError
 from slime.core.types import RolloutBatch, TrainBatch
 
 # Key -> attribute, where they differ.
-_ATTRIBUTES = {
+ATTRIBUTES = {
     "response_lengths": "response_lens",
     "total_lengths": "total_lens",
     "log_probs": "old_log_probs",
@@ -107,7 +107,7 @@ class RolloutBatchView(_ByKey, RolloutBatch):
     """A RolloutBatch whose columns can be read and set by key; `store` keeps changes inside of them."""
 
     __slots__ = ("_columns", "_read_values")
-    _keys = (*_ATTRIBUTES, *_ROLLOUT_COLUMNS)
+    _keys = (*ATTRIBUTES, *_ROLLOUT_COLUMNS)
     _read_values: dict[str, Any]  # attribute -> what was read, before the hook could change it
     _columns: dict[
         str, tuple[Any, Any]
@@ -120,7 +120,7 @@ class RolloutBatchView(_ByKey, RolloutBatch):
         return view
 
     def _read(self, name: str) -> Any:
-        name = _ATTRIBUTES.get(name, name)
+        name = ATTRIBUTES.get(name, name)
         value = getattr(self, name)
         if name not in self._columns or self._columns[name][0] is not value:
             self._columns[name] = value, _as_tensors(name, value)
@@ -128,7 +128,7 @@ class RolloutBatchView(_ByKey, RolloutBatch):
         return self._columns[name][1]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        attribute = _ATTRIBUTES.get(name, name)
+        attribute = ATTRIBUTES.get(name, name)
         if attribute not in _ROLLOUT_COLUMNS:
             raise KeyError(f"a batch takes no {name!r}; its columns are {', '.join(self._keys)}")
         setattr(self, attribute, _as_arrays(value))

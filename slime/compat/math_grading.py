@@ -30,7 +30,7 @@ def extract_answer(passage: str) -> str | None:
 
 
 def grade_answer_mathd(given_answer: str, ground_truth: str) -> bool:
-    """Return whether two answers have the same normal form of MATH."""
+    """Return whether two answers are equal after the string normalization of the MATH dataset."""
     return strict_math.math_form(given_answer) == strict_math.math_form(ground_truth)
 
 

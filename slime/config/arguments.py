@@ -4,7 +4,10 @@
     --config yaml ┼─▶ merge ─▶ derive the rest ─▶ validate ─▶ Args (read-only)
     defaults ─────┘
 
-Flags are declared in `slime/config/flags/`; nothing outside this module and that folder sets a value.
+The command line wins over --config, both win over derived values and defaults. --megatron-config-path
+replaces values of its role, given ones too (`role_config.py`). Environment variables set no flag.
+Flags are declared in `slime/config/flags/`, with the rules of each, and derived in `derive.py` (those of
+LoRA: `lora.py`). `checks/` refuses combinations; those of batch sizes and lengths: `combinations.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from slime.config.checks.combinations import check_all
 from slime.config.checks.engine_checks import check_installed
 from slime.config.checks.file_checks import check_files
 from slime.config.checks.model_checks import check_model
+from slime.config.checks.model_types import check_images
 from slime.config.datasets import EvalDataset
 from slime.config.derive import derive
 from slime.config.engine_groups import ServedModel, engines_of
@@ -206,6 +210,7 @@ def resolve(draft: Draft) -> Args:
     check_files(draft)
     check_installed(draft)
     check_model(draft)
+    check_images(draft)
     return Args(draft.values, draft.origins, tuple(draft.warnings))
 
 
@@ -220,7 +225,8 @@ def _add_custom(draft: Draft, values: dict[str, Any], where: str, origin: Origin
 
 @functools.cache
 def _nearest_flag(name: str) -> str | None:
-    """Cached, since hooks ask for settings of their own again and again: getattr(args, name, default)."""
+    """Return the flag that a name was probably meant to be; cached, since hooks call getattr(args, name, default)
+    again and again."""
     return nearest(name, all_flags())
 
 
@@ -232,10 +238,10 @@ def _place(url: str) -> tuple[str, int]:
     return host, port_of(parts)
 
 
-def resolved_lines(args: Args) -> list[str]:
-    """Return all values by group, each with its origin."""
+def resolved_lines(args: Args, *, every: bool = True) -> list[str]:
+    """Return all values by group, each with its origin; without `every`, those that were set or derived."""
     lines = []
-    for group, rows in _grouped(args).items():
+    for group, rows in (_grouped(args) if every else _not_default(args)).items():
         width = max(len(name) for name, _, _ in rows)
         lines += ["", group]
         lines += [
@@ -280,11 +286,21 @@ def _engine_lines(args: Args, unit: str) -> list[str]:
     ]
 
 
-def print_resolved(args: Args) -> None:
-    sections = [resolved_lines(args), ["Placement", *("  " + li for li in placement_lines(args))]]
+def print_resolved(args: Args, *, every: bool = True) -> None:
+    lines = resolved_lines(args, every=every)
+    sections = [lines, ["Placement", *("  " + li for li in placement_lines(args))]]
     if args.warnings:
         sections.append(["Warnings", *("  " + warning for warning in args.warnings)])
     print(safe_text("\n\n".join("\n".join(lines) for lines in sections)))
+
+
+def _not_default(args: Args) -> dict[str, list[tuple[str, Any, str]]]:
+    """Return what the user set, and what was derived and is not empty."""
+    rows = [(name, value, args.origin(name)) for name, value in args.to_dict().items()]
+    rows = [row for row in rows if row[2] != "default" and row[0] != "dry_run"]
+    derived = [row for row in rows if row[2] == "derived" and row[1] not in (None, [], {})]
+    groups = {"Set": [row for row in rows if row[2] != "derived"], "Derived": derived}
+    return {group: rows for group, rows in groups.items() if rows}
 
 
 def _grouped(args: Args) -> dict[str, list[tuple[str, Any, str]]]:

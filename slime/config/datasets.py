@@ -59,6 +59,14 @@ class DataSpec:
         )
 
 
+def dataset_names(specs: list[str]) -> list[str]:
+    """Return a name for each dataset, such as "gsm8k" for gsm8k.jsonl@[0:100]; equal ones get a number."""
+    stems = [Path(DataSpec.parse(spec).path).stem for spec in specs]
+    return [
+        stem if stems.count(stem) == 1 else f"{stem}-{number}" for number, stem in enumerate(stems)
+    ]
+
+
 def _parse_slice(match: re.Match[str]) -> slice:
     if match["start"] is None:
         return slice(None)

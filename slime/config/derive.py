@@ -11,10 +11,17 @@ from slime.config.checks.file_checks import count_prompts, read_hf_config
 from slime.config.datasets import DataSpec, EvalDataset, pair_datasets, read_eval_config
 from slime.config.flags.draft import Draft
 from slime.config.flags.registry import foreign_flags, own_flags
-from slime.config.flags.rollout import OPD_REWARD, SFT_ROLLOUT
+from slime.config.flags.rollout import (
+    ASYNC_ROLLOUT,
+    DEFAULT_STALENESS,
+    OPD_REWARD,
+    SFT_ROLLOUT,
+)
 from slime.config.flags.spec import option_of
+from slime.config.hub import resolve_hub_ids
 from slime.config.installed import find_sglang
 from slime.config.lora import derive_lora
+from slime.config.peft_files import names_experts
 from slime.config.sglang_config import derive_models, derive_split, derive_total
 from slime.core.errors import ConfigError
 
@@ -22,6 +29,7 @@ from slime.core.errors import ConfigError
 def derive(draft: Draft) -> None:
     """Fill in all derived values. Runs after single values are checked."""
     _derive_mode(draft)
+    resolve_hub_ids(draft)
     _derive_cluster(draft)
     _derive_weights(draft)
     derive_lora(draft)
@@ -29,7 +37,8 @@ def derive(draft: Draft) -> None:
     _derive_batches(draft)
     _derive_eval(draft)
     draft.derive_if_unset("eps_clip_high", draft["eps_clip"])
-    draft.derive_if_unset("over_sampling_batch_size", draft["rollout_batch_size"])
+    draft.derive_if_unset("over_sampling_batch_size", _groups_at_a_time(draft))
+    _derive_micro_batches(draft)
     draft.derive_if_unset("log_probs_max_tokens_per_gpu", draft["max_tokens_per_gpu"])
     if draft["dump_details"]:
         folder = draft["dump_details"].replace("{", "{{").replace("}", "}}")
@@ -47,6 +56,24 @@ def derive(draft: Draft) -> None:
         _derive_megatron(draft)
 
 
+def _groups_at_a_time(draft: Draft) -> int:
+    """Return as many groups as generation may run ahead of training without becoming too stale."""
+    prompts, staleness = draft["rollout_batch_size"], draft["max_weight_staleness"]
+    if not draft["rollout_function_path"].startswith(ASYNC_ROLLOUT):
+        return prompts
+    return prompts * (1 + (DEFAULT_STALENESS if staleness is None else staleness))
+
+
+def _derive_micro_batches(draft: Draft) -> None:
+    """Fill micro-batches by tokens unless their size is given; padded rows have no budget of tokens."""
+    padded = draft["qkv_format"] == "bshd"
+    if not padded and not any(map(draft.given, ("micro_batch_size", "use_dynamic_batch_size"))):
+        draft.derive("use_dynamic_batch_size", True)
+    if draft["use_dynamic_batch_size"]:
+        draft.derive_if_unset("max_tokens_per_gpu", _TOKENS_PER_GPU)
+
+
+_TOKENS_PER_GPU = 4096  # of a micro-batch, if no budget is given
 _ALL_TOKENS = 2**31 - 1  # more than a micro-batch has
 
 
@@ -62,6 +89,8 @@ def _derive_megatron(draft: Draft) -> None:
         "optimizer_cpu_offload"
     ]:  # Megatron's parser has 1.0, the class's default offloads nothing
         draft.derive_if_unset("optimizer_offload_fraction", 1.0)
+    if draft["lora_rank"] and any(map(names_experts, draft["lora_target_modules"])):
+        draft.derive_if_unset("transformer_impl", "local")  # whose experts can have adapters
     if draft["moe_enable_deepep"]:
         draft.derive_if_unset("moe_token_dispatcher_type", "flex")
     if draft["enable_mtp_training"]:

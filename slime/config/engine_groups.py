@@ -128,7 +128,7 @@ def _offload_values(args: Args, model: ServedModel, gpus: range) -> dict[str, An
 
 
 def _lora_values(args: Args, model: ServedModel) -> dict[str, Any]:
-    """A frozen model is sent no adapter and so has no slots for one."""
+    """Return the options of a frozen model: it is sent no adapter and so has no slots for one."""
     if model.update_weights or served_adapter(args) is None:
         return {}
     return {"sglang_enable_lora": None, "sglang_max_lora_rank": None}

@@ -5,38 +5,41 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.config.checks.file_checks import file_shapes
 from slime.config.flags.draft import Draft
 from slime.config.peft_files import (
+    ALL_LINEAR,
+    CONFIG_FILE,
     EXPERTS,
-    above_zero,
-    checked_targets,
+    LORA_A,
+    LORA_B,
+    adapter_modules,
+    adapter_shapes,
     ends_of,
     expert_parameters,
     expert_shapes,
+    flat_name,
     is_experts,
     is_peft_experts,
+    linear_modules,
     matches,
     matches_experts,
     names_experts,
     peft_modules,
+    peft_settings,
     peft_shapes,
-    refuse_experts,
-    refuse_other_kinds,
+    read_adapter_config,
+    refuse_fused,
+    refuse_gate,
 )
 from slime.core.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
 
-ALL_LINEAR = "all-linear"
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-PEFT_PREFIX = "base_model.model."  # of a Hugging Face name in adapter_model.safetensors
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # after the name of a module
 ADAPTER = "slime"  # the name by which engines serve the adapter of a run
 _HEAD = "lm_head"
 _HALVES = ("gate_proj", "up_proj")  # of the experts' gate_up_proj
@@ -79,30 +82,24 @@ class LoraConfig:
     @classmethod
     def read(cls, folder: str | Path, flag: str = "--lora-adapter-path") -> LoraConfig:
         """Read adapter_config.json; raise ConfigError for kinds of adapters that are not honoured."""
-        file = Path(folder) / CONFIG_FILE
         try:
-            fields = json.loads(file.read_text())
-            kind, named = fields["peft_type"], fields["target_modules"]
-            parameters = [str(name) for name in fields.get("target_parameters") or []]
-            targets = checked_targets([] if named is None and parameters else named)
-            config = cls(
-                rank=above_zero("r", int(fields["r"])),
-                alpha=above_zero("lora_alpha", float(fields["lora_alpha"])),
-                dropout=float(fields.get("lora_dropout") or 0.0),
-                use_rslora=bool(fields.get("use_rslora")),
-            )
-        except OSError:
-            raise ConfigError(
-                f"{flag}: {folder} is not a PEFT folder: it has no {CONFIG_FILE}"
-            ) from None
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise ConfigError(f"{flag}: {file} cannot be read: {error!r}") from None
-        modules = adapter_modules(Path(folder), flag)
-        refuse_other_kinds(kind, fields, [*modules, *parameters], f"{flag}: {file}")
-        if isinstance(targets, str) and targets != ALL_LINEAR:
-            targets = [m for m in modules if not is_peft_experts(m)]  # a regular expression
-        targets = [targets] if targets == ALL_LINEAR else list(targets)
-        return replace(config, target_modules=(*targets, *parameters))
+            given = read_adapter_config(folder)
+            peft_settings(given)  # before the tensors are looked at
+            modules = adapter_modules(Path(folder), flag, flat=False)
+            held = peft_settings(given, modules)
+        except ConfigError as error:
+            known = str(error).startswith(flag)
+            raise ConfigError(str(error) if known else f"{flag}: {error}") from None
+        targets = held.targets
+        if targets is None or any("language_model." in name for name in targets):
+            targets = tuple(flat_name(m) for m in modules if not is_peft_experts(m))
+        return cls(
+            rank=held.rank,
+            alpha=float(held.alpha),
+            dropout=held.dropout,
+            use_rslora=held.use_rslora,
+            target_modules=(*targets, *held.parameters),
+        )
 
     def to_peft(self, base: str, modules: Iterable[str]) -> dict[str, Any]:
         """Return adapter_config.json for the adapters of these modules, by their names in PEFT's files."""
@@ -188,31 +185,6 @@ class LoraConfig:
 def served_adapter(args: Args) -> str | None:
     """Return the name by which engines serve the adapter of a run; None if they hold merged weights."""
     return ADAPTER if args.lora_rank and not args.lora_merge_for_rollout else None
-
-
-def adapter_modules(folder: Path, flag: str = "--lora-adapter-path") -> list[str]:
-    """Return the modules that have adapters in a PEFT folder, from the header of its weights."""
-    header = adapter_shapes(folder, flag)
-    return sorted({name.removesuffix(LORA_A) for name in header if name.endswith(LORA_A)})
-
-
-def adapter_shapes(folder: Path, flag: str = "--lora-adapter-path") -> dict[str, list[int]]:
-    """Return the shape of every tensor of a PEFT folder, without PEFT's prefix."""
-    file = folder / WEIGHTS_FILE
-    if not file.exists():
-        raise ConfigError(f"{flag}: {folder} is not a PEFT folder: it has no {WEIGHTS_FILE}")
-    shapes = file_shapes(file, flag)
-    return {name.removeprefix(PEFT_PREFIX): shape for name, shape in shapes.items()}
-
-
-def linear_modules(shapes: dict[str, list[int]]) -> tuple[list[str], list[str]]:
-    """Return the modules with a matrix and the parameters of experts, of the tensors of a checkpoint.
-
-    The trainer itself looks at the modules of the model it has built.
-    """
-    matrices = [n.removesuffix(".weight") for n, shape in shapes.items() if len(shape) == 2]
-    linear = [n for n in matrices if f"{n}.weight" in shapes and "embed" not in n]
-    return [n for n in linear if ".experts." not in n], list(expert_shapes(shapes))
 
 
 def served_modules(args: Args, shapes: dict[str, list[int]]) -> list[str]:
@@ -316,9 +288,10 @@ def check_lora_files(args: Args, shapes: dict[str, list[int]]) -> None:
     config = LoraConfig.of(args)
     assert config is not None, "called with --lora-rank only"
     linear, experts = linear_modules(shapes)
-    if args.train_backend != "fsdp":
-        refuse_experts(config.target_modules, experts)
     targets = config.targets(linear, experts)
+    if args.train_backend == "megatron":
+        refuse_gate(config.target_modules, targets)
+        refuse_fused(config.target_modules, [name for name in targets if name in shapes])
     if args.lora_adapter_path is None:
         return
     held = adapter_shapes(Path(args.lora_adapter_path))

@@ -146,8 +146,8 @@ def _read_file(path: str, draft: Draft) -> list[ServedModel]:
             raise ConfigError(f"{path}: two models are named {name!r}: give each its own name")
     if not any(model.update_weights for model, _ in serving_groups(models)):
         raise ConfigError(
-            f"{path}: no engine receives weights: give one model no model_path, or --hf-checkpoint's, and "
-            "a group that is no placeholder"
+            f"{path}: no engine would receive the trained weights: one model must be --hf-checkpoint (no "
+            "model_path), without update_weights: false, and have a group that is no placeholder"
         )
     return models
 
@@ -239,6 +239,6 @@ def _check_roles(model: ServedModel, where: str) -> None:
     roles = {group.worker_type for group in model.groups} - {"placeholder"}
     if model.split and roles != {"prefill", "decode"}:
         raise ConfigError(
-            f"{where}: prefill and decode need each other and no regular group beside them: this model "
-            f"has {', '.join(sorted(roles))}"
+            f"{where}: the groups of a model are either all regular, or prefill and decode, at least one of "
+            f"each; this model has {', '.join(sorted(roles))}"
         )

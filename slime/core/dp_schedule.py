@@ -118,8 +118,8 @@ def loss_weights(
     return [(mask * s).astype(np.float32) for mask, s in zip(masks, scale, strict=True)]
 
 
-def counted_rows(schedule: Schedule | None, num_rows: int) -> list[int]:
-    """Return the rows that a rank trains on, without a row that it only repeats in a dummy."""
+def trained_rows(schedule: Schedule | None, num_rows: int) -> list[int]:
+    """Return the rows that a rank trains on, without a row that is only in its dummy micro-batches."""
     if schedule is None:
         return list(range(num_rows))
     return sorted(

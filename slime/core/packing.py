@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,9 +63,10 @@ def pack(
     tokens[_ranges(layout.starts, layout.lens)] = np.concatenate([batch.tokens[r] for r in rows])
     labels[:] = layout.next_of(tokens)
     position_ids[:] = _ranges(np.zeros_like(layout.starts), layout.padded)
-    columns = {name: getattr(batch, name) for name in _VALUE_COLUMNS}
+    columns: dict[str, Any] = {name: getattr(batch, name) for name in _VALUE_COLUMNS}
+    values: dict[str, Any] = {n: response_column(c) for n, c in columns.items() if c is not None}
     zeros = torch.zeros(layout.local_total)
-    ahead: dict[str, torch.Tensor] = {}
+    ahead: dict[str, Any] = {}
     if mtp_layers:
         weights = np.zeros(layout.total, np.float32) if dummy else whole_column(batch.loss_weights)
         ahead["mtp_labels"] = layout.ahead(labels, mtp_layers)
@@ -85,7 +87,8 @@ def pack(
         else int(batch.num_trajectories[rows[0]]),
         dummy=dummy,
         routed_experts=_experts(batch, rows, layout),
-        **{name: response_column(c) for name, c in columns.items() if c is not None},
+        **_images(batch, rows, layout),
+        **values,
         **ahead,
     )
 
@@ -133,6 +136,34 @@ def _experts(batch: RolloutBatch, rows: list[int], layout: _Layout) -> torch.Ten
     experts = np.full((layout.total, *chosen[0].shape[1:]), -1, np.int16)
     experts[_ranges(layout.starts, layout.lens)] = np.concatenate(chosen)
     return layout.local(experts)
+
+
+def _images(batch: RolloutBatch, rows: list[int], layout: _Layout) -> dict[str, Any]:
+    """Return the columns of images; those of pixels only if one of the rows has an image."""
+    if batch.positions is None or batch.images is None or batch.pixels is None:
+        return {}
+    positions = np.zeros((layout.total, 3), np.int64)
+    positions[_ranges(layout.starts, layout.lens)] = np.concatenate(
+        [batch.positions[r] for r in rows]
+    )
+    columns: dict[str, Any] = {"mrope_positions": layout.local(positions)}
+    images = [batch.images[r] for r in rows]
+    index, first, count = np.concatenate(images).T
+    if not len(index):
+        return columns
+    row_starts = np.repeat(layout.starts, [len(row) for row in images])
+    mask = np.zeros(layout.total, np.bool_)
+    mask[_ranges(row_starts + first, count)] = True
+    different, order = np.unique(index, return_inverse=True)
+    pixels = [batch.pixels[i] for i in different]
+    return {
+        **columns,
+        "image_mask": layout.local(mask),
+        "pixel_values": torch.from_numpy(np.concatenate([image.values for image in pixels])),
+        "image_grids": torch.tensor([image.grid for image in pixels]),
+        "image_keys": [image.key for image in pixels],
+        "image_order": order.tolist(),
+    }
 
 
 class _Layout:

@@ -1,4 +1,4 @@
-"""Records shared by all packages: samples and reports here, batches in rollout_batch.py and train_batch.py.
+"""Records shared by all packages: samples and reports here, batches in batches.py.
 
 Shape letters used across the project: N samples, G group size, T packed tokens, R response tokens,
 V vocabulary, H hidden size.
@@ -16,11 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from slime.core.rollout_batch import CriticColumns, RolloutBatch, Schedule
-from slime.core.train_batch import LossInputs, LossOutput, MetricSum, TrainBatch
+from slime.core.batches import (
+    CriticColumns,
+    LossInputs,
+    LossOutput,
+    MetricSum,
+    Pixels,
+    RolloutBatch,
+    Schedule,
+    TrainBatch,
+)
 
 __all__ = [
-    "CriticColumns", "EngineInfo", "Group", "LossInputs", "LossOutput", "MetricSum", "ModelAddress", "ParallelInfo",
+    "CriticColumns", "EngineInfo", "Group", "LossInputs", "LossOutput", "MetricSum", "ModelAddress", "ParallelInfo", "Pixels",
     "RolloutBatch", "Sample", "Schedule", "Status", "TrainBatch",
 ]  # fmt: skip
 
@@ -33,8 +41,10 @@ class Status(str, Enum):
     FAILED = "failed"
 
 
+MAX_COMPONENTS = 64  # of a dictionary reward that are logged
+
 # Fields that may hold nested lists and dictionaries.
-_NESTED = ("prompt", "label", "metadata", "train_metadata", "multimodal_inputs", "reward")
+_NESTED = ("prompt", "messages", "label", "metadata", "train_metadata", "multimodal_inputs", "reward")  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -54,30 +64,40 @@ class Sample:
     group_index: int | None = None  # which prompt of the run; the samples of a group share it
     index: int | None = None  # unique per sample over the whole run
     rollout_id: int | None = None  # the trajectory it came from; default: index
-    prompt: str | list[dict[str, Any]] = ""
-    label: Any = None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    session_id: str | None = None
-    generate_function_path: str | None = None
-    custom_rm_path: str | None = None
-    multimodal_inputs: dict[str, Any] | None = None
+    prompt: str | list[dict[str, Any]] = ""  # a text, or messages without --apply-chat-template
+    messages: list[dict[str, Any]] = field(default_factory=list)  # the prompt, never rendered
+    label: Any = None  # the row's value of --label-key
+    metadata: dict[str, Any] = field(default_factory=dict)  # --metadata-key, and what hooks add
+    session_id: str | None = None  # requests with the same one go to the same engine
+    generate_function_path: str | None = None  # in place of --custom-generate-function-path
+    custom_rm_path: str | None = None  # in place of the flag of this name
+    multimodal_inputs: dict[str, Any] | None = None  # {"images": bytes of each file, in order}
     # set by generation
-    tokens: list[int] = field(default_factory=list)
-    response: str = ""
-    response_length: int = 0
+    tokens: list[int] = field(default_factory=list)  # of prompt and response, the end token too
+    response: str = ""  # text of the response, without the token that ended it
+    response_length: int = 0  # in tokens, those of tools included
     loss_mask: list[int] | None = None  # None: every response token is trained on
-    rollout_log_probs: list[float] | None = None
-    rollout_routed_experts: np.ndarray | None = None
-    weight_versions: list[int] = field(default_factory=list)
-    status: Status = Status.PENDING
+    rollout_log_probs: list[float] | None = None  # [R], from the engine
+    rollout_routed_experts: np.ndarray | None = None  # [tokens - 1, layers, experts per token]
+    weight_versions: list[int] = field(default_factory=list)  # [R]
+    status: Status = Status.PENDING  # how generation ended
     # set by scoring and filtering
-    reward: float | dict[str, Any] | None = None
-    teacher_log_probs: list[float] | None = None
+    reward: float | dict[str, Any] | None = None  # of a dictionary, --reward-key is trained on
+    teacher_log_probs: list[float] | None = None  # [R], for distillation
     remove_sample: bool = False  # counts in statistics, has weight 0 in training
-    train_metadata: dict[str, Any] | None = None
+    train_metadata: dict[str, Any] | None = None  # becomes RolloutBatch.metadata
     non_generation_time: float = 0.0  # seconds that a hook spent on tools, for the metrics
 
     Status = Status
+
+    def __post_init__(self) -> None:
+        if not self.messages and self.prompt:
+            self.messages = _copied(as_messages(self.prompt))
+
+    @property
+    def image_files(self) -> list[bytes]:
+        """Return the images in the order of their places in the tokens."""
+        return (self.multimodal_inputs or {}).get("images") or []
 
     @property
     def effective_response_length(self) -> int:
@@ -114,6 +134,13 @@ class Sample:
         self.response += text or ""
         if meta_info is not None:
             self._read_finish(args, meta_info)
+
+    def append_images(self, images: list[bytes]) -> None:
+        """Add images whose tokens are appended to the response; a sample that is restarted loses them."""
+        inputs = self.multimodal_inputs or {}
+        later = inputs.get("response_images", 0) + len(images)
+        files = [*self.image_files, *images]
+        self.multimodal_inputs = {**inputs, "images": files, "response_images": later}
 
     def _read_finish(self, args: Any, meta_info: dict[str, Any]) -> None:
         finish = meta_info.get("finish_reason")
@@ -176,6 +203,16 @@ class Sample:
             raise ValueError(f"sample {self.index} has no reward")
         return float(self.reward)
 
+    @property
+    def reward_components(self) -> dict[str, float]:
+        """Return the finite numbers of a dictionary reward, at most 64; none of a plain number."""
+        parts = self.reward if isinstance(self.reward, dict) else {}
+        numbers = {
+            str(k): float(v) for k, v in parts.items() if isinstance(v, int | float | np.number)
+        }
+        finite = [(name, value) for name, value in numbers.items() if np.isfinite(value)]
+        return dict(finite[:MAX_COMPONENTS])
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, and the attributes that hooks added."""
         record = {name: v for name, v in vars(self).items() if not name.startswith("_")}
@@ -194,11 +231,19 @@ class Sample:
         return sample
 
 
-def _copied(value: Any) -> Any:
-    """Copy lists and dictionaries; other objects that a hook stores, such as a connection, are shared."""
-    if isinstance(value, dict):
-        return {key: _copied(inner) for key, inner in value.items()}
-    return [_copied(inner) for inner in value] if isinstance(value, list) else value
+def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a prompt that is a text as the message of a user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _copied(value: Any, depth: int = 100) -> Any:
+    """Copy lists and dictionaries; other objects that a hook stores, such as a connection, are shared.
+
+    What a data row nests over `depth` deep is shared too, instead of exceeding the stack.
+    """
+    if depth and isinstance(value, dict):
+        return {key: _copied(inner, depth - 1) for key, inner in value.items()}
+    return [_copied(x, depth - 1) for x in value] if depth and isinstance(value, list) else value
 
 
 # How an engine ended a response.
@@ -228,6 +273,7 @@ def decode_experts(checkpoint: str, text: str) -> np.ndarray:
 @cache
 def _expert_shape(checkpoint: str) -> tuple[int, int]:
     config = json.loads((Path(checkpoint) / "config.json").read_text())
+    config = config.get("text_config", config)
     return config["num_hidden_layers"], config["num_experts_per_tok"]
 
 
@@ -273,19 +319,43 @@ class ModelAddress:
 # ---- results that actors return to the driver
 
 
+@dataclass(kw_only=True, frozen=True)
+class Activity:
+    """What a process did since its last report: phases from start to end in Unix time, memory in bytes.
+
+    `spans=[("train/steps", 1760000000.0, 1760000001.5)], memory={"rss": 500_000_000}`
+    """
+
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+
+
 @dataclass(kw_only=True)
 class RolloutResult:
     """Result of one generate call: references for the trainer, metrics for the user."""
 
+    rollout_id: int
     batch_refs: list[Any] = field(default_factory=list)  # one per data-parallel rank
     metrics: dict[str, float] = field(default_factory=dict)
+    activity: Activity = field(default_factory=Activity)
+
+
+@dataclass(kw_only=True, frozen=True)
+class TrainedTokens:
+    """What the trainer computed for the response tokens of one logged row: [R] each."""
+
+    sample_index: int
+    prompt_len: int
+    columns: dict[str, np.ndarray]  # "trainer_log_probs", "advantages", ...
 
 
 @dataclass(kw_only=True, frozen=True)
 class TrainReport:
-    """Result of one call of `train`, equal on every rank."""
+    """Result of one call of `train`; metrics are equal on every rank, the rest is the rank's own."""
 
     metrics: dict[str, float]
+    tokens: list[TrainedTokens] = field(default_factory=list)
+    activity: Activity = field(default_factory=Activity)
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -92,9 +92,7 @@ def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, given: dict[str, A
     The parameters of `apply_chat_template` itself would let the client replace the template, which is a
     program, and the names of special tokens would let it write them.
     """
-    template = tokenizer.chat_template or ""
-    texts = tuple(template.values()) if isinstance(template, dict) else (template,)
-    allowed = set().union(*map(_variables, texts))
+    allowed = _template_variables(tokenizer)
     allowed -= {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     allowed -= tokenizer.special_tokens_map.keys()
     for name in given:
@@ -104,6 +102,17 @@ def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, given: dict[str, A
                 f"`chat_template_kwargs` must not have the key {str(name)[:100]!r}: the model's chat "
                 f"template takes these: {known}"
             )
+
+
+def drops_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the model's chat template ignores `tools`."""
+    return "tools" not in _template_variables(tokenizer)
+
+
+def _template_variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    template = tokenizer.chat_template or ""
+    texts = tuple(template.values()) if isinstance(template, dict) else (template,)
+    return set().union(*map(_variables, texts))
 
 
 def encode_messages(path: str, messages: list[Message], tools: Tools, render: Render) -> list[int]:
@@ -148,9 +157,18 @@ class _Texts:
     def mark_message(self, message: Message) -> Message:
         """Put marks around a message's content, and around hostile texts in its other fields."""
         role = message["role"]
-        content = self._mark_text(message["content"], role, always=role != "assistant")
+        content, always = message["content"], role != "assistant"
+        if isinstance(content, list):  # texts between images
+            content = [self._mark_part(part, role, always) for part in content]
+        else:
+            content = self._mark_text(content, role, always=always)
         others = {k: v for k, v in message.items() if k not in ("role", "content")}
         return {"role": role, "content": content, **self.mark(others, role)}
+
+    def _mark_part(self, part: dict[str, Any], role: str, always: bool) -> dict[str, Any]:
+        if part["type"] != "text":
+            return part
+        return {**part, "text": self._mark_text(part["text"], role, always=always)}
 
     def mark(self, value: Any, role: str) -> Any:
         """Put marks around every hostile text in a JSON value; a hostile key raises ApiError."""

@@ -77,10 +77,15 @@ def same_calls(one: list[dict[str, Any]] | None, other: list[dict[str, Any]] | N
 class TokenLogProb:
     token: str
     log_prob: float
+    top: list[TokenLogProb] = field(default_factory=list)  # the most likely tokens in its place
 
     def to_json(self) -> dict[str, Any]:
+        top = [entry._fields() for entry in self.top]
+        return {**self._fields(), "top_logprobs": top}
+
+    def _fields(self) -> dict[str, Any]:
         raw = list(self.token.encode(errors="replace"))
-        return {"token": self.token, "bytes": raw, "logprob": self.log_prob, "top_logprobs": []}
+        return {"token": self.token, "bytes": raw, "logprob": self.log_prob}
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -168,6 +173,28 @@ def chat_log_probs(tokens: list[TokenLogProb]) -> dict[str, Any]:
     return {"content": [token.to_json() for token in tokens], "refusal": None}
 
 
+def completion_log_probs(tokens: list[TokenLogProb], position: int = 0) -> dict[str, Any]:
+    """Return the log-probs of `tokens`, the first of which begins at `position` of the text."""
+    offsets = []
+    for entry in tokens:
+        offsets.append(position)
+        position += len(entry.token)
+    return {
+        "text_offset": offsets,
+        "tokens": [entry.token for entry in tokens],
+        "token_logprobs": [entry.log_prob for entry in tokens],
+        "top_logprobs": [_by_token(entry) for entry in tokens]
+        if tokens and tokens[0].top
+        else None,
+    }
+
+
+def _by_token(entry: TokenLogProb) -> dict[str, float]:
+    """Return the most likely tokens and, as OpenAI has it, the sampled one; of equal texts the most likely."""
+    rows = sorted([*entry.top, entry], key=lambda row: row.log_prob)
+    return {row.token: row.log_prob for row in rows}
+
+
 def usage(num_prompt: int, answers: list[Answer]) -> dict[str, Any]:
     generated = sum(answer.num_tokens for answer in answers)
     return {
@@ -192,18 +219,7 @@ def _chat_log_probs(answer: Answer) -> dict[str, Any] | None:
 
 
 def _completion_log_probs(answer: Answer) -> dict[str, Any] | None:
-    if answer.log_probs is None:
-        return None
-    offsets, position = [], 0
-    for entry in answer.log_probs:
-        offsets.append(position)
-        position += len(entry.token)
-    return {
-        "text_offset": offsets,
-        "tokens": [entry.token for entry in answer.log_probs],
-        "token_logprobs": [entry.log_prob for entry in answer.log_probs],
-        "top_logprobs": None,
-    }
+    return None if answer.log_probs is None else completion_log_probs(answer.log_probs)
 
 
 def _key(call: dict[str, Any]) -> tuple[Any, ...]:

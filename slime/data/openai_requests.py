@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,12 +27,15 @@ _SAMPLING = {
     "ignore_eos": "ignore_eos",
     "skip_special_tokens": "skip_special_tokens",
     "logit_bias": "logit_bias",
+    "regex": "regex",
+    "json_schema": "json_schema",
 }
+_MOST_TOP_LOG_PROBS = 20
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # Parameters that raise an error rather than being ignored.
 _REFUSED = (
     "functions", "function_call", "audio", "modalities", "prediction", "web_search_options",
-    "suffix", "best_of", "echo", "regex", "ebnf", "top_logprobs",
+    "suffix", "best_of", "echo", "ebnf",
 )  # fmt: skip
 
 
@@ -61,6 +65,7 @@ class ApiRequest:
     stream: bool
     include_usage: bool
     log_probs: bool
+    num_top_log_probs: int = 0  # most likely tokens to return beside each token
     lora_path: str | None = None  # SGLang's: the LoRA adapter
 
 
@@ -69,6 +74,7 @@ class ChatRequest(ApiRequest):
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    images: list[str] = field(default_factory=list)  # URLs of the image parts, in order
 
 
 @dataclass(kw_only=True)
@@ -78,8 +84,13 @@ class CompletionRequest(ApiRequest):
     prompts: list[str] | list[list[int]]
 
 
-def parse_chat(body: Any) -> ChatRequest:
+def parse_chat(body: Any, *, images: bool = False) -> ChatRequest:
+    """Parse a body; with `images`, messages may have parts of type image_url."""
+    urls: list[str] | None = [] if images else None
     common = _parse_common(body, log_probs=bool)
+    common["num_top_log_probs"] = count = _top_log_probs(body, "top_logprobs")
+    if count and not common["log_probs"]:
+        raise ApiError("`top_logprobs` needs `logprobs`: true")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError("`messages` must be a non-empty list")
@@ -99,19 +110,18 @@ def parse_chat(body: Any) -> ChatRequest:
     kwargs = body.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, dict):
         raise ApiError("`chat_template_kwargs` must be an object")
-    wanted = body.get("response_format")
-    if wanted not in (None, {"type": "text"}):
-        raise ApiError("`response_format` is not supported: use text")
     return ChatRequest(
-        messages=[plain_message(message) for message in messages],
+        messages=[plain_message(message, urls) for message in messages],
         tools=tools or [],
         template_kwargs=kwargs,
+        images=urls or [],
         **common,
     )
 
 
 def parse_completion(body: Any) -> CompletionRequest:
     common = _parse_common(body, log_probs=lambda value: value is not None and value is not False)
+    common["num_top_log_probs"] = _top_log_probs(body, "logprobs")
     prompt = body.get("prompt")
     if isinstance(prompt, str) or (_is_ids(prompt)):
         prompts = [prompt]
@@ -123,18 +133,20 @@ def parse_completion(body: Any) -> CompletionRequest:
         prompts = prompt
     else:
         raise ApiError("`prompt` must be a text, a list of token ids, or a list of either")
-    log_probs = body.get("logprobs")
-    if isinstance(log_probs, int) and not isinstance(log_probs, bool) and log_probs > 1:
-        raise ApiError("`logprobs` above 1 is not supported: only sampled tokens have them")
     return CompletionRequest(prompts=prompts, **common)
 
 
-def plain_message(message: Message) -> Message:
-    """Return the message with its text parts joined and without empty fields."""
+def plain_message(message: Message, urls: list[str] | None = None) -> Message:
+    """Return the message with its text parts joined and without empty fields.
+
+    The URLs of its images are appended to `urls`, and {"type": "image"} is left; None: it may have none.
+    """
     content = message.get("content")
     if content is not None and not isinstance(content, str | list):
         raise ApiError("the content of a message must be a text or a list of text parts")
-    if isinstance(content, list):
+    if isinstance(content, list) and urls is not None and any(map(_is_image, content)):
+        content = [_image_or_text(part, urls) for part in content]
+    elif isinstance(content, list):
         texts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if not all(isinstance(text, str) for text in texts):
             raise ApiError("only text content is supported")
@@ -144,6 +156,24 @@ def plain_message(message: Message) -> Message:
     if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
         raise ApiError("`tool_calls` must be a list of objects with a `function`")
     return {"role": message["role"], "content": content or "", **kept}
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image_url"
+
+
+def _image_or_text(part: Any, urls: list[str]) -> dict[str, str]:
+    if _is_image(part):
+        image = part.get("image_url")
+        url = image.get("url") if isinstance(image, dict) else image
+        if not isinstance(url, str):
+            raise ApiError('an image must be {"type": "image_url", "image_url": {"url": DATA_URI}}')
+        urls.append(url)
+        return {"type": "image"}
+    text = part.get("text") if isinstance(part, dict) else None
+    if not isinstance(text, str):
+        raise ApiError("the parts of a message must be texts and images")
+    return {"type": "text", "text": text}
 
 
 def _is_call(call: Any) -> bool:
@@ -172,13 +202,39 @@ def _parse_common(body: Any, *, log_probs: Callable[[Any], bool]) -> dict[str, A
         "model": str(body.get("model") or ""),
         "sampling": {
             ours: body[name] for name, ours in _SAMPLING.items() if body.get(name) is not None
-        },
+        }
+        | _constraint(body.get("response_format")),
         "max_tokens": max_tokens,
         "stream": bool(body.get("stream")),
         "include_usage": bool(options.get("include_usage")),
         "log_probs": log_probs(body.get("logprobs")),
         "lora_path": lora_path,
     }
+
+
+def _constraint(response_format: Any) -> dict[str, str]:
+    """Return the sampling parameter for a `response_format`; SGLang takes schemas as JSON texts."""
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if response_format is None or kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": '{"type": "object"}'}
+    given = response_format.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(given, dict) or not isinstance(given.get("schema"), dict):
+        raise ApiError(
+            "`response_format` must have the type text, json_object, or json_schema with a `json_schema` "
+            "that has a `schema`"
+        )
+    return {"json_schema": json.dumps(given["schema"])}
+
+
+def _top_log_probs(body: dict[str, Any], name: str) -> int:
+    count = body.get(name)
+    if count is None or isinstance(count, bool):
+        return 0
+    if type(count) is not int or not 0 <= count <= _MOST_TOP_LOG_PROBS:
+        raise ApiError(f"`{name}` must be an integer from 0 to {_MOST_TOP_LOG_PROBS}")
+    return count
 
 
 def _is_ids(value: object) -> bool:

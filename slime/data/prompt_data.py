@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,10 @@ import orjson
 
 from slime.config.datasets import DataSpec
 from slime.config.reward_types import check_row_type
-from slime.core.errors import ConfigError
-from slime.core.types import Sample
+from slime.core.errors import ConfigError, UserError
+from slime.core.types import Sample, as_messages
+from slime.data.images import has_images, load_image_processor, read_image, take_images
+from slime.data.tokenizer import encode_prompt
 from slime.utils.reasoning_tasks import chosen_rows, task_rows
 
 if TYPE_CHECKING:
@@ -39,6 +41,10 @@ class DataFormat:
     label_key: str | None = None
     metadata_key: str = "metadata"
     tool_key: str = "tools"
+    image_key: str | None = None  # --multimodal-keys; None: rows have no images
+    max_images: int | None = None  # of a row
+    media_path: str | None = None  # images may also be below this folder
+    checkpoint: str = ""  # whose processor turns images into tokens
     apply_chat_template: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_prompt_len: int | None = None
@@ -62,8 +68,11 @@ class PromptDataset:
         data_format: DataFormat,
         num_filtered: int = 0,
         weight: float = 1.0,
+        folder: Path = Path(),  # of the data, which paths of images are relative to
     ) -> None:
         self.samples = samples
+        self._image_folders = folder, data_format.media_path
+        self._read: tuple[int, list[bytes]] = (-1, [])  # a row and its images
         self.num_filtered = num_filtered
         self.weight = weight
         self._tokenizer = tokenizer
@@ -73,8 +82,15 @@ class PromptDataset:
         return len(self.samples)
 
     def make_sample(self, row: int) -> Sample:
-        """Return a new Sample of the row, which shares no lists or dictionaries with others."""
+        """Return a new Sample of the row, which shares no lists or dictionaries with others.
+
+        Samples made one after another share the bytes of the row's images.
+        """
         template = self.samples[row]
+        if template.image_files and self._read[0] != row:
+            files = [read_image(file, *self._image_folders) for file in template.image_files]
+            self._read = (row, files)
+        images = self._read[1] if template.image_files else []
         if not template.tokens and isinstance(template.prompt, str) and self._tokenizer is not None:
             template.tokens = encode_prompt(
                 self._tokenizer, template.prompt, rendered=self._format.apply_chat_template
@@ -83,7 +99,13 @@ class PromptDataset:
                 raise ConfigError(
                     f"{self._format.data_flag}: the prompt of row {row + 1} has no tokens"
                 )
-        return template.clone()
+            if images:
+                processor = load_image_processor(self._format.checkpoint)
+                template.tokens = processor.expand(template.tokens, images)
+        sample = template.clone()
+        if images:
+            sample.multimodal_inputs = {"images": list(images)}
+        return sample
 
 
 def load_prompts(
@@ -98,7 +120,7 @@ def load_prompts(
     ]
     kept = samples
     if data_format.max_prompt_len is not None:
-        kept = _filter_by_length(samples, data_format, tokenizer)
+        kept = _filter_by_length(samples, data_format, tokenizer, _folder(spec))
         if not kept:
             raise ConfigError(
                 f"{data_format.data_flag} {text}: all {len(samples)} prompts are longer than "
@@ -110,20 +132,30 @@ def load_prompts(
             "%s: removed %d of %d prompts that are longer than %d tokens",
             text, num_filtered, len(samples), data_format.max_prompt_len,
         )  # fmt: skip
-    return PromptDataset(kept, tokenizer, data_format, num_filtered, spec.weight)
+    return PromptDataset(kept, tokenizer, data_format, num_filtered, spec.weight, _folder(spec))
 
 
-def check_prompts(text: str, data_format: DataFormat, *, takes_messages: bool = True) -> None:
-    """Read one dataset without a tokenizer; raise ConfigError for the first row that cannot be used."""
+def check_prompts(
+    text: str, data_format: DataFormat, refuse: Callable[[Sample], str | None] = lambda sample: None
+) -> int:
+    """Return the number of rows; raise ConfigError for the first that is invalid or that `refuse` complains about."""
     spec = DataSpec.parse(text, data_format.data_flag)
     plain = replace(_for_rows_of(spec, data_format), apply_chat_template=False)
-    for where, row in _rows_of(spec, text, data_format):
+    rows = _rows_of(spec, text, data_format)
+    for where, row in rows:
         sample = _to_sample(row, where, plain, None)
-        if not takes_messages and not isinstance(sample.prompt, str):
-            raise ConfigError(
-                f"{where}: {data_format.input_key!r} is a list of messages, which must be rendered: add "
-                "--apply-chat-template"
-            )
+        try:
+            for source in sample.image_files:
+                read_image(source, _folder(spec), data_format.media_path)
+        except UserError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        if complaint := refuse(sample):
+            raise ConfigError(f"{where}: {complaint}")
+    return len(rows)
+
+
+def _folder(spec: DataSpec) -> Path:
+    return Path(spec.path).expanduser().parent if spec.task is None else Path()
 
 
 def _rows_of(spec: DataSpec, text: str, data_format: DataFormat) -> list[_Row]:
@@ -156,7 +188,7 @@ def read_rows(path: str, flag: str = "--prompt-data") -> Iterator[_Row]:
     """Yield the rows of a file, each with its location ("data.jsonl:17")."""
     file = Path(path).expanduser()
     if not file.exists():
-        raise ConfigError(f"{flag}: {path} does not exist")
+        raise ConfigError(f"{flag}: {path} does not exist{_hub_hint(path)}")
     if file.is_dir():
         raise ConfigError(f"{flag}: {path} is a folder; give a .jsonl or .parquet file")
     if file.suffix == ".parquet":
@@ -169,9 +201,14 @@ def read_rows(path: str, flag: str = "--prompt-data") -> Iterator[_Row]:
         )
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, rendered: bool) -> list[int]:
-    """Tokenize a prompt. Special tokens are added unless a chat template has written them already."""
-    return list(tokenizer.encode(text, add_special_tokens=not rendered))
+def _hub_hint(path: str) -> str:
+    """Return what to type if `path` looks like a data set of the Hub, else nothing."""
+    if path.count("/") != 1 or path.startswith(("/", ".", "~")) or Path(path).suffix:
+        return ""
+    return (
+        ": if it is a data set of the Hugging Face Hub, run "
+        f"`hf download {path} --repo-type dataset --local-dir {path}` and give one of its files"
+    )
 
 
 def _take_slice(rows: Iterator[_Row], part: slice) -> list[_Row]:
@@ -236,9 +273,34 @@ def _to_sample(
     metadata = _metadata(row, where, data_format)
     if data_format.row_rm_types is not None:
         check_row_type(metadata.get("rm_type"), data_format.row_rm_types, where)
+    prompt, images = _take_images(prompt, row, where, data_format)
+    messages = as_messages(prompt)
     if data_format.apply_chat_template:
-        prompt = _render(prompt, metadata.get("tools"), where, data_format, tokenizer)
-    return Sample(prompt=prompt, label=label, metadata=metadata)
+        prompt = _render(messages, metadata.get("tools"), where, data_format, tokenizer)
+    inputs = {"images": images} if images else None
+    given = {"messages": messages, "label": label, "metadata": metadata}
+    return Sample(prompt=prompt, multimodal_inputs=inputs, **given)
+
+
+def _take_images(
+    prompt: str | list[dict[str, Any]], row: dict[str, Any], where: str, data_format: DataFormat
+) -> tuple[str | list[dict[str, Any]], list[Any]]:
+    """Return the prompt and the images of a row, which are read when it is used."""
+    if data_format.image_key is None:
+        if has_images(prompt):
+            raise ConfigError(
+                f'{where}: the messages hold images: add --multimodal-keys \'{{"image": "images"}}\''
+            )
+        return prompt, []
+    try:
+        prompt, images = take_images(prompt, row.get(data_format.image_key))
+    except UserError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if data_format.max_images is not None and len(images) > data_format.max_images:
+        raise ConfigError(
+            f"{where}: {len(images)} images; --limit-mm-data-per-request allows {data_format.max_images}"
+        )
+    return prompt, images
 
 
 def _take(row: dict[str, Any], key: str, where: str, flag: str) -> Any:
@@ -282,7 +344,7 @@ def _unpacked(value: Any) -> Any:
 
 
 def _render(
-    prompt: str | list[dict[str, Any]],
+    messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     where: str,
     data_format: DataFormat,
@@ -293,7 +355,6 @@ def _render(
             "--apply-chat-template: the tokenizer of --hf-checkpoint has no chat template; "
             "remove the flag, or add a chat_template to its tokenizer_config.json"
         )
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         return tokenizer.apply_chat_template(  # type: ignore[return-value]
             messages,
@@ -309,7 +370,10 @@ def _render(
 
 
 def _filter_by_length(
-    samples: list[Sample], data_format: DataFormat, tokenizer: PreTrainedTokenizerBase | None
+    samples: list[Sample],
+    data_format: DataFormat,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
 ) -> list[Sample]:
     assert tokenizer is not None and data_format.max_prompt_len is not None
     for start in range(0, len(samples), _TOKENIZE_CHUNK):
@@ -323,6 +387,10 @@ def _filter_by_length(
         encoded = tokenizer(texts, add_special_tokens=not data_format.apply_chat_template)
         for sample, ids in zip(chunk, encoded["input_ids"], strict=True):
             sample.tokens = list(ids)
+            if sample.image_files:
+                images = [read_image(f, folder, data_format.media_path) for f in sample.image_files]
+                processor = load_image_processor(data_format.checkpoint)
+                sample.tokens = processor.expand(sample.tokens, images)
     return [sample for sample in samples if len(sample.tokens) <= data_format.max_prompt_len]
 
 

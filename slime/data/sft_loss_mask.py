@@ -86,8 +86,9 @@ def _qwen_pieces(render: _Renderer, messages: list[Message]) -> list[Piece]:
     for message in messages:
         if message["role"] != "assistant":
             # Skip the content first, because it may contain the header.
-            found = text.find(_text_of(message), cursor)
-            cursor = found + len(_text_of(message)) if found >= 0 else cursor
+            for said in _texts_of(message):
+                found = text.find(said, cursor)
+                cursor = found + len(said) if found >= 0 else cursor
             continue
         begin = text.find(_IM_HEADER, cursor)
         if begin < 0:
@@ -158,6 +159,14 @@ def _text_of(message: Message) -> str:
     if isinstance(content, list):  # parts, as in OpenAI's messages
         content = "".join(str(part.get("text", "")) for part in content)
     return str(content).strip()
+
+
+def _texts_of(message: Message) -> list[str]:
+    """Return the texts of a message's parts, between which there may be images."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return [_text_of(message)]
+    return [str(part.get("text", "")).strip() for part in content]
 
 
 def _turns(messages: list[Message]) -> list[list[Message]]:

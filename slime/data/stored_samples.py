@@ -20,22 +20,50 @@ import orjson
 
 from slime.core.errors import ConfigError, UserError
 from slime.core.types import Group, RolloutBatch, Sample
+from slime.data.images import content_hash
 
 logger = logging.getLogger(__name__)
 
-_HOOK_FIELDS = ("metadata", "train_metadata", "reward", "multimodal_inputs")
+_HOOK_FIELDS = ("messages", "metadata", "train_metadata", "reward", "multimodal_inputs")
 _FIELDS = {field.name for field in fields(Sample)}
+_IMAGES = "_images"  # in the first record of a group: its images by hash
 # Columns that have another key in files, the same in all versions.
 _KEYS = {"num_trajectories": "executions", "trajectory_ids": "rollout_ids"}
 
 
 def encode_groups(groups: list[Group]) -> list[list[dict[str, Any]]]:
     """Return the groups as JSON data, for checkpoints."""
-    return [[_encode(sample.clone()) for sample in group] for group in groups]
+    return [_encode_group(group) for group in groups]
 
 
 def decode_groups(records: list[list[dict[str, Any]]]) -> list[Group]:
-    return [[_decode(record) for record in group] for group in records]
+    return [_decode_group(group) for group in records]
+
+
+def _encode_group(group: Group) -> list[dict[str, Any]]:
+    """Return a record per sample; the first one holds the images of all, each once."""
+    records = [_encode(sample.clone()) for sample in group]
+    files = _image_files(group)
+    if files:
+        records[0][_IMAGES] = {key: base64.b64encode(file).decode() for key, file in files.items()}
+    return records
+
+
+def _decode_group(records: list[dict[str, Any]]) -> Group:
+    stored = records[0].get(_IMAGES) or {} if records else {}
+    files = {key: base64.b64decode(file) for key, file in stored.items()}
+    return [_with_images(_decode(record), files) for record in records]
+
+
+def _image_files(samples: list[Sample]) -> dict[str, bytes]:
+    """Return the different images of the samples by their hashes, which stand for them in records."""
+    return {content_hash(file): file for sample in samples for file in sample.image_files}
+
+
+def _with_images(sample: Sample, files: dict[str, bytes]) -> Sample:
+    if sample.multimodal_inputs is not None and sample.image_files:
+        sample.multimodal_inputs["images"] = [files[str(key)] for key in sample.image_files]
+    return sample
 
 
 def save_debug_samples(template: str | None, rollout_id: int, samples: list[Sample]) -> None:
@@ -50,7 +78,16 @@ def save_debug_samples(template: str | None, rollout_id: int, samples: list[Samp
             experts = torch.from_numpy(sample.rollout_routed_experts.copy())
             record["rollout_routed_experts"] = experts
     path = Path(template.format(rollout_id=rollout_id))
-    _save(path, {"rollout_id": rollout_id, "samples": records}, "--save-debug-rollout-data")
+    files = _image_files(samples)
+    images = {
+        key: torch.frombuffer(bytearray(file), dtype=torch.uint8) for key, file in files.items()
+    }
+    content = {
+        "rollout_id": rollout_id,
+        "samples": records,
+        **({"images": images} if files else {}),
+    }
+    _save(path, content, "--save-debug-rollout-data")
 
 
 def load_debug_samples(template: str, rollout_id: int) -> list[Group]:
@@ -68,11 +105,12 @@ def load_debug_samples(template: str, rollout_id: int) -> list[Group]:
             f"could run code: {str(error).splitlines()[0]}"
         ) from None
     groups: dict[int | None, Group] = {}
+    files = {key: bytes(file.numpy()) for key, file in content.get("images", {}).items()}
     for record in content["samples"]:
         experts = record.get("rollout_routed_experts")
         if experts is not None:
             record["rollout_routed_experts"] = experts.numpy()
-        sample = Sample.from_dict(record)
+        sample = _with_images(Sample.from_dict(record), files)
         sample.weight_versions = _per_token(sample.weight_versions, sample.response_length)
         groups.setdefault(sample.group_index, []).append(sample)
     return list(groups.values())
@@ -129,6 +167,9 @@ def _save(path: Path, record: dict[str, Any], flag: str) -> None:
 def _plain_record(sample: Sample) -> dict[str, Any]:
     """Return the fields of the sample, with values that hooks set converted to JSON."""
     record = sample.to_dict()
+    if sample.image_files:
+        keys = [content_hash(file) for file in sample.image_files]
+        record["multimodal_inputs"] = {**record["multimodal_inputs"], "images": keys}
     for name in _HOOK_FIELDS:
         if record[name]:
             record[name] = _as_json(record[name], f"sample.{name}")

@@ -29,6 +29,21 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         ) from error
 
 
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, rendered: bool) -> list[int]:
+    """Tokenize a prompt. Special tokens are added unless a chat template has written them already."""
+    return list(tokenizer.encode(text, add_special_tokens=not rendered))
+
+
+def token_texts(path: str, ids: list[int]) -> list[str]:
+    """Return the text of each token alone; a part of a character is shown as the vocabulary spells it."""
+    tokenizer = load_tokenizer(path)
+    texts = [str(tokenizer.decode([number])) for number in ids]
+    return [
+        str(tokenizer.convert_ids_to_tokens(number)) if "\ufffd" in text else text
+        for number, text in zip(ids, texts, strict=True)
+    ]
+
+
 def load_hf_config(path: str | Path) -> PretrainedConfig:
     """Load the config of a Hugging Face folder. Python code in the folder is never run."""
     from transformers import AutoConfig
@@ -153,12 +168,15 @@ def refuse_other_vocabulary(path: str, other: str, flag: str) -> None:
     if differing:
         raise ConfigError(
             f"{flag} {other} has another vocabulary than --hf-checkpoint: {differing[0]!r} is token "
-            f"{theirs.get(differing[0])} there and {ours.get(differing[0])} here"
+            f"{theirs.get(differing[0])} there and {ours.get(differing[0])} here; choose one with the same"
         )
 
 
 def eos_token_id(path: str) -> int:
     token = load_tokenizer(path).eos_token_id
     if not isinstance(token, int):
-        raise ConfigError(f"--hf-checkpoint {path}: its tokenizer has no end-of-text token")
+        raise ConfigError(
+            f"--hf-checkpoint {path}: its tokenizer has no end-of-text token: set eos_token in its "
+            "tokenizer_config.json"
+        )
     return token

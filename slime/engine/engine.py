@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from slime.engine.arguments import EngineArgs
 from slime.engine.kv_cache import MemoryReleaser, choose_sizes
-from slime.engine.lora.store import Adapter, AdapterStore, load_at_start
+from slime.engine.lora.store import Adapter, make_store
 from slime.engine.models.loading import eos_token_ids
 from slime.engine.models.model_runner import ModelRunner
 from slime.engine.radix_cache import PagePool
@@ -56,12 +56,11 @@ class Engine:
             chunk_size=self.sizes.chunk_size,
             use_prefix_cache=not args.disable_radix_cache,
             drafter=_make_drafter(args),
+            num_saved_states=self.sizes.num_saved_states if self.runner.state_shape else None,
         )
         self.runner.prepare(self.sizes.num_pages, self.scheduler)
-        self.weights = WeightStore(self.runner.model)
-        self.lora = None if self.runner.lora is None else AdapterStore(self.runner.lora)
-        if self.lora is not None:
-            load_at_start(args, self.lora)
+        self.weights = WeightStore(self.runner.model, args.model_path)
+        self.lora = make_store(args, self.runner.lora)
         self._releaser = MemoryReleaser(self.runner)
         self.weight_version = args.weight_version
         self.model_path = args.model_path
@@ -229,6 +228,9 @@ class Engine:
     def weights_changed(self) -> None:
         """Clear the prefix cache, which was computed with other weights; running requests keep their pages."""
         self.scheduler.flush()
+        if self.runner.tower is not None and self.weights.tower_changed:
+            self.runner.tower.forget()
+        self.weights.tower_changed = False
 
     def unload_adapter(self, name: str) -> None:
         """Free the slot of an adapter that no request uses; those that arrive later are refused."""
@@ -249,7 +251,11 @@ class Engine:
                 "memory can be released only while no request is running; flush_cache first"
             )
         self.scheduler.flush()
+        if self.runner.tower is not None:
+            self.runner.tower.forget()
         self.weights.invalidate()
+        if self.lora is not None:
+            self.lora.forget_buffers()
         for tag in tags:
             if tag not in self.released:
                 self._releaser.release(tag)

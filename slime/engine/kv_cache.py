@@ -1,4 +1,4 @@
-"""The KV cache: its tensors, its size, and releasing memory while a colocated trainer uses the device."""
+"""The KV cache and recurrent states: tensors, sizes, and releasing them while a colocated trainer works."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from slime.core.errors import UserError
 from slime.engine.arguments import EngineArgs
+from slime.engine.state_cache import StateCache
 
 if TYPE_CHECKING:
     from slime.engine.models.model_runner import ModelRunner
@@ -38,7 +39,9 @@ class KVCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        states: StateCache | None = None,
     ) -> None:
+        self.states = states
         self.layers = layers
         self.num_pages = num_pages
         self.page_size = page_size
@@ -52,10 +55,14 @@ class KVCache:
         for index, shape in self.layers.items():
             self.keys[index] = self._pages(shape.num_heads, shape.key_dim)
             self.values[index] = self._pages(shape.num_heads, shape.value_dim)
+        if self.states is not None:
+            self.states.allocate()
 
     def free(self) -> None:
         self.keys.clear()
         self.values.clear()
+        if self.states is not None:
+            self.states.free()
 
     def write(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -82,6 +89,7 @@ _CPU_CACHE_BYTES = 2 << 30
 _DEFAULT_RUNNING = 256
 _DEFAULT_FRACTION = 0.85
 _DEFAULT_CHUNK = {"cpu": 2048, "cuda": 8192}
+_STATE_SHARE = 0.9 / 1.9  # of the memory for both is for recurrent states, as in SGLang
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,22 +100,27 @@ class Sizes:
     max_pages_per_request: int
     max_running: int
     chunk_size: int
+    num_saved_states: int = 0  # at nodes of the prefix cache, of models with recurrent layers
 
 
 def choose_sizes(args: EngineArgs, runner: ModelRunner) -> Sizes:
     """Take the sizes from the options, or use as much memory as the device has free."""
     element = torch.empty(0, dtype=runner.dtype).element_size()
     page_bytes = sum(layer.elements for layer in runner.layers.values()) * element * args.page_size
-    max_running = args.max_running_requests or _DEFAULT_RUNNING
     pages_per_request = -(-(runner.context_len + 1) // args.page_size)
+    budget = _cache_bytes(args, runner.device)
+    if runner.tower is not None and runner.device.type == "cuda":
+        budget -= runner.tower.cached_bytes
+    max_running, num_saved = args.max_running_requests or _DEFAULT_RUNNING, 0
+    if runner.state_shape is not None:
+        state_bytes = runner.state_shape.nbytes(runner.dtype)
+        max_running, num_saved = count_states(args, budget, state_bytes)
+        budget -= (max_running + 1 + num_saved) * state_bytes
+    num_pages = int(budget // page_bytes)
     if args.max_total_tokens is not None:
         num_pages = args.max_total_tokens // args.page_size
-    elif runner.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(runner.device)
-        reserved = total * (1 - (args.mem_fraction_static or _DEFAULT_FRACTION))
-        num_pages = int((free - reserved) // page_bytes)
-    else:
-        num_pages = min(max_running * pages_per_request, _CPU_CACHE_BYTES // page_bytes)
+    elif runner.device.type != "cuda":
+        num_pages = min(max_running * pages_per_request, num_pages)
     if num_pages < 1:
         raise UserError("no memory is left for the KV cache; raise --mem-fraction-static")
     return Sizes(
@@ -115,7 +128,29 @@ def choose_sizes(args: EngineArgs, runner: ModelRunner) -> Sizes:
         max_pages_per_request=pages_per_request,
         max_running=max_running,
         chunk_size=args.chunked_prefill_size or _DEFAULT_CHUNK[runner.device.type],
+        num_saved_states=num_saved,
     )
+
+
+def _cache_bytes(args: EngineArgs, device: torch.device) -> float:
+    """Return the memory for the KV cache and recurrent states."""
+    if device.type != "cuda":
+        return _CPU_CACHE_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    return free - total * (1 - (args.mem_fraction_static or _DEFAULT_FRACTION))
+
+
+def count_states(args: EngineArgs, budget: float, state_bytes: int) -> tuple[int, int]:
+    """Return how many requests run at a time, and how many states are saved for prefixes.
+
+    Without --max-running-requests, half of the states are for running requests.
+    """
+    rows = max(int(budget * _STATE_SHARE) // state_bytes - 1, 1)  # besides the padding row
+    wanted = rows if args.disable_radix_cache else max(rows // 2, 1)
+    running = args.max_running_requests or min(wanted, _DEFAULT_RUNNING)
+    if args.disable_radix_cache:
+        return running, 0
+    return running, min(max(rows - running, 0), running)
 
 
 class MemoryReleaser:

@@ -1,10 +1,12 @@
-"""The pages of the KV cache: reference counts, and the prefix cache that shares them between requests."""
+"""Pages of the KV cache and saved recurrent states: reference counts, and the prefix cache that shares them."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 
 class PagePool:
@@ -72,6 +74,65 @@ class PagePool:
         return self._cached[page] and self._references[page] == 1
 
 
+class StatePool:
+    """Rows for saved recurrent states; see state_cache.py.
+
+    A row is free, held by a running request, or at a node of the prefix cache. When none is free, the node
+    whose state was used least recently loses it; its page stays.
+    """
+
+    def __init__(self, rows: range) -> None:
+        self._free = list(reversed(rows))
+        self._nodes: OrderedDict[int, _Node] = OrderedDict()  # by row, least recently used first
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """Return a row to write to; None if running requests hold them all."""
+        if self._free:
+            return self._free.pop()
+        if not self._nodes:
+            return None
+        row, node = self._nodes.popitem(last=False)
+        node.state = None
+        return row
+
+    def give_back(self, row: int) -> None:
+        self._free.append(row)
+
+    def attach(self, node: _Node, row: int) -> None:
+        node.state = row
+        self._nodes[row] = node
+
+    def touch(self, row: int) -> None:
+        self._nodes.move_to_end(row)
+
+    def detach(self, node: _Node) -> None:
+        """Free the row of a node that is removed, if it has one."""
+        if node.state is not None:
+            del self._nodes[node.state]
+            self._free.append(node.state)
+            node.state = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """What the prefix cache has for a request.
+
+    Three pages of its tokens are cached, and the state after the second was saved in row 9::
+
+        pages = [4, 7]     state = 9     seen = [4, 7, 3]
+    """
+
+    pages: list[int]
+    state: int | None = (
+        None  # row of the saved state after these pages; None without recurrent layers
+    )
+    seen: list[int] = field(default_factory=list)  # those behind the last saved state included
+
+
 class RadixCache:
     """Finds the pages that already hold a prefix, and evicts the least recently used when asked.
 
@@ -80,8 +141,9 @@ class RadixCache:
     form whole subtrees.
     """
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, states: StatePool | None = None) -> None:
         self._pool = pool
+        self._states = states  # of models with recurrent layers
         self._root = _Node(page=0, parent=None, key=())
         self._clock = itertools.count(1)
         self._size = 0
@@ -93,8 +155,15 @@ class RadixCache:
         return self._size
 
     def match(self, token_ids: list[int], limit: int, adapter: int = 0) -> list[int]:
-        """Return the pages of the longest prefix cached with this adapter, at most `limit` tokens of it."""
+        return self.find(token_ids, limit, adapter).pages
+
+    def find(self, token_ids: list[int], limit: int, adapter: int = 0) -> Prefix:
+        """Return the longest prefix cached with this adapter that can be reused, at most `limit` tokens.
+
+        With recurrent layers it ends at a node with a saved state.
+        """
         node, pages, now = self._root, [], next(self._clock)
+        state, num_usable = None, 0
         for key in self._keys(token_ids, limit, adapter):
             child = node.children.get(key)
             if child is None:
@@ -102,7 +171,35 @@ class RadixCache:
             child.last_used = now
             pages.append(child.page)
             node = child
-        return pages
+            if node.state is not None:
+                state, num_usable = node.state, len(pages)
+        if self._states is None:
+            return Prefix(pages=pages, seen=pages)
+        if state is not None:
+            self._states.touch(state)
+        return Prefix(pages=pages[:num_usable], state=state, seen=pages)
+
+    def attach_state(self, token_ids: list[int], count: int, row: int, adapter: int = 0) -> bool:
+        """Keep a saved state after the first `count` tokens, whole pages; return whether it is new there."""
+        node = self._node_after(token_ids, count, adapter)
+        if self._states is None or node is None or node.state is not None:
+            return False
+        self._states.attach(node, row)
+        return True
+
+    def lacks_state(self, token_ids: list[int], count: int, adapter: int = 0) -> bool:
+        """Return whether there is a node after the first `count` tokens without a saved state."""
+        node = self._node_after(token_ids, count, adapter)
+        return node is not None and node.state is None
+
+    def _node_after(self, token_ids: list[int], count: int, adapter: int) -> _Node | None:
+        node = self._root
+        for key in self._keys(token_ids, count, adapter):
+            child = node.children.get(key)
+            if child is None:
+                return None
+            node = child
+        return node
 
     def insert(
         self,
@@ -142,6 +239,7 @@ class RadixCache:
             parent = node.parent
             assert parent is not None
             del parent.children[node.key]
+            self._drop_state(node)
             self._pool.release_from_cache(node.page)
             self._size -= 1
             evicted += 1
@@ -152,13 +250,18 @@ class RadixCache:
     def clear(self) -> None:
         """Remove everything; pages in use stay with their requests but cannot be inserted again."""
         for node in list(self._nodes()):
+            self._drop_state(node)
             self._pool.release_from_cache(node.page)
         self._root.children.clear()
         self._size = 0
         self.epoch += 1
 
+    def _drop_state(self, node: _Node) -> None:
+        if self._states is not None:
+            self._states.detach(node)
+
     def _keys(self, token_ids: list[int], limit: int, adapter: int) -> Iterator[tuple[int, ...]]:
-        """Yield the key of each full page; the first one's is longer by the number of an adapter."""
+        """Yield the key of each full page: its tokens, in the first page after the number of the adapter."""
         size = self._pool.page_size
         for start in range(0, limit - size + 1, size):
             key = tuple(token_ids[start : start + size])
@@ -176,7 +279,7 @@ class RadixCache:
 
 
 class _Node:
-    __slots__ = ("children", "key", "last_used", "page", "parent")
+    __slots__ = ("children", "key", "last_used", "page", "parent", "state")
 
     def __init__(self, *, page: int, parent: _Node | None, key: tuple[int, ...]) -> None:
         self.page = page
@@ -184,3 +287,4 @@ class _Node:
         self.key = key
         self.children: dict[tuple[int, ...], _Node] = {}
         self.last_used = 0
+        self.state: int | None = None  # row of a saved state

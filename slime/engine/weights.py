@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -17,11 +17,14 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
+from slime.config.checks.model_types import TOWER, in_tower
 from slime.engine.scheduler.sampling_params import RequestError
-from slime.weights.buckets import hf_views
+from slime.weights.buckets import StoredNames, hf_views, stored_names
 from slime.weights.checksum import tensor_checksums
 from slime.weights.ipc import ImportedBuffers, finish_reading
 from slime.weights.process_group import destroy_side_group, init_side_group
+
+_NOT_SERVED = ("mtp.", TOWER)  # MTP layers, and the tower beside a model that is served without it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +54,17 @@ class _Views:
 class WeightStore:
     """The live parameters under their checkpoint names; writing to them changes the model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, model_path: str = "") -> None:
         self._model = model
         self._model_type: str = model.config.model_type
+        has_names = any(Path(model_path).glob("*.safetensors"))  # else random weights
+        self._stored = stored_names(model_path, self._model_type) if has_names else StoredNames()
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._weights: dict[str, torch.Tensor] = {}  # by module name; released memory keeps them
         self._kept: _Views | None = None  # while a session is open
         self._imported = ImportedBuffers()
         self.session_open = False
+        self.tower_changed = False  # since its reader set it to False
 
     def begin_session(self) -> None:
         if self.session_open:
@@ -86,7 +92,10 @@ class WeightStore:
             )
 
     def update_from_disk(self, model_path: str) -> None:
-        """Load every parameter from a checkpoint folder; nothing is written unless all shapes match."""
+        """Load every parameter from a checkpoint folder; nothing is written unless all shapes match.
+
+        A folder without a vision tower has the language half alone.
+        """
         try:
             self._read_folder(model_path)
         except (OSError, SafetensorError) as error:
@@ -95,11 +104,15 @@ class WeightStore:
     def _read_folder(self, model_path: str) -> None:
         kept = self._views()
         views, places = kept.by_name, _find_tensors(Path(model_path))
-        missing = [name for name in kept.names if name not in places]
+        with_tower = any(in_tower(name) for name in places)
+        missing = [
+            name for name in kept.names if name not in places and (with_tower or not in_tower(name))
+        ]
         unknown = [
             name
             for name in places
             if name not in views and not name.endswith("rotary_emb.inv_freq")
+            if not name.startswith(_NOT_SERVED)
         ]
         if missing or unknown:
             raise RequestError(
@@ -113,6 +126,7 @@ class WeightStore:
             with safe_open(path, framework="pt") as file:
                 for name in names:
                     _check_shape(name, tuple(file.get_slice(name).get_shape()), views[name])
+        self.tower_changed |= with_tower
         for path, names in by_file.items():
             with safe_open(path, framework="pt") as file:
                 for name in names:
@@ -123,23 +137,24 @@ class WeightStore:
 
         The buffer has been read when this returns, and stays mapped during a session.
         """
-        self._copy_from(handle, metas, self._places(metas))
+        places = self._places(metas)
+        with self._opened(handle) as buffer:
+            _copy_bucket(buffer, metas, places)
 
     def read_buffer(self, handle: Any, metas: Sequence[TensorMeta]) -> dict[str, torch.Tensor]:
         """Return copies of tensors in memory shared by another process, such as those of an adapter."""
-        made = self._new_tensors(metas)
-        self._copy_from(handle, metas, list(made.values()))
-        return made
+        with self._opened(handle) as buffer:
+            copy = torch.empty_like(buffer, device=self._model.device).copy_(buffer)
+        return named_views(copy, metas)
 
-    def _copy_from(
-        self, handle: Any, metas: Sequence[TensorMeta], places: list[torch.Tensor]
-    ) -> None:
+    @contextlib.contextmanager
+    def _opened(self, handle: Any) -> Iterator[torch.Tensor]:
         try:
             buffer = self._imported.get(handle)
         except (KeyError, TypeError, OSError, ValueError) as error:
             raise RequestError(f"cannot open the shared buffer: {error}") from error
         try:
-            _copy_bucket(buffer, metas, places)
+            yield buffer
         finally:
             finish_reading(buffer)
             if not self.session_open:
@@ -148,19 +163,10 @@ class WeightStore:
     def read_group(self, metas: Sequence[TensorMeta], group_name: str) -> dict[str, torch.Tensor]:
         """Return tensors that rank 0 of the group broadcasts as one byte buffer."""
         group = self._group(group_name)
-        places = self._new_tensors(metas)
         size = sum(meta.num_bytes for meta in metas)
         buffer = torch.empty(size, dtype=torch.uint8, device=self._model.device)
         dist.broadcast(buffer, group=group, group_src=0)
-        _copy_bucket(buffer, metas, list(places.values()))
-        return places
-
-    def _new_tensors(self, metas: Sequence[TensorMeta]) -> dict[str, torch.Tensor]:
-        device = self._model.device
-        made = {m.name: torch.empty(m.shape, dtype=m.dtype, device=device) for m in metas}
-        if len(made) < len(metas):
-            raise RequestError("a tensor was sent twice")
-        return made
+        return named_views(buffer, metas)
 
     def init_group(
         self, *, address: str, port: int, rank: int, world_size: int, name: str, backend: str
@@ -213,7 +219,8 @@ class WeightStore:
         names: list[str] = []
         seen: set[int] = set()
         for name, tensor in self._all().items():
-            views = dict(hf_views([(name, tensor.detach())], model_type=self._model_type))
+            named = [(name, tensor.detach())]
+            views = dict(hf_views(named, model_type=self._model_type, stored=self._stored))
             by_name.update(views)
             if id(tensor) not in seen:
                 names.extend(views)
@@ -227,6 +234,7 @@ class WeightStore:
         views = self._views().by_name
         places: list[torch.Tensor] = []
         for meta in metas:
+            self.tower_changed |= in_tower(meta.name)
             if meta.name not in views:
                 raise RequestError(f"the model has no parameter {meta.name!r}")
             places.append(views[meta.name])
@@ -298,9 +306,24 @@ def metadata_in_order(
 def _copy_bucket(
     buffer: torch.Tensor, metas: Sequence[TensorMeta], places: list[torch.Tensor]
 ) -> None:
+    if places:
+        sent = [view.view_as(p) for view, p in zip(_views_of(buffer, metas), places, strict=True)]
+        torch._foreach_copy_(places, sent)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def named_views(buffer: torch.Tensor, metas: Sequence[TensorMeta]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a buffer, which they share, by name."""
+    views = zip(metas, _views_of(buffer, metas), strict=True)
+    made = {meta.name: view.view(meta.shape) for meta, view in views}
+    if len(made) < len(metas):
+        raise RequestError("a tensor was sent twice")
+    return made
+
+
+def _views_of(buffer: torch.Tensor, metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
     whole = {dtype: _elements(buffer, dtype) for dtype in {meta.dtype for meta in metas}}
     sent: list[torch.Tensor] = []
-    for meta, place in zip(metas, places, strict=True):
+    for meta in metas:
         size, end = meta.dtype.itemsize, meta.offset + meta.num_bytes
         if not 0 <= meta.offset <= end <= buffer.numel():
             raise RequestError(f"{meta.name}: bytes {meta.offset}..{end} lie outside the buffer")
@@ -308,9 +331,8 @@ def _copy_bucket(
             data = buffer[meta.offset : end].clone().view(meta.dtype)
         else:
             data = whole[meta.dtype][meta.offset // size : end // size]
-        sent.append(data.view_as(place))
-    if places:
-        torch._foreach_copy_(places, sent)  # pyright: ignore[reportPrivateImportUsage]
+        sent.append(data)
+    return sent
 
 
 def _elements(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -61,7 +61,7 @@ class Checkpointer:
         self.start_rollout_id = meta.rollout_id + 1 if meta else 0
         if args.start_rollout_id is not None:
             self.start_rollout_id = args.start_rollout_id
-        if self.start_rollout_id >= args.num_rollout:
+        if self.start_rollout_id >= args.num_rollout > 0:
             self.warnings.append(
                 f"nothing is left to train: the run would start with rollout {self.start_rollout_id} and "
                 f"--num-rollout is {args.num_rollout}; raise it to go on"

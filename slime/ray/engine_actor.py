@@ -29,7 +29,7 @@ from slime.core.errors import UserError
 from slime.core.types import EngineInfo
 from slime.ray.remote import Remote, engine_actor
 from slime.ray.watch import Member
-from slime.serving.server_process import ServerProcess, StartError, wait_until_ready
+from slime.serving.servers import ServerProcess, StartError, wait_until_ready
 from slime.utils.addresses import Ports, choose_interface, find_ports, own_host, says_port_taken
 from slime.utils.device import device_id, device_type
 

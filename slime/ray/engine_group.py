@@ -16,8 +16,8 @@ from slime.core.types import EngineInfo, ModelAddress
 from slime.ray.engine_actor import EngineHandle
 from slime.ray.watch import LostError, Member, first_line
 from slime.serving.external import ExternalGroup
-from slime.serving.health import failed_engines, flush_until_idle, health_route
 from slime.serving.router import ExternalRouter, Router, make_router
+from slime.serving.servers import failed_engines, flush_until_idle, health_route
 from slime.utils.addresses import own_host
 from slime.utils.concurrency import run_all, start_in_thread
 from slime.utils.engine_keys import remember_key

@@ -91,6 +91,11 @@ class Remote(Generic[T]):
             ray.kill(self._actor)
 
 
+def fetch(references: list[Any]) -> list[Any]:
+    """Return the values from Ray's object store."""
+    return ray.get(references)
+
+
 def value_of(reference: ray.ObjectRef[R]) -> R:
     """Type a reference as the value that the actor receives for it: Ray sends it there directly."""
     return cast(R, reference)

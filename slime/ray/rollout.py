@@ -17,12 +17,15 @@ from typing import Any
 import ray
 
 from slime.config.arguments import Args
+from slime.config.datasets import dataset_names
 from slime.config.engine_groups import ServedModel, default_model, models_of
 from slime.config.env import read_env
 from slime.config.flags.spec import option_of
 from slime.config.lora import served_adapter
 from slime.core.types import ModelAddress, RolloutResult, Sample
+from slime.data.images import thumbnail
 from slime.data.stored_samples import load_debug_samples, save_debug_samples
+from slime.data.tokenizer import token_texts
 from slime.rollout.base_types import (
     DataSource,
     EvalLogFunction,
@@ -31,17 +34,16 @@ from slime.rollout.base_types import (
     as_eval_output,
     as_train_output,
 )
-from slime.rollout.context import RolloutContext
+from slime.rollout.context import RolloutContext, WeightClock
 from slime.rollout.engine_pool import EnginePool
 from slime.rollout.metrics import eval_metrics, rollout_metrics
-from slime.rollout.staleness import WeightClock
 from slime.rollout.train_data import samples_to_batch, split_batch
 from slime.runlog.logging import open_process_log
-from slime.runlog.perf_metrics import ModelShape, train_flops
-from slime.runlog.sample_log import append_samples, batch_rows, sample_row
+from slime.runlog.perf_metrics import ModelShape, Timer, train_flops
+from slime.runlog.sample_log import SampleLog
 from slime.utils.engine_keys import remember_key
 from slime.utils.http import run
-from slime.utils.load_function import load_class, load_function
+from slime.utils.load_function import load_class, load_function, load_hook
 
 _STATE_FILE = "rollout.json"
 _OF_SAMPLING = ("rollout/reward_mean", "rollout/zero_std_groups")
@@ -71,6 +73,14 @@ class RolloutManager:
             remember_key([args.rm_url], read_env().rm_token)
         config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
         self.shape = ModelShape.from_hf_config(config)
+        self.sample_log = SampleLog(
+            args.run_dir,
+            limit=args.log_samples,
+            decode=lambda ids: token_texts(args.hf_checkpoint, ids),
+            thumbnail=thumbnail,
+            datasets=dataset_names(args.prompt_data or []),
+        )
+        self.timer = Timer()
         self.dp_size, self.cp_size = 1, 1
         self._first_version: int | None = None  # of weights whose first rollout has not begun yet
         # The state when the generation of a rollout began, by that rollout's id.
@@ -112,11 +122,13 @@ class RolloutManager:
     # ---- work
 
     def generate(self, rollout_id: int) -> RolloutResult:
-        with self.context.active():
-            return self._generate(rollout_id)
+        with self.context.active(), self.timer.phase("generate"):
+            result = self._generate(rollout_id)
+        result.activity = self.timer.activity()
+        return result
 
     def eval(self, rollout_id: int) -> dict[str, float]:
-        with self.context.active():
+        with self.context.active(), self.timer.phase("eval"):
             return self._eval(rollout_id)
 
     def _generate(self, rollout_id: int) -> RolloutResult:
@@ -132,36 +144,35 @@ class RolloutManager:
         if self.args.loss_type == "sft_loss":  # nothing was sampled, nothing was scored
             metrics = {k: v for k, v in metrics.items() if k not in _OF_SAMPLING}
         else:
-            tokens = sum(sample.response_length for sample in samples)
-            metrics["perf/rollout_tokens_per_second"] = tokens / seconds
+            metrics["perf/rollout_tokens_per_second"] = metrics["rollout/tokens"] / seconds
         hook = self._hook("custom_rollout_log_function_path", RolloutLogFunction)
         if hook and hook(rollout_id, self.args, samples, metrics, seconds):
             metrics = {}
         save_debug_samples(self.args.save_debug_rollout_data, rollout_id, samples)
         if self.args.debug_rollout_only:
-            rows = [sample_row(s, self.args.reward_key, kind="train") for s in samples]
-            append_samples(self.args.run_dir, rollout_id, rows)
-            return RolloutResult(metrics=metrics)
+            rewards = [None if s.reward is None else s.get_reward_value(self.args) for s in samples]
+            self.sample_log.log_scored(rollout_id, samples, rewards)
+            return RolloutResult(rollout_id=rollout_id, metrics=metrics)
         batch = samples_to_batch(self.args, samples)
         metrics["perf/train_flops"] = train_flops(self.shape, batch.total_lens)
-        append_samples(self.args.run_dir, rollout_id, batch_rows(samples, batch))
+        self.sample_log.log_batch(rollout_id, samples, batch)
         parts = split_batch(self.args, batch, dp_size=self.dp_size, cp_size=self.cp_size)
-        return RolloutResult(batch_refs=[ray.put(part) for part in parts], metrics=metrics)
+        refs = [ray.put(part) for part in parts]
+        return RolloutResult(rollout_id=rollout_id, batch_refs=refs, metrics=metrics)
 
     def _eval(self, rollout_id: int) -> dict[str, float]:
         result = self.eval_rollout(self.args, rollout_id, self.data_source, evaluation=True)
         output = as_eval_output(result, self.eval_path)
         for name, dataset in output.data.items():
-            rows = [
-                sample_row(s, self.args.eval_reward_key, kind=f"eval/{name}")
-                for s in dataset.samples
-            ]
-            append_samples(self.args.run_dir, rollout_id, rows)
+            if dataset.samples:
+                self.sample_log.log_scored(
+                    rollout_id, dataset.samples, dataset.rewards, f"eval/{name}"
+                )
         metrics = {**eval_metrics(self.args, output.data), **output.metrics}
         hook = self._hook("custom_eval_rollout_log_function_path", EvalLogFunction)
         return {} if hook and hook(rollout_id, self.args, output.data, metrics) else metrics
 
-    def silence(self) -> str | None:
+    def stall_warning(self) -> str | None:
         """Return a warning if no sample has finished for long."""
         return self.context.progress.stall_warning()
 
@@ -196,7 +207,7 @@ class RolloutManager:
     def _hook(self, name: str, protocol: type) -> Callable[..., Any] | None:
         path = getattr(self.args, name)
         flag = option_of(name)
-        return load_function(path, flag=flag, protocol=protocol) if path else None
+        return load_hook(path, flag=flag, protocol=protocol) if path else None
 
     def _state(self, last_trained: int) -> dict[str, Any] | None:
         """Return the data source's state; None for a user's data source that saves its state itself."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -17,9 +18,10 @@ from slime.diagnosis.exit_status import StopSignal
 from slime.ray.engine_group import EngineCallError, EngineGroup
 from slime.ray.watch import Member, StallError, Watch
 from slime.ray.weight_updater import WeightUpdater
+from slime.runlog.event_log import MAX_RANKS
 from slime.runlog.recorder import Recorder
 from slime.serving.external import ExternalGroup
-from slime.serving.health import check_probe
+from slime.serving.servers import check_probe, engine_memory
 
 if TYPE_CHECKING:
     from slime.ray.rollout import RolloutManager
@@ -50,10 +52,10 @@ class RolloutGroup:
         self._watch = watch
         self._last_begun: int | None = None
         self._generating: ray.ObjectRef[RolloutResult] | None = None  # the rollout that was begun
-        self._failures_told: set[str] = set()  # datasets; "" for training
+        self._warned_of: set[str] = set()  # datasets; "" for training
 
-    def generate(self, rollout_id: int) -> list[Any]:
-        """Return the samples of one rollout as one object per data-parallel rank."""
+    def generate(self, rollout_id: int) -> RolloutResult:
+        """Return the samples of one rollout, as one object per data-parallel rank, and its metrics."""
         self.begin(rollout_id)
         return self.finish()
 
@@ -68,20 +70,22 @@ class RolloutGroup:
             with self.recorder.phase("generate"), self.stop_signal.interruptible():
                 self._watched(self._generating)
 
-    def finish(self) -> list[Any]:
+    def finish(self) -> RolloutResult:
         """Return the rollout begun last."""
         assert self._generating is not None, "`begin` comes first"
         with self.recorder.phase("generate"), self.stop_signal.interruptible():
             result = self._watched(self._generating)
+            memory = engine_memory(self._engines.infos[:MAX_RANKS])
             self._engines.release()
         self._generating = None
         self.recorder.add(result.metrics)
+        self.recorder.add_activities({"rollout": result.activity, **memory})
         failed, samples = (result.metrics.get(f"rollout/{k}", 0) for k in ("failed", "samples"))
         if failed:
             self._warn_once(
                 "", f"{failed:.0f} of {samples:.0f} samples of rollout {self._last_begun}"
             )
-        return result.batch_refs
+        return result
 
     def eval(self, rollout_id: int) -> None:
         """Score the evaluation datasets with the weights after `rollout_id` (-1: before training)."""
@@ -109,8 +113,8 @@ class RolloutGroup:
 
     def _warn_once(self, dataset: str, which: str) -> None:
         """Warn the first time; the metric counts failures in every rollout."""
-        if dataset not in self._failures_told:
-            self._failures_told.add(dataset)
+        if dataset not in self._warned_of:
+            self._warned_of.add(dataset)
             log = Path(self.args.run_dir) / "logs" / "rollout.log"
             self.recorder.message(f"warning: {which} failed and do not count; why is in {log}")
 
@@ -121,11 +125,11 @@ class RolloutGroup:
         while not ray.wait([reference], timeout=min(first, self._watch.deadline.left_s()))[0]:
             first = wait
             self._watch.check()
-            # A hook holds the whole process; or it died, which the next look at `reference` tells.
+            # A hook blocks the whole process; or it died, which the next `ray.wait` reports.
             with suppress(GetTimeoutError, RayActorError):
-                silence = self._manager.remote.get(lambda m: m.silence(), timeout=_ANSWER_S)
-                if silence:
-                    self.recorder.message(silence)
+                warning = self._manager.remote.get(lambda m: m.stall_warning(), timeout=_ANSWER_S)
+                if warning:
+                    self.recorder.message(warning, kind="stall")
             if self._engines.replace_failed() or self._engines.unsynced:
                 self.updater.update_restarted()
             else:
@@ -203,12 +207,13 @@ class Engines:
                 ]
             )
         for index in failed:
-            self._recorder.message(self._group.restart(index, self._recorder.message))
+            tell = partial(self._recorder.message, kind="engine")
+            tell(self._group.restart(index, tell))
         return failed
 
     def restart_lost_router(self) -> None:
         if self._group.router_lost():
-            self._recorder.message("the router ended and is started again")
+            self._recorder.message("the router ended and is started again", kind="engine")
             self._generate_with(self._group.serving)
 
     def release(self) -> None:

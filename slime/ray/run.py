@@ -25,7 +25,7 @@ from slime.ray.watch import BrokenRunError, LostError, first_line
 from slime.runlog.logging import setup_logging
 from slime.runlog.recorder import Recorder
 from slime.runlog.report import write_report
-from slime.runlog.run_folder import hold_folder, hold_run_folder, open_run_folder
+from slime.runlog.run_folder import hold_folder, hold_run_folder, open_run_folder, resume_line
 from slime.runlog.summary import closing_lines
 from slime.runlog.tracking import cut_back, logged_rollouts
 
@@ -49,6 +49,8 @@ class Run:
             self._last = folders.pop_all()
         for warning in (*args.warnings, *self._checkpoints.warnings):
             self.recorder.message(f"warning: {warning}")
+        if self._resumed:
+            self.recorder.message(self._resumed)
         self.stop_signal = StopSignal(self.recorder.message, _after_a_signal(args))
         self._resources = ExitStack()
         self._resources.callback(self.recorder.close)
@@ -74,6 +76,7 @@ class Run:
                 self._complete_export()
         except BaseException as error:
             lost = self._ray_lost()
+            self._record_end(lost or error)
             self._add_advice(lost or error)
             with self._last:
                 self._resources.close()
@@ -93,6 +96,7 @@ class Run:
         stopped = isinstance(error, Terminated)
         lost = self._ray_lost()
         with self._last, self._resources:
+            self._record_end(lost or error)
             if lost is not None:
                 self._save_without_ray(error)
                 self._add_advice(lost)
@@ -141,9 +145,10 @@ class Run:
         return done and exported and not self._lacks_eval(self.start_rollout_id - 1)
 
     def save_if_due(self, rollout_id: int, *, stopping: bool = False) -> None:
-        """Save a checkpoint every `--save-interval` rollouts and after the last one.
+        """Save a checkpoint every `--save-interval` rollouts, after the last one and before stopping.
 
-        The HF export comes with the last, and with each where it has a folder of its own.
+        `CheckpointFolder.prune` removes older ones (`--save-total-limit`). The HF export comes with
+        the last, and with each where it has a folder of its own.
         """
         last = rollout_id + 1 == self.args.num_rollout or stopping
         due = last or self.due(self.args.save_interval, rollout_id)
@@ -169,6 +174,8 @@ class Run:
     def _open_folders(self, folders: ExitStack) -> None:
         args = self.args
         folders.callback(os.close, hold_run_folder(args.run_dir))
+        loaded = self._checkpoints.loaded is not None
+        self._resumed = resume_line(args, self.start_rollout_id) if loaded else ""
         open_run_folder(args, loaded=self._checkpoints.loaded)
         check_outputs(args)
         if args.save and not args.debug_rollout_only:
@@ -272,6 +279,12 @@ class Run:
         if isinstance(error, UserError):
             return self.recorder.failed_phase not in ("start", "save")
         return not isinstance(error, Terminated)
+
+    def _record_end(self, error: BaseException | None) -> None:
+        if error is None or isinstance(error, Terminated):
+            self.recorder.end("stopped" if error or self.stopping else "complete")
+        else:
+            self.recorder.end("failed", first_line(error))
 
     def _write_report(self) -> None:
         try:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slime.backends.param_names import check_freezing
 from slime.config.arguments import Args
@@ -11,21 +14,32 @@ from slime.config.checks.file_checks import (
     check_tokenizer,
     check_weights,
     check_writable,
+    file_shapes,
+    weight_files,
     weight_names,
-    weight_shapes,
 )
+from slime.config.checks.model_types import has_tower, in_tower, trains_tower
 from slime.config.datasets import DataSpec
-from slime.config.flags.rollout import ASYNC_ROLLOUT, PLAIN_ROLLOUT
+from slime.config.flags.rollout import ASYNC_ROLLOUT, PLAIN_ROLLOUT, SFT_ROLLOUT
+from slime.config.flags.spec import option_of
 from slime.config.installed import is_installed
 from slime.config.lora import check_lora_files
+from slime.config.peft_files import decoder_shapes
 from slime.core.errors import ConfigError
-from slime.data.prompt_data import check_prompts
+from slime.core.types import Sample
+from slime.data.prompt_data import check_prompts, load_prompts
+from slime.data.tokenizer import load_tokenizer
 from slime.ray.checkpointing import Checkpointer
 from slime.rollout.data_source import data_format_of
 from slime.rollout.evaluation import dataset_args, eval_format
-from slime.rollout.hooks import check_hooks
+from slime.rollout.hooks import HOOKS, check_hooks
+from slime.rollout.rm_hub import batched_async_rm, group_rm
 from slime.runlog.earlier_runs import name_owner
 from slime.runlog.run_folder import check_run_folder
+from slime.utils.http import run
+
+if TYPE_CHECKING:
+    import torch
 
 
 def check_inputs(args: Args) -> None:
@@ -36,19 +50,101 @@ def check_inputs(args: Args) -> None:
     _check_data(args)
 
 
-def check_what_is_here(args: Args) -> None:
-    """Check as a start does, for a run that may be meant for another machine, and write nothing.
+def check_for_dry_run(args: Args) -> list[str]:
+    """Make the checks of a start for --dry-run: write nothing, and skip files that do not exist here.
 
-    That is all of a start's checks but those of files that do not exist here.
+    The run may be meant for another machine, which has them. Return what was checked, and what was
+    not, one line each.
     """
     check_hooks(args)
+    hooks = [option_of(name) for name in HOOKS if args.origin(name) in ("command line", "config")]
+    lines = [f"hooks      {', '.join(hooks)}"] if hooks else []
     if any(Path(args.hf_checkpoint).glob("*.safetensors*")):
         _check_model(args)
-    _check_data(args, only_existing=True)
+        lines.append(f"files      of --hf-checkpoint {args.hf_checkpoint}")
+    else:
+        lines.append(f"files      not checked: no safetensors in {args.hf_checkpoint} here")
+    lines += [f"data       {line}" for line in _check_data(args, only_existing=True)]
     here = args.load is None or Path(args.load).exists()
     loaded = Checkpointer(args).loaded if here else None
     check_run_folder(args, loaded=loaded)
     _check_folders(args, only_existing=True)
+    folders = [
+        f"{option_of(n)} {getattr(args, n)}"
+        for n in ("run_dir", "save", "save_hf")
+        if getattr(args, n)
+    ]
+    lines.append(f"folders    {', '.join(folders)}")
+    return [*lines, *_try_reward(args)]
+
+
+def _try_reward(args: Args) -> list[str]:
+    """Return what the user's reward gives for the first row, with its label as the response.
+
+    What it raises is returned too and refuses nothing: it may call a service that only the run can reach.
+    """
+    flag = f"--custom-rm-path {args.custom_rm_path}"
+    given = args.origin("custom_rm_path") in ("command line", "config")
+    data = (args.prompt_data or [""])[0]
+    file = DataSpec.parse(data).path if data else ""
+    if not given or not Path(file).expanduser().is_file():
+        return []
+    if not any(Path(args.hf_checkpoint).glob("tokenizer*")):
+        return []
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    sample = load_prompts(data, data_format_of(args), tokenizer).make_sample(0)
+    sample.response = "" if sample.label is None else str(sample.label)
+    sample.tokens = sample.tokens or [0]
+    sample.append_response_tokens(tokens=[0], log_probs=[0.0])
+    try:
+        (sample.reward,) = run(
+            group_rm(args, [sample]) if args.group_rm else batched_async_rm(args, [sample])
+        )
+    except Exception as error:
+        return [f"reward     {flag} raised on the first row: {type(error).__name__}: {error}"]
+    if args.reward_key is not None and not isinstance(sample.reward, dict):
+        key = f"--reward-key {args.reward_key}"
+        raise ConfigError(f"{flag}: the reward is a number, and {key} is the key of a dictionary")
+    try:
+        value = sample.get_reward_value(args)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{flag}: {error.args[0]}") from None
+    return [f"reward     {flag} gives {value:g} for the first row, with its label as the response"]
+
+
+def refuse_other_tower(args: Args) -> None:
+    """Raise ConfigError if --ref-load is a Hugging Face folder with another frozen tower than --hf-checkpoint.
+
+    Megatron's trainer and the engines take a frozen tower from --hf-checkpoint.
+    """
+    source = str(args.ref_load)
+    if trains_tower(args) or not (Path(source) / "config.json").is_file():
+        return
+    if Path(source).resolve() == Path(args.hf_checkpoint).resolve():
+        return
+    held, given = _tower(args.hf_checkpoint), _tower(source, "--ref-load")
+    if any(not held[n]().to(read().dtype).equal(read()) for n, read in given.items() if n in held):
+        raise ConfigError(
+            f"--ref-load {source} has another vision tower than --hf-checkpoint, whose tower a run with a frozen "
+            "one uses: give the folder as --hf-checkpoint too"
+        )
+
+
+def _tower(folder: str, flag: str = "--hf-checkpoint") -> dict[str, Callable[[], torch.Tensor]]:
+    """Return functions that read the tensors of a folder's vision tower, by name."""
+    return {
+        name: partial(_read, file, name)
+        for file in weight_files(Path(folder), flag)
+        for name in file_shapes(file, flag)
+        if in_tower(name)
+    }
+
+
+def _read(file: Path, name: str) -> torch.Tensor:
+    from safetensors import safe_open  # the process of a run's loop has no torch until it needs it
+
+    with safe_open(file, "pt") as opened:
+        return opened.get_tensor(name)
 
 
 def check_outputs(args: Args) -> None:
@@ -63,7 +159,9 @@ def _check_model(args: Args) -> None:
     if args.only_train_params_name_list is not None or args.freeze_params_name_list:
         check_freezing(args, weight_names(args.hf_checkpoint))
     if args.lora_rank:
-        check_lora_files(args, weight_shapes(args.hf_checkpoint))
+        check_lora_files(args, decoder_shapes(args.hf_checkpoint))
+    if args.train_backend == "megatron" and args.ref_load and has_tower(args):
+        refuse_other_tower(args)
     if not args.debug_train_only:
         check_tokenizer(args.hf_checkpoint)
     if args.apply_chat_template:
@@ -88,32 +186,60 @@ def _check_folders(args: Args, *, only_existing: bool = False) -> None:
         )
 
 
-def _check_data(args: Args, *, only_existing: bool = False) -> None:
-    """Raise on an unusable row; a user's data source reads its own data."""
-
-    def skipped(text: str) -> bool:
-        spec = DataSpec.parse(text)
-        absent = spec.task is None and not Path(spec.path).expanduser().exists()
-        lacks_package = spec.task is not None and not is_installed("reasoning_gym")
-        return only_existing and (absent or lacks_package)
-
+def _check_data(args: Args, *, only_existing: bool = False) -> list[str]:
+    """Raise on an unusable row; a user's data source reads its own data. Return what was read."""
     builtin = args.data_source_path.startswith("slime.rollout.data_source.")
-    takes_messages = _takes_messages(args, args.rollout_function_path)
-    for text in args.prompt_data if builtin and args.prompt_data else ():
-        if skipped(text):
-            continue
-        check_prompts(text, data_format_of(args), takes_messages=takes_messages)
+    trained = args.prompt_data if builtin and args.prompt_data else ()
+    refuse = _refusal(args, args.rollout_function_path, args.input_key)
+    read = [(text, data_format_of(args), refuse) for text in trained]
     for dataset in args.eval_datasets:
-        if skipped(dataset.path):
+        data_format = eval_format(args, dataset)
+        evaluated = dataset_args(args, dataset)
+        refuse = _refusal(evaluated, args.eval_function_path, data_format.input_key)
+        read.append((dataset.path, data_format, refuse))
+    lines, total = [], 0
+    for number, (text, data_format, refuse) in enumerate(read):
+        if only_existing and _is_elsewhere(text):
+            lines.append(f"not checked: {text} does not exist here")
             continue
-        takes_messages = _takes_messages(dataset_args(args, dataset), args.eval_function_path)
-        check_prompts(dataset.path, eval_format(args, dataset), takes_messages=takes_messages)
+        count = check_prompts(text, data_format, refuse)
+        total += count if number < len(trained) else 0
+        lines.append(f"{count:,} row{'' if count == 1 else 's'} of {text}")
+    if 0 < total < args.rollout_batch_size:
+        lines.append(f"--rollout-batch-size {args.rollout_batch_size}: prompts repeat in a rollout")
+    return lines
 
 
-def _takes_messages(args: Args, rollout_function: str) -> bool:
-    """Return whether the chat template, or the user's code, turns a list of messages into tokens."""
-    plain = (
-        rollout_function in (PLAIN_ROLLOUT, ASYNC_ROLLOUT)
-        and args.custom_generate_function_path is None
-    )
-    return args.apply_chat_template or args.debug_train_only or not plain
+def _is_elsewhere(text: str) -> bool:
+    """Return whether a dataset, or the package that makes it, is missing on this machine."""
+    spec = DataSpec.parse(text)
+    if spec.task is not None:
+        return not is_installed("reasoning_gym")
+    return not Path(spec.path).expanduser().exists()
+
+
+def _refusal(args: Args, rollout_function: str, key: str) -> Callable[[Sample], str | None]:
+    """Return a function that says what generation, or supervised training, cannot use about a row."""
+
+    def supervised(sample: Sample) -> str | None:
+        if isinstance(sample.prompt, list) and not args.apply_chat_template:
+            roles = [m.get("role") for m in sample.prompt if isinstance(m, dict)]
+            return None if "assistant" in roles else f"{key!r} has no assistant message to train on"
+        if isinstance(sample.label, str):
+            return None
+        return (
+            "a row for SFT needs the response as text: set --label-key to its key, or --input-key to a list of "
+            "messages without --apply-chat-template"
+        )
+
+    def rendered(sample: Sample) -> str | None:
+        if isinstance(sample.prompt, str):
+            return None
+        return f"{key!r} is a list of messages, which must be rendered: add --apply-chat-template"
+
+    if rollout_function == SFT_ROLLOUT:
+        return supervised
+    plain = rollout_function in (PLAIN_ROLLOUT, ASYNC_ROLLOUT)
+    own = args.custom_generate_function_path is not None
+    takes_messages = args.apply_chat_template or args.debug_train_only or own or not plain
+    return (lambda sample: None) if takes_messages else rendered

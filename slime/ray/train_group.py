@@ -64,20 +64,19 @@ class TrainGroup:
             train = self._train_pair if self._critic else self._train_actor
             reports = train(rollout_id, rows)
         self._updater.trained(rollout_id)
-        for report in reports:
-            self.recorder.add(report.metrics)
+        self.recorder.add_trained(rollout_id, reports)
         self.recorder.log_learning(rollout_id)
         if self.args.ci_test:
             from slime.diagnosis.number_checks import check_numbers
 
-            check_numbers(self.args, rollout_id, reports[0].metrics)
+            check_numbers(self.args, rollout_id, reports["trainer"][0].metrics)
 
-    def _train_actor(self, rollout_id: int, rows: list[Any]) -> list[TrainReport]:
+    def _train_actor(self, rollout_id: int, rows: list[Any]) -> dict[str, list[TrainReport]]:
         self.wake_up()
-        return self._actor.all(lambda rank: rank.train(rollout_id, rows))[:1]
+        return {"trainer": self._actor.all(lambda rank: rank.train(rollout_id, rows))}
 
-    def _train_pair(self, rollout_id: int, rows: list[Any]) -> list[TrainReport]:
-        """Values by the critic, steps of the actor, steps of the critic."""
+    def _train_pair(self, rollout_id: int, rows: list[Any]) -> dict[str, list[TrainReport]]:
+        """Compute the critic's values, then train the actor, then the critic."""
         critic = self._critic
         assert critic is not None
         in_turns = self.args.offload_train
@@ -93,12 +92,12 @@ class TrainGroup:
         self.wake_up()
         trained = self._actor.ask_each(train, values)
         targets = self._actor.ask(lambda rank: rank.critic_targets())
-        reports = self._actor.wait(trained)[:1]
+        reports = {"trainer": self._actor.wait(trained)}
         if in_turns:
             ray.wait(targets, num_returns=len(targets))
             self._actor.sleep()
             critic.wake_up()
-        reports += critic.wait(critic.ask_each(train, targets))[:1]
+        reports["critic"] = critic.wait(critic.ask_each(train, targets))
         if in_turns:
             critic.sleep()
             self.wake_up()
@@ -214,7 +213,7 @@ class Ranks:
     def ask_each(
         self, method: Callable[[TrainRayActor, A], R], values: list[ray.ObjectRef[A]]
     ) -> list[ray.ObjectRef[R]]:
-        """The same, each rank with a value of its own, which goes straight from process to process."""
+        """Call a method on every rank with a value of its own, which goes straight from process to process."""
         return [
             actor.call(lambda rank, own=own: method(rank, value_of(own)))
             for actor, own in zip(self._actors, values, strict=True)

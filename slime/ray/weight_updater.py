@@ -64,6 +64,7 @@ class WeightUpdater:
             self._engines.admit()
             self._engines.set_version(self.version, rollout_id)
         self._recorder.add(reports[0].metrics())
+        self._note_holders(self._engines.infos)
 
     def update_restarted(self) -> None:
         """Send engines that were restarted the weights the trainer holds now, under their own version.
@@ -74,10 +75,16 @@ class WeightUpdater:
         """
         if self._engines.unsynced:
             self._assign_version()
+            restarted = list(self._engines.unsynced)
             self._retry(lambda: self._push(self._engines.unsynced))
+            self._note_holders(restarted)
             if self.last_trained is not None:
                 self._engines.set_version(self.version, self.last_trained)
         self._engines.admit()
+
+    def _note_holders(self, engines: list[EngineInfo]) -> None:
+        urls = [engine.url for engine in engines]
+        self._recorder.event("weights", version=self.version, engines=urls)
 
     def _assign_version(self) -> None:
         """Count up once per training step that is sent: engines of one version hold equal weights."""

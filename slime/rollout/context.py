@@ -16,10 +16,47 @@ from typing import Any, TypeVar
 from slime.core.errors import UserError
 from slime.rollout.engine_pool import EnginePool
 from slime.rollout.hook_calls import HookCalls
-from slime.rollout.metrics import ProgressMonitor
-from slime.rollout.staleness import WeightClock
+from slime.rollout.metrics import BusyClock, ProgressMonitor
 
 T = TypeVar("T")
+
+
+class WeightClock:
+    """Predicts which weight version will train on a rollout; set after each weight update, from any thread.
+
+    The engines hold `version`, and so does the trainer when it begins on rollout `next_rollout_id`.
+    version=3, next_rollout_id=2, interval=1: rollout 2 is trained on with version 3, rollout 4 with 5.
+    """
+
+    def __init__(
+        self, *, version: int | None = None, next_rollout_id: int = 0, interval: int = 1
+    ) -> None:
+        """`interval` is --update-weights-interval; `version` None: no update has been reported."""
+        self.interval = interval
+        self._now = None if version is None else (version, next_rollout_id)
+
+    def set(self, version: int, next_rollout_id: int) -> None:
+        self._now = (version, next_rollout_id)
+
+    def trained_by(self, rollout_id: int) -> int | None:
+        """Return the version that will train on the rollout; None if it is not known.
+
+        One update follows every rollout r for which (r + 1) is divisible by the interval.
+        """
+        if self._now is None:
+            return None
+        version, next_rollout_id = self._now
+        return version + max(rollout_id // self.interval - next_rollout_id // self.interval, 0)
+
+    def updates_until(self, rollout_id: int, *, current_rollout_id: int) -> int:
+        """Return how many weight updates come before training on `rollout_id`.
+
+        Where no version is known, one update per rollout from `current_rollout_id` on is assumed.
+        """
+        if self._now is None:
+            return max(rollout_id - current_rollout_id, 0)
+        _, next_rollout_id = self._now
+        return max(rollout_id // self.interval - next_rollout_id // self.interval, 0)
 
 
 @dataclass(kw_only=True)
@@ -30,6 +67,7 @@ class GenerationState:
     keep_partial: bool = False  # continue an aborted response after its tokens, else restart it
     aborting: bool = False  # the batch is full: end running requests and send no new ones
     hook_calls: HookCalls = field(default_factory=HookCalls)
+    reward_clock: BusyClock = field(default_factory=BusyClock)
 
 
 @dataclass(kw_only=True, frozen=True)

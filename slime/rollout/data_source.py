@@ -7,14 +7,17 @@ contains everything that training on the rollouts up to `rollout_id` has not con
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import orjson
 
+from slime.config.datasets import dataset_names
 from slime.config.flags.rollout import OPD_REWARD
 from slime.config.reward_types import needs_label
 from slime.core.errors import ConfigError, UserError
@@ -52,13 +55,14 @@ class RolloutDataSource:
     def __init__(self, args: Args) -> None:
         self.args = args
         self.datasets = _load_datasets(args)
+        self._names = dataset_names(args.prompt_data or [])
         self.epoch = 0
         self.position = 0  # groups of this epoch handed out so far
         self.next_group_index = 0
         self.next_sample_index = 0
         self.buffer: list[Group] = []  # handed out before new groups
-        self._order = self._epoch_order()
-        if not len(self._order):
+        self._order = self._epoch_order() if self.datasets else np.empty((0, 2), np.int64)
+        if not len(self._order) and args.num_rollout:
             raise ConfigError(
                 f"--prompt-data {' '.join(args.prompt_data or [])}: the weights leave no row"
             )
@@ -111,6 +115,7 @@ class RolloutDataSource:
             "next_group_index": self.next_group_index,
             "next_sample_index": self.next_sample_index,
             "dataset_lens": [len(dataset) for dataset in self.datasets],
+            "dataset_digests": self._digests,
             "in_flight": encode_groups(in_flight),
             "buffer": encode_groups(self.buffer),
         }
@@ -122,6 +127,11 @@ class RolloutDataSource:
                 "the prompt data has %s rows, the checkpoint was written with %s: "
                 "the run continues at the same place in the new data", lens, state["dataset_lens"],
             )  # fmt: skip
+        elif state.get("dataset_digests", self._digests) != self._digests:  # older ones have none
+            logger.warning(
+                "the prompt data has as many rows as when the checkpoint was written, but other prompts "
+                "or labels: the run continues at the same place in the new data"
+            )
         self.epoch = state["epoch"]
         self.next_group_index = state["next_group_index"]
         self.next_sample_index = state["next_sample_index"]
@@ -132,6 +142,11 @@ class RolloutDataSource:
         stored = decode_groups(state["in_flight"]) + decode_groups(state["buffer"])
         check_stored_functions(self.args, stored)
         self.buffer = stored
+
+    @cached_property
+    def _digests(self) -> list[str]:
+        """Return a digest of the prompts and labels of each dataset."""
+        return [_digest(dataset) for dataset in self.datasets]
 
     def save(self, rollout_id: int) -> None:
         """Write the state under `--save`; the RolloutManager writes `state_dict` into its checkpoints instead."""
@@ -164,7 +179,11 @@ class RolloutDataSource:
         dataset, row = self._order[self.position]
         self.position += 1
         rows = [row] * self.args.n_samples_per_prompt
-        return self._number([self.datasets[dataset].make_sample(int(row)) for row in rows])
+        group = [self.datasets[dataset].make_sample(int(row)) for row in rows]
+        if len(self.datasets) > 1:
+            for sample in group:
+                sample.metadata.setdefault("dataset", self._names[dataset])
+        return self._number(group)
 
     def _number(self, group: Group) -> Group:
         for sample in group:
@@ -224,12 +243,23 @@ def data_format_of(args: Args) -> DataFormat:
         label_key=args.label_key,
         metadata_key=args.metadata_key,
         tool_key=args.tool_key,
+        **image_format(args),
         apply_chat_template=args.apply_chat_template,
         chat_template_kwargs=args.apply_chat_template_kwargs,
         max_prompt_len=args.rollout_max_prompt_len,
         label_needed_by=label_needed_by(args),
         row_rm_types=row_rm_types(args),
     )
+
+
+def image_format(args: Args) -> dict[str, Any]:
+    """Return the settings of a DataFormat that say where rows have images."""
+    return {
+        "image_key": args.multimodal_keys.get("image"),
+        "max_images": args.limit_mm_data_per_request.get("image"),
+        "media_path": args.allowed_local_media_path,
+        "checkpoint": args.hf_checkpoint,
+    }
 
 
 def label_needed_by(args: Args) -> str | None:
@@ -248,6 +278,8 @@ def row_rm_types(args: Args) -> tuple[str, ...] | None:
 
 
 def _load_datasets(args: Args) -> list[PromptDataset]:
+    if args.num_rollout == 0:  # only evaluations
+        return []
     if not args.prompt_data:
         raise ConfigError("--prompt-data is missing: give a .jsonl or .parquet file of prompts")
     data_format = data_format_of(args)
@@ -260,6 +292,13 @@ def _weighted_rows(count: int, weight: float, rng: np.random.Generator) -> np.nd
     whole, part = int(weight), weight - int(weight)
     extra = rng.permutation(count)[: round(part * count)] if part else np.empty(0, np.int64)
     return np.concatenate([np.tile(np.arange(count), whole), np.sort(extra)])
+
+
+def _digest(dataset: PromptDataset) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for sample in dataset.samples:
+        found.update(repr((sample.prompt, sample.label)).encode(errors="surrogatepass"))
+    return found.hexdigest()
 
 
 def _state_path(folder: str, rollout_id: int) -> Path:

@@ -11,7 +11,7 @@ from slime.data.prompt_data import DataFormat, PromptDataset, load_prompts
 from slime.data.tokenizer import load_tokenizer
 from slime.rollout.base_types import EvalResult, RolloutFnEvalOutput
 from slime.rollout.context import GenerationState, RolloutContext
-from slime.rollout.data_source import label_needed_by, row_rm_types
+from slime.rollout.data_source import image_format, label_needed_by, row_rm_types
 from slime.rollout.group_task import run_group
 from slime.rollout.hook_calls import in_thread
 from slime.rollout.metrics import Progress, eval_metrics
@@ -35,7 +35,7 @@ async def evaluate(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     progress.finished = True
     output = RolloutFnEvalOutput(data={})
     for dataset, samples in zip(args.eval_datasets, results, strict=True):
-        reward_key = args.eval_reward_key
+        reward_key = dataset.reward_key or args.eval_reward_key
         output.data[dataset.name] = EvalResult(
             rewards=[sample.get_reward_value(reward_key) for sample in samples],
             truncated=[sample.status == Status.TRUNCATED for sample in samples],
@@ -67,9 +67,6 @@ async def _evaluate_one(args: Args, dataset: EvalDataset, progress: Progress) ->
         )
     samples = [sample for group in done for sample in group]
     _check_failures(samples, dataset.name)
-    if dataset.reward_key is not None:  # metrics and logs read the key of the run
-        for sample in samples:
-            sample.reward = sample.get_reward_value(dataset.reward_key)
     return samples
 
 
@@ -127,6 +124,7 @@ def eval_format(args: Args, dataset: EvalDataset) -> DataFormat:
         label_key=dataset.label_key,
         metadata_key=args.metadata_key,
         tool_key=args.tool_key,
+        **image_format(args),
         apply_chat_template=args.apply_chat_template,
         chat_template_kwargs=args.apply_chat_template_kwargs,
         max_prompt_len=dataset.max_prompt_len,

@@ -18,6 +18,7 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from slime.config.flags.rollout import DEFAULT_STALENESS
 from slime.core.errors import UserError
 from slime.core.types import Group, Sample
 from slime.rollout.base_types import DataSource, RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -25,17 +26,15 @@ from slime.rollout.context import GenerationState, RolloutContext
 from slime.rollout.data_source import TracksRollouts
 from slime.rollout.evaluation import evaluate
 from slime.rollout.group_task import abort_groups, run_group
-from slime.rollout.samples import clone_group, group_index, restart
+from slime.rollout.samples import clone_group, group_index, is_too_stale, restart
 from slime.rollout.sampling import rollout_sampling_params
 from slime.rollout.sglang_rollout import BatchFilter
-from slime.rollout.staleness import is_too_stale
 from slime.utils import http
 from slime.utils.gc_tuning import raise_gc_thresholds
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
 
-_DEFAULT_STALENESS = 1  # updates that generation may run ahead without --max-weight-staleness
 _POLL_S = 0.2
 
 
@@ -161,7 +160,7 @@ class GroupStream:
         if trained_in >= self.args.num_rollout:
             return False
         limit = self.args.max_weight_staleness
-        limit = _DEFAULT_STALENESS if limit is None else limit
+        limit = DEFAULT_STALENESS if limit is None else limit
         clock = self.context.clock
         return clock.updates_until(trained_in, current_rollout_id=self.rollout_id) <= limit
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from slime.core.errors import UserError
@@ -12,6 +14,7 @@ from slime.core.types import Group, Sample, Status
 from slime.data.tokenizer import eos_token_id
 from slime.rollout.base_types import GenerateFunction, Reward, RolloutSampleHook
 from slime.rollout.context import RolloutContext, current_generation, is_aborting
+from slime.rollout.engine_pool import EngineRefusedError
 from slime.rollout.hook_calls import call_function, run_hook
 from slime.rollout.rm_hub import async_rm, check_number, check_reward, group_rm
 from slime.rollout.samples import fill_empty_response, group_index, mark_failed
@@ -28,6 +31,7 @@ GENERATE_TIMEOUT_S = 7200.0  # of a custom function, the same as of one request 
 SAMPLE_HOOK_TIMEOUT_S = 600.0
 _ABORT_EVERY_S = 1.0
 _ABORT_TIMEOUT_S = 60.0
+_MAX_FAILURE_KINDS = 50  # whose tracebacks are logged
 _GENERATED = (Status.COMPLETED, Status.TRUNCATED)
 
 
@@ -126,6 +130,9 @@ async def _generate(
     )
     samples = result if isinstance(result, list) else [result]
     _check_generated(samples, where)
+    for one in samples:
+        if one.reward is not None:
+            one.reward = _check_key(args, check_reward(one.reward, where), evaluation)
     return samples
 
 
@@ -156,7 +163,9 @@ def _check_generated(samples: list[Sample], where: str) -> None:
 
 
 async def _score(args: Args, sample: Sample, evaluation: bool) -> None:
-    sample.reward = _check_key(args, await async_rm(args, sample), evaluation)
+    with _reward_clock():
+        reward = await async_rm(args, sample)
+    sample.reward = _check_key(args, reward, evaluation)
 
 
 async def _score_group(args: Args, samples: list[Sample], evaluation: bool) -> None:
@@ -168,15 +177,28 @@ async def _score_group(args: Args, samples: list[Sample], evaluation: bool) -> N
 
 
 async def _score_together(args: Args, samples: list[Sample], evaluation: bool) -> None:
-    for sample, reward in zip(samples, await group_rm(args, samples), strict=True):
+    with _reward_clock():
+        rewards = await group_rm(args, samples)
+    for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = _check_key(args, reward, evaluation)
 
 
+def _reward_clock() -> AbstractContextManager[None]:
+    generation = current_generation()
+    return nullcontext() if generation is None else generation.reward_clock.running()
+
+
 def _check_key(args: Args, reward: Reward, evaluation: bool) -> Reward:
-    """Raise UserError if a dictionary lacks the key of the run: that is a wrong setting, not a bad sample."""
+    """Check the number under --reward-key in a dictionary reward; other rewards were checked by `check_reward`.
+
+    A missing key is a wrong setting and ends the run (UserError); a value that is no finite number
+    fails the sample.
+    """
     flag = "--eval-reward-key" if evaluation else "--reward-key"
     key = args.eval_reward_key if evaluation else args.reward_key
     if not isinstance(reward, dict):
+        if key is not None and args.custom_rm_path is not None and not evaluation:
+            raise ValueError(f"the reward is a number, and {flag} {key} is the key of a dictionary")
         return reward
     if key not in reward:
         is_now = f", not {key}" if key else ""
@@ -238,8 +260,25 @@ async def _mark_failures(
     except Exception as error:
         for sample in samples:
             mark_failed(sample, stage, error)
-        logger.debug("sample %s failed in %s", samples[0].index, stage, exc_info=True)
+        _log_failure(samples[0], stage, error)
         return None
+
+
+def _log_failure(sample: Sample, stage: str, error: Exception) -> None:
+    """Log the first failure of each kind with its traceback: of a stage, exception and line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    kind = (
+        stage,
+        type(error).__name__,
+        (frames[-1].filename, frames[-1].lineno) if frames else None,
+    )
+    known = RolloutContext.current().shared("kinds of failures", set[object])
+    first = kind not in known and len(known) < _MAX_FAILURE_KINDS
+    level = logging.WARNING if first else logging.DEBUG
+    known.add(kind)
+    text = "sample %s failed in %s; further failures of this kind are counted only"
+    shown = None if isinstance(error, EngineRefusedError) else error
+    logger.log(level, f"{text}: %s", sample.index, stage, sample.metadata["error"], exc_info=shown)
 
 
 async def abort_groups(

@@ -12,12 +12,14 @@ import contextlib
 import contextvars
 import inspect
 import logging
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 from slime.utils.http import background_loop
@@ -27,9 +29,10 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _HOOK_LOOP = "slime-rewards"  # name of the second event loop and of its thread
-_NUM_THREADS = 32
+NUM_THREADS = 32
 _CANCEL_TIMEOUT_S = 5.0
-_ASYNCIO_FOLDER = str(Path(asyncio.__file__).parent)
+_PYTHON_FOLDER = str(Path(asyncio.__file__).parents[1])
+_OWN_FOLDER = str(Path(__file__).parents[1])
 
 
 class HookEndedError(Exception):
@@ -153,6 +156,7 @@ async def call_function(
     kind: str,
     timeout_s: float,
     calls: HookCalls | None = None,
+    num_threads: int = NUM_THREADS,
 ) -> Any:
     """Call a user's function by `run_hook`: async ones on the second event loop, plain ones in a thread.
 
@@ -171,7 +175,7 @@ async def call_function(
     async def call() -> Any:
         if is_async(fn):
             return await on_hook_loop(timed_await(fn(*args)))
-        result = await in_thread(timed)
+        result = await in_thread(timed, num_threads=num_threads)
         return await on_hook_loop(timed_await(result)) if inspect.isawaitable(result) else result
 
     return await run_hook(call(), name=name, timeout_s=timeout_s, timer=timer, calls=calls)
@@ -193,7 +197,7 @@ async def on_main_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, background_loop()))
 
 
-async def in_thread(fn: Callable[..., T], *args: Any, num_threads: int = _NUM_THREADS) -> T:
+async def in_thread(fn: Callable[..., T], *args: Any, num_threads: int = NUM_THREADS) -> T:
     """Run a blocking function in a thread of its own, which inherits the context variables.
 
     Callers with the same `num_threads` share that many threads. A call that was cancelled frees its place,
@@ -213,7 +217,8 @@ async def in_thread(fn: Callable[..., T], *args: Any, num_threads: int = _NUM_TH
                 loop.call_soon_threadsafe(_resolve, future, *outcome)
 
         context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=(body,), name="slime-hook", daemon=True).start()
+        thread = threading.Thread(target=context.run, args=(body,), name="slime-hook", daemon=True)
+        thread.start()
         return await _catch_exits(future)
 
 
@@ -250,16 +255,41 @@ async def _cancel(task: asyncio.Task[Any], name: str) -> None:
 
 
 def _location(coroutine: Any) -> str:
-    """Return the innermost line of the coroutine that is outside asyncio."""
-    frame = None
-    while coroutine is not None:
-        inner = getattr(coroutine, "cr_frame", None)
-        if inner is not None and _ASYNCIO_FOLDER not in inner.f_code.co_filename:
-            frame = inner
-        coroutine = getattr(coroutine, "cr_await", None)
-    if frame is None:
+    """Return the line that a call is at: the innermost one of the user's own code, if there is one."""
+    frames = list(_frames(coroutine))
+    outside = [frame for frame in frames if not _is_library(frame.f_code.co_filename)]
+    own = [frame for frame in outside if not frame.f_code.co_filename.startswith(_OWN_FOLDER)]
+    if not frames:
         return "an unknown line"
+    frame = (own or outside or frames)[-1]
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _frames(coroutine: Any) -> Iterator[FrameType]:
+    """Yield the frames of a call, the outermost first, also where it goes on in a thread or the second loop."""
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None)
+        inner = getattr(coroutine, "cr_await", None)
+        if frame is not None:
+            yield frame
+            if frame.f_code is on_hook_loop.__code__:
+                inner = frame.f_locals.get("coroutine")
+            elif frame.f_code is in_thread.__code__ and "thread" in frame.f_locals:
+                yield from _thread_frames(frame.f_locals["thread"])
+        coroutine = inner
+
+
+def _thread_frames(thread: threading.Thread) -> list[FrameType]:
+    frame, found = sys._current_frames().get(thread.ident or 0), []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _is_library(file: str) -> bool:
+    packages = ("/site-packages/", "/dist-packages/", "<")
+    return file.startswith(_PYTHON_FOLDER) or any(part in file for part in packages)
 
 
 @dataclass(kw_only=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
-from slime.core.types import Group, Sample, Status
+from slime.core.types import MAX_COMPONENTS, Group, Sample, Status
 from slime.rollout.base_types import EvalResult
 from slime.rollout.hook_calls import HookCalls
 
@@ -50,8 +51,34 @@ class Progress:
         """Count a generated sample, whether or not its group is kept."""
         self.generated_samples += 1
         self.failed_samples += sample.status == Status.FAILED
-        self.response_tokens += sample.response_length
+        self.response_tokens += sample.effective_response_length
         self.last_sample = time.monotonic()
+
+
+class BusyClock:
+    """Sums the wall time in which at least one call is running; for the tasks of one event loop."""
+
+    def __init__(self) -> None:
+        self._running, self._since, self._seconds = 0, 0.0, 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        if self._running == 0:
+            self._since = time.monotonic()
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._seconds += time.monotonic() - self._since
+
+    def take(self) -> float:
+        """Return the seconds since the previous call, those of calls that are still running included."""
+        now = time.monotonic()
+        running = now - self._since if self._running else 0.0
+        seconds, self._seconds, self._since = self._seconds + running, 0.0, now
+        return seconds
 
 
 class ProgressMonitor:
@@ -114,7 +141,7 @@ def rollout_metrics(args: MetricArgs, groups: list[Group]) -> dict[str, float]:
     metrics = {
         "rollout/samples": float(len(samples)),
         "rollout/failed": float(len(samples) - len(scored)),
-        "rollout/tokens": float(sum(sample.response_length for sample in scored)),
+        "rollout/tokens": float(sum(sample.effective_response_length for sample in scored)),
     }
     if not scored:
         return metrics
@@ -124,13 +151,16 @@ def rollout_metrics(args: MetricArgs, groups: list[Group]) -> dict[str, float]:
         "rollout/reward_mean": float(np.mean(_rewards(scored, args.reward_key))),
         "rollout/response_len_mean": float(lens.mean()),
         "rollout/response_len_max": float(lens.max()),
-        "rollout/prompt_len_mean": float(np.mean([_prompt_len(sample) for sample in scored])),
+        "rollout/prompt_len_mean": float(
+            np.mean([len(s.tokens) - s.response_length for s in scored])
+        ),
         "rollout/truncated": float(np.mean([s.status == Status.TRUNCATED for s in scored])),
         "rollout/zero_std_groups": float(sum(len(set(rewards)) == 1 for rewards in by_group)),
     }
     if any(sample.non_generation_time for sample in scored):
         times = [sample.non_generation_time for sample in scored]
         metrics["rollout/non_generation_time_mean"] = float(np.mean(times))
+    metrics |= {f"rollout/{name}": value for name, value in component_means(scored).items()}
     if args.log_passrate:
         metrics |= {f"rollout/{k}": v for k, v in pass_at_k_metrics(by_group).items()}
     return metrics
@@ -142,7 +172,8 @@ def dropped_metrics(dropped: Mapping[str, int]) -> dict[str, float]:
 
 
 def eval_metrics(args: object, data: Mapping[str, EvalResult]) -> dict[str, float]:
-    """Return `eval/<name>/reward`, `/truncated`, and with the samples `/pass@k`, `/response_len`, `/failed`."""
+    """Return `eval/<name>/reward`, `/truncated`, and with the samples `/pass@k`, `/response_len`,
+    `/failed`, `/reward/<key>`."""
     metrics = {}
     for name, result in data.items():
         for key, value in _eval_metrics(result).items():
@@ -168,7 +199,19 @@ def _eval_metrics(result: EvalResult) -> dict[str, float]:
         for reward, _, sample in rows:
             by_prompt[sample.group_index].append(reward)
         metrics |= pass_at_k_metrics(list(by_prompt.values()))
+        metrics |= component_means([sample for _, _, sample in rows])
     return metrics
+
+
+def component_means(samples: list[Sample]) -> dict[str, float]:
+    """Return `reward/<key>`: the mean of each component of dictionary rewards, over the samples that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, value in sample.reward_components.items():
+            values[name].append(value)
+    return {
+        f"reward/{name}": float(np.mean(values[name])) for name in list(values)[:MAX_COMPONENTS]
+    }
 
 
 def pass_at_k_metrics(rewards: list[list[float]]) -> dict[str, float]:
@@ -202,7 +245,3 @@ def scored_samples(samples: list[Sample]) -> list[Sample]:
 
 def _rewards(samples: list[Sample], reward_key: str | None) -> list[float]:
     return [sample.get_reward_value(reward_key) for sample in samples]
-
-
-def _prompt_len(sample: Sample) -> int:
-    return len(sample.tokens) - sample.response_length

@@ -1,6 +1,7 @@
 """`generate`: send one sample to an engine, token ids in, token ids and log-probs out.
 
-Sampling parameters have the engines' format; seeds are reproducible.
+Sampling parameters have the engines' format. With deterministic inference each request gets a seed,
+a hash of --rollout-seed, the sample's index and the tokens it has (`_payload`); else engines choose.
 """
 
 from __future__ import annotations
@@ -10,8 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import UserError
 from slime.core.types import Sample, Status
-from slime.data.prompt_data import encode_prompt
-from slime.data.tokenizer import load_tokenizer
+from slime.data.images import (
+    data_uri,
+    given_tokens,
+    load_image_processor,
+    placeholders_of,
+    wrote_placeholder,
+)
+from slime.data.tokenizer import encode_prompt, load_tokenizer
 from slime.rollout.context import GenerationState, RolloutContext, is_aborting
 from slime.rollout.hook_calls import on_main_loop
 
@@ -62,7 +69,10 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
     """Let an engine continue the sample; the public building block of custom generate functions.
 
     `max_new_tokens` limits the whole response, including the tokens that the sample already has. A request
-    that was aborted by a weight update or an engine restart is sent again.
+    that was aborted (an engine restarted, or SGLang replaced a LoRA adapter) is sent again: with the tokens
+    it got if the run keeps partial responses (`keep_partial`), else from the start of the response.
+    A response ends, TRUNCATED, where the model writes the placeholder of an image or a video: engines would
+    take it for one without a file (SGLang answers 500, or never).
     """
     context = RolloutContext.current()
     generation = context.generation
@@ -73,17 +83,23 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
         if is_aborting():
             sample.status = Status.ABORTED
             return sample
+        if wrote_placeholder(sample, args.hf_checkpoint):
+            sample.status = Status.TRUNCATED
+            return sample
         if (payload := _payload(args, sample, sampling_params, generation)) is None:
             sample.status = Status.TRUNCATED
             return sample
         before = sample.clone()
         reply = await on_main_loop(context.pool.generate(payload, session_id=_session(sample)))
         _append_reply(args, sample, reply)
+        constrained = {"json_schema", "regex"} & sampling_params.keys()
+        if sample.status == Status.ABORTED and constrained:  # engines parse from a request's start
+            sample.__dict__.update({**before.__dict__, "status": Status.ABORTED})
         if sample.status != Status.ABORTED or generation is None or generation.aborting:
             return sample
         if not generation.keep_partial:
             sample.__dict__.update(before.__dict__)
-        # Many weight updates may interrupt a long response; an attempt that added tokens does not count.
+        # A long response may be aborted many times; an attempt that added tokens does not count.
         attempts = attempts + 1 if sample.response_length == before.response_length else 0
     raise UserError(
         f"the engines aborted the request of sample {sample.index} {_MAX_ABORTS} times in a row"
@@ -105,7 +121,10 @@ def _encode(args: Args, sample: Sample) -> list[int]:
             "add --apply-chat-template"
         )
     tokenizer = load_tokenizer(args.hf_checkpoint)
-    return encode_prompt(tokenizer, sample.prompt, rendered=args.apply_chat_template)
+    tokens = encode_prompt(tokenizer, sample.prompt, rendered=args.apply_chat_template)
+    if sample.image_files:
+        tokens = load_image_processor(args.hf_checkpoint).expand(tokens, sample.image_files)
+    return tokens
 
 
 def _payload(
@@ -128,8 +147,25 @@ def _payload(
         offset = (sample.response_length,) if sample.response_length else ()
         params["sampling_seed"] = hash32(*generation.seed_parts, sample.index, *offset)
     payload = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
+    if placeholders := placeholders_of(args.hf_checkpoint):
+        params["stop_token_ids"] = sorted({*(params.get("stop_token_ids") or ()), *placeholders})
+    if sample.image_files:
+        payload |= image_payload(args, sample)
     if args.use_rollout_routing_replay:
         payload["return_routed_experts"] = True
+    return payload
+
+
+def image_payload(args: Args, sample: Sample) -> dict[str, Any]:
+    """Return the images of a request, and its tokens as the engine takes them.
+
+    SGLang repeats the placeholder of an image itself; the embedded engine takes the tokens of the sample.
+    """
+    payload: dict[str, Any] = {"image_data": [data_uri(file) for file in sample.image_files]}
+    if args.rollout_engine == "sglang":
+        processor = load_image_processor(args.hf_checkpoint)
+        given = given_tokens(sample)
+        payload["input_ids"] = processor.collapse(sample.tokens, given, sample.image_files)
     return payload
 
 
@@ -141,6 +177,12 @@ def _session(sample: Sample) -> str | None:
 
 def _append_reply(args: Args, sample: Sample, reply: dict[str, Any]) -> None:
     meta = reply["meta_info"]
+    read = meta.get("prompt_tokens", len(sample.tokens))
+    if sample.image_files and read != len(sample.tokens):
+        raise UserError(
+            f"the engine read a prompt with images as {read} tokens; --hf-checkpoint makes "
+            f"{len(sample.tokens)} of it: its image processor has other settings"
+        )
     sample.append_response_tokens(
         args,
         tokens=reply["output_ids"],
@@ -148,6 +190,8 @@ def _append_reply(args: Args, sample: Sample, reply: dict[str, Any]) -> None:
         meta_info=meta,
         text=_without_end_token(args, reply["text"], meta["finish_reason"]),
     )
+    if sample.status is Status.COMPLETED and wrote_placeholder(sample, args.hf_checkpoint):
+        sample.status = Status.TRUNCATED
 
 
 def _without_end_token(args: Args, text: str, finish: dict[str, Any]) -> str:

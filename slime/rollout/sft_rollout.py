@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from slime.core.errors import UserError
 from slime.core.types import Sample, Status
+from slime.data.images import load_image_processor, placeholders_of
 from slime.data.sft_loss_mask import masked_conversation
 from slime.data.tokenizer import eos_token_id, load_tokenizer
 from slime.rollout.base_types import DataSource, RolloutFnTrainOutput
@@ -54,7 +55,7 @@ def fill_response(args: Args, sample: Sample) -> None:
         _fill_pair(args, sample)
     limit = args.rollout_max_context_len
     if limit is not None and len(sample.tokens) > limit:
-        _truncate(sample, limit)
+        _truncate(args, sample, limit)
     sample.reward = 0.0
     if sample.status == Status.PENDING:
         sample.status = Status.COMPLETED
@@ -69,6 +70,10 @@ def _fill_pair(args: Args, sample: Sample) -> None:
     tokenizer = load_tokenizer(args.hf_checkpoint)
     response = tokenizer.encode(sample.label, add_special_tokens=False)
     response.append(eos_token_id(args.hf_checkpoint))
+    if args.multimodal_keys and not placeholders_of(args.hf_checkpoint).isdisjoint(response):
+        raise UserError(
+            f"sample {sample.index}: the response holds the placeholder of an image, which cannot be trained on"
+        )
     sample.tokens = [*sample.tokens, *response]
     sample.response = sample.label
     sample.response_length = len(response)
@@ -78,6 +83,12 @@ def _fill_pair(args: Args, sample: Sample) -> None:
 def _fill_conversation(args: Args, sample: Sample) -> None:
     tokenizer = load_tokenizer(args.hf_checkpoint)
     assert isinstance(sample.prompt, list)
+    roles = {message.get("role") for message in sample.prompt}
+    if sample.image_files and "assistant" not in roles and isinstance(sample.label, str):
+        raise UserError(
+            f"sample {sample.index}: a prompt with images and a response must be rendered: add "
+            "--apply-chat-template, or make the response an assistant message"
+        )
     tokens, mask = masked_conversation(
         tokenizer,
         sample.prompt,
@@ -85,18 +96,40 @@ def _fill_conversation(args: Args, sample: Sample) -> None:
         tools=sample.metadata.get("tools"),
         template_kwargs=args.apply_chat_template_kwargs,
     )
+    text = str(tokenizer.decode(tokens[mask.index(1) :]))
+    if args.multimodal_keys and not placeholders_of(args.hf_checkpoint).isdisjoint(tokens):
+        processor = load_image_processor(args.hf_checkpoint)
+        try:
+            tokens, mask = processor.expand_masked(tokens, mask, sample.image_files)
+        except UserError as error:
+            raise UserError(f"sample {sample.index}: {error}") from None
     start = mask.index(1)
     sample.tokens = tokens
     sample.response_length = len(tokens) - start
     sample.loss_mask = mask[start:]
-    sample.response = str(tokenizer.decode(tokens[start:]))
+    sample.response = text
 
 
-def _truncate(sample: Sample, limit: int) -> None:
-    """Truncate the row; one whose prompt alone is too long keeps one response token, which is masked."""
+def _truncate(args: Args, sample: Sample, limit: int) -> None:
+    """Truncate the row; one whose prompt alone is too long keeps one response token, which is masked.
+
+    Images behind the end are dropped; the row ends before an image that does not fit.
+    """
     prompt_len = len(sample.tokens) - sample.response_length
-    kept = max(limit - prompt_len, 1)
     assert sample.loss_mask is not None
+    kept = max(limit - prompt_len, 1)
+    if sample.image_files:
+        processor = load_image_processor(args.hf_checkpoint)
+        grids = [processor.pixels(file).grid for file in sample.image_files]
+        places = processor.places(sample.tokens, grids)
+        fitting = [
+            start
+            for start, grid in zip(places, grids, strict=True)
+            if start + processor.num_tokens(grid) <= prompt_len + kept
+        ]
+        if len(fitting) < len(places):
+            kept = min(kept, places[len(fitting)] - prompt_len)
+        sample.multimodal_inputs = {"images": sample.image_files[: len(fitting)]}
     sample.tokens = sample.tokens[: prompt_len + kept]
     sample.loss_mask = sample.loss_mask[:kept]
     sample.response_length = kept

@@ -35,12 +35,11 @@ from slime.rollout.engine_pool import EnginePool
 from slime.rollout.evaluation import evaluate
 from slime.rollout.group_task import abort_groups, run_group
 from slime.rollout.metrics import Progress, dropped_metrics, rollout_metrics
-from slime.rollout.samples import clone_group, group_index
+from slime.rollout.samples import clone_group, group_index, limit_staleness
 from slime.rollout.sampling import generate, rollout_sampling_params
-from slime.rollout.staleness import limit_staleness
 from slime.utils import http
 from slime.utils.gc_tuning import raise_gc_thresholds
-from slime.utils.load_function import load_function
+from slime.utils.load_function import load_hook
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -226,22 +225,27 @@ class BatchFilter:
         for group, reason in self.spares:
             self._reject(group, reason)
         groups = sorted(self.kept, key=group_index)
-        stale = limit_staleness(args, self.rollout_id, groups, self.context.clock)
+        metrics = rollout_metrics(
+            args, groups
+        )  # before stale tokens are masked: they were generated
+        metrics |= limit_staleness(args, self.rollout_id, groups, self.context.clock)
         if args.rollout_sample_filter_path:
             flag = "--rollout-sample-filter-path"
-            load_function(args.rollout_sample_filter_path, flag=flag, protocol=RolloutSampleFilter)(
+            load_hook(args.rollout_sample_filter_path, flag=flag, protocol=RolloutSampleFilter)(
                 args, groups
             )
         everything = sorted([*groups, *self.rejected], key=group_index)
         if args.rollout_all_samples_process_path:
             flag = "--rollout-all-samples-process-path"
-            load_function(
-                args.rollout_all_samples_process_path, flag=flag, protocol=AllSamplesProcess
-            )(args, everything, source)
+            load_hook(args.rollout_all_samples_process_path, flag=flag, protocol=AllSamplesProcess)(
+                args, everything, source
+            )
         if isinstance(source, TracksRollouts):
             source.finish(self.rollout_id, [group_index(group) for group in everything])
         self._warn_of_failures(groups)
-        metrics = {**rollout_metrics(args, groups), **stale, **dropped_metrics(self._dropped)}
+        metrics |= dropped_metrics(self._dropped)
+        assert self.context.generation is not None
+        metrics["perf/reward_time"] = self.context.generation.reward_clock.take()
         return RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
     def _apply_dynamic_filter(self, group: Group) -> DynamicFilterOutput:
@@ -250,9 +254,7 @@ class BatchFilter:
             return DynamicFilterOutput(keep=True)
         if all(sample.status == Status.FAILED for sample in group):
             return DynamicFilterOutput(keep=False, reason="failed")
-        fn = load_function(
-            path, flag="--dynamic-sampling-filter-path", protocol=DynamicSamplingFilter
-        )
+        fn = load_hook(path, flag="--dynamic-sampling-filter-path", protocol=DynamicSamplingFilter)
         return _as_filter_output(fn(self.args, group), path)
 
     def _raise_if_all_failed(self, group: Group) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from slime.algorithms.advantages import normalize_group_rewards
-from slime.algorithms.estimators import overlong_penalty
+from slime.algorithms.estimators import normalize_group_rewards, overlong_penalty
 from slime.config.arguments import Args
 from slime.core.dp_schedule import loss_weights, make_schedule, trajectories_per_step
 from slime.core.errors import UserError
-from slime.core.types import RolloutBatch, Sample, Status
+from slime.core.types import Pixels, RolloutBatch, Sample, Status
+from slime.data.images import content_hash, given_tokens, load_image_processor
 from slime.rollout.base_types import ConvertSamples, RewardPostProcess
 from slime.rollout.samples import fill_empty_response
 from slime.utils.load_function import load_function
@@ -52,8 +53,34 @@ def samples_to_batch(args: Args, samples: list[Sample]) -> RolloutBatch:
         "teacher_log_probs": _column(rows, "teacher_log_probs"),
         "routed_experts": _routed_experts(args, rows),
         "metadata": [s.train_metadata for s in rows],
+        **image_columns(args, rows),
     }
     return RolloutBatch(**columns)
+
+
+def image_columns(args: Args, rows: list[Sample]) -> dict[str, Any]:
+    """Return positions, images and pixels of a batch in which samples have images; each image once."""
+    if not any(row.image_files for row in rows):
+        return {}
+    if not args.multimodal_keys:
+        raise UserError('samples have images: add --multimodal-keys \'{"image": "images"}\'')
+    processor = load_image_processor(args.hf_checkpoint)
+    numbers: dict[str, int] = {}
+    pixels: list[Pixels] = []
+    columns: dict[str, Any] = {"positions": [], "images": [], "pixels": pixels}
+    for row in rows:
+        places = np.zeros((len(row.image_files), 3), np.int32)
+        tokens = given_tokens(row)
+        for place, file in zip(places, row.image_files, strict=True):
+            number = numbers.setdefault(content_hash(file), len(pixels))
+            if number == len(pixels):
+                pixels.append(processor.pixels(file))
+            place[[0, 2]] = number, processor.num_tokens(pixels[number].grid)
+        grids = [pixels[number].grid for number in places[:, 0]]
+        places[:, 1] = processor.places(tokens, grids)
+        columns["positions"].append(processor.positions(tokens, grids))
+        columns["images"].append(places)
+    return columns
 
 
 def as_row(sample: Sample) -> Sample:
@@ -133,9 +160,11 @@ def group_rewards(args: Args, samples: list[Sample]) -> tuple[np.ndarray, np.nda
     if path:
         flag = "--custom-reward-post-process-path"
         hook = load_function(path, flag=flag, protocol=RewardPostProcess)
-        raw, rewards = hook(args, samples)
-        return np.asarray(raw, np.float32), np.asarray(rewards, np.float32)
+        raw, rewards = (np.asarray(column, np.float32) for column in hook(args, samples))
+        _check_finite(rewards, samples, f"{flag} {path}")
+        return raw, rewards
     raw = np.array([s.get_reward_value(args.reward_key) for s in samples], np.float32)
+    _check_finite(raw, samples, f"--rollout-function-path {args.rollout_function_path}")
     if args.overlong_buffer_len:
         raw = raw + overlong_penalty(
             np.array([s.response_length for s in samples]),
@@ -155,6 +184,13 @@ def group_rewards(args: Args, samples: list[Sample]) -> tuple[np.ndarray, np.nda
         std=not args.disable_grpo_std_normalization,
     )
     return raw, rewards
+
+
+def _check_finite(rewards: np.ndarray, samples: list[Sample], where: str) -> None:
+    """Refuse rewards that would make the scores of their whole group NaN."""
+    for reward, sample in zip(rewards.tolist(), samples, strict=True):
+        if not math.isfinite(reward):
+            raise UserError(f"{where} returned reward {reward} for sample {sample.index}")
 
 
 def _convert_by_hook(args: Args, samples: list[Sample]) -> RolloutBatch:
@@ -181,6 +217,7 @@ def _convert_by_hook(args: Args, samples: list[Sample]) -> RolloutBatch:
         "rollout_log_probs": data.get("rollout_log_probs"),
         "teacher_log_probs": data.get("teacher_log_probs"),
         "metadata": data.get("metadata"),
+        **image_columns(args, rows),
     }
     return RolloutBatch(**columns)
 

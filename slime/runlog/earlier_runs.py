@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from slime.config.flags.spec import option_of
-from slime.core.errors import ConfigError
+from slime.core.errors import ConfigError, UserError
 from slime.runlog.jsonl import read_lines, replace_file
+from slime.runlog.run_yaml import read_run_yaml
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -31,9 +30,10 @@ RESOLVED_FILE = "config_resolved.yaml"
 ENVIRONMENT_FILE = "environment.json"
 METRICS_FILE = "metrics.jsonl"
 OWNER_FILE = "slime_run.json"  # in the folder of --save
+INPUTS = "inputs"  # what slime.train was given, written before the start
 _LOGS = "logs"
 _ATTEMPT = "attempt_"
-_STARTED = {CONFIG_FILE, RESOLVED_FILE, ENVIRONMENT_FILE, _LOGS}
+_STARTED = {CONFIG_FILE, RESOLVED_FILE, ENVIRONMENT_FILE, INPUTS, _LOGS}
 _CHECKPOINTS = re.compile(r"^(iter_\d+|release|latest_checkpointed_iteration\.txt)$")
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
 
@@ -75,9 +75,10 @@ def check_earlier_results(args: Args, given: dict[str, Any], loaded: Path | None
 
 
 def set_aside(run_dir: Path) -> None:
-    """Move the results of an attempt, except logs, to attempt_1, attempt_2, ... in the run folder."""
+    """Move the results of an attempt, except inputs and logs, to attempt_1, attempt_2, ... in the run folder."""
     found = run_dir.iterdir() if run_dir.is_dir() else ()
-    entries = [e for e in found if e.name != _LOGS and not e.name.startswith(_ATTEMPT)]
+    kept = (INPUTS, _LOGS)
+    entries = [e for e in found if e.name not in kept and not e.name.startswith(_ATTEMPT)]
     if not any(entry.name == METRICS_FILE for entry in entries):
         return
     number = 1 + sum(1 for _ in run_dir.glob(f"{_ATTEMPT}*"))
@@ -107,7 +108,7 @@ def read_earlier_start(run_dir: Path) -> EarlierStart:
                 if record.get("kind") in ("rollout", "train")
             },
         )
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (UserError, AttributeError, KeyError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"--run-dir {run_dir}: its records are damaged or not slime's ({reason}): nothing was "
@@ -219,7 +220,7 @@ def _read_owner(folder: Path) -> dict[str, Any]:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    return (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
+    return read_run_yaml(path) if path.exists() else {}
 
 
 def _same(a: str | Path | None, b: str | Path | None) -> bool:

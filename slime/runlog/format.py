@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -87,9 +88,24 @@ def layout(*, trainers: int, rollout: int, colocate: bool, backend: str, engine:
     return f"{where} ({backend}, {engine} engine)"
 
 
-def model_name(path: str | None) -> str:
+def layout_of(config: dict[str, Any]) -> str:
+    """Return `layout` of a run's configuration, nothing if it lacks numbers: it may be somebody else's."""
+    names = ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus")
+    nodes, each, rollout = (config.get(name) for name in names)
+    if type(nodes) is not int or type(each) is not int or type(rollout) is not int:
+        return ""
+    return layout(
+        trainers=nodes * each,
+        rollout=rollout,
+        colocate=bool(config.get("colocate")),
+        backend=str(config.get("train_backend", "")),
+        engine=str(config.get("rollout_engine", "")),
+    )
+
+
+def model_name(path: object) -> str:
     """Return the last part of a checkpoint's path: `Qwen3-4B`, `quickstart/hf`."""
-    parts = [part for part in (path or "").split("/") if part]
+    parts = [part for part in str(path or "").split("/") if part]
     if not parts:
         return "-"
     return "/".join(parts[-2:]) if parts[-1] in ("hf", "model", "checkpoint") else parts[-1]

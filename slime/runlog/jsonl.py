@@ -5,19 +5,59 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from io import FileIO
+from io import BufferedReader, FileIO
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from slime.utils.untrusted_files import open_regular
 
-def append_lines(path: Path, records: Sequence[Mapping[str, object]]) -> None:
-    """Append the records, all or none, after removing a last line that was never finished."""
+_LONGEST_LINE = 1 << 26
+_DEEPEST = 64  # of a record's values
+
+
+def append_lines(path: Path, records: Sequence[Mapping[str, object]]) -> list[int]:
+    """Append the records, all or none, after removing a last line that was never finished.
+
+    Return the byte offset of each.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     drop_partial_line(path)
+    lines = [dump_line(record) for record in records]
     with path.open("ab", buffering=0) as file:
-        write_whole(file, b"".join(orjson.dumps(record) + b"\n" for record in records))
+        start = os.fstat(file.fileno()).st_size
+        write_whole(file, b"".join(lines))
+    ends = accumulate(len(line) for line in lines)
+    return [start + end - len(line) for end, line in zip(ends, lines, strict=True)]
+
+
+def dump_line(record: Mapping[str, object]) -> bytes:
+    """Return the line of a record; what JSON cannot hold is stored as text, since records do not end a run."""
+    try:
+        return orjson.dumps(record) + b"\n"
+    except TypeError:
+        return orjson.dumps(_storable(record)) + b"\n"
+
+
+def _storable(value: object, depth: int = 0) -> object:
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, int) and abs(value) < 2**63:
+        return int(value)
+    if isinstance(value, Mapping) and depth < _DEEPEST:
+        return {_text(key): _storable(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple) and depth < _DEEPEST:
+        return [_storable(item, depth + 1) for item in value]
+    item = getattr(value, "item", None)  # scalars of numpy and torch
+    plain = item() if callable(item) and getattr(value, "size", 0) == 1 else None
+    return float(plain) if isinstance(plain, int | float) else _text(value)
+
+
+def _text(value: object) -> str:
+    """Return text that UTF-8 can hold: lone surrogates come from file names and broken JSON."""
+    return str(value).encode("utf-8", "replace").decode()
 
 
 def write_whole(file: FileIO, content: bytes) -> None:
@@ -37,14 +77,62 @@ def write_whole(file: FileIO, content: bytes) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, if it exists; a line truncated by a crash is skipped."""
+    """Yield the records of a file, if it exists; a line truncated by a crash or without end is skipped."""
     if not path.exists():
         return
-    with path.open("rb") as file:
-        for line in file:
-            record = _parse(line)
+    with open_regular(path) as file:
+        while line := file.readline(_LONGEST_LINE):
+            if len(line) == _LONGEST_LINE:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(_LONGEST_LINE)
+                continue
+            record = parse_line(line)
             if record is not None:
                 yield record
+
+
+class LineTail:
+    """Reads a growing file in steps: each call of `read` returns the complete lines added since the last.
+
+    A file that was replaced or cut (a run that resumes rewrites its records) starts again from the
+    beginning, and `restarts` counts up. A line that is longer than a whole step is skipped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.restarts = path, 0
+        self.offset = 0  # of the first byte that was not returned yet
+        self._inode: int | None = None
+        self._skipping = False  # inside of a line that is too long
+
+    def read(self, limit: int = 1 << 28) -> list[tuple[int, bytes]]:
+        """Return (byte offset, line) pairs; at most about `limit` bytes at a time."""
+        try:
+            with open_regular(self.path) as file:
+                return self._lines(file, limit)
+        except OSError:  # it does not exist yet, or is being replaced
+            return []
+
+    def _lines(self, file: BufferedReader, limit: int) -> list[tuple[int, bytes]]:
+        found = os.fstat(file.fileno())
+        if (self._inode not in (None, found.st_ino)) or found.st_size < self.offset:
+            self.offset, self.restarts, self._skipping = 0, self.restarts + 1, False
+        self._inode = found.st_ino
+        if found.st_size == self.offset:
+            return []
+        file.seek(self.offset)
+        content = file.read(limit)
+        end = content.rfind(b"\n") + 1
+        if not end and len(content) == limit:
+            self.offset, self._skipping = self.offset + len(content), True
+        if not end:
+            return []
+        lines, start = [], self.offset
+        for line in content[:end].splitlines(keepends=True):
+            lines.append((start, line))
+            start += len(line)
+        self.offset, skipped = start, self._skipping
+        self._skipping = False
+        return lines[1:] if skipped else lines
 
 
 def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
@@ -55,7 +143,7 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> int:
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and (r := _parse(line)) and keep(r)]
+    kept = [line for line in lines if line.endswith(b"\n") and (r := parse_line(line)) and keep(r)]
     if len(kept) < len(lines):
         replace_file(path, b"".join(kept))
     return len(lines) - len(kept)
@@ -65,7 +153,9 @@ def replace_file(path: Path, content: bytes) -> None:
     """Replace a file atomically: a reader, or a crash, sees the old content or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb", buffering=0) as file:
+        # A file of its own: what has this name in a folder of others may be a link to anything.
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb", buffering=0) as file:
             write_whole(file, content)
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -92,7 +182,8 @@ def drop_partial_line(path: Path) -> None:
             file.truncate(end)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line, or None if it is none."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:

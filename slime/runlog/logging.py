@@ -26,7 +26,9 @@ _NOISY = (
     "fsspec",
     "git",
     "httpcore",
+    "httpcore2",
     "httpx",
+    "httpx2",  # of openai's client
     "matplotlib",
     "numba",
     "PIL",

@@ -17,15 +17,47 @@ ENTROPY = "train/entropy"
 KL = "train/kl_loss"
 CLIP_FRACTION = "train/clip_fraction"
 LOG_PROB_GAP = "train/log_prob_gap_max"
+LOG_PROB_GAP_MEAN = "train/log_prob_gap_mean"
+STALE_GAP = "train/stale_log_prob_gap_max"
+STALE_GAP_MEAN = "train/stale_log_prob_gap_mean"
+STALENESS_MAX = "rollout/staleness_max"
 TOKENS_PER_SECOND = "perf/rollout_tokens_per_second"
 STEP_TIME = "perf/step_time"
+REWARD_TIME = "perf/reward_time"  # a part of the phase `generate`
 _PHASE_ORDER = ("start", "generate", "train", "update_weights", "eval", "save")
+
+
+def name_stale_gap(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics with the log-prob gap renamed where it measures staleness too.
+
+    `train/log_prob_gap_*` is a distance under the same weights. Of tokens that earlier weights generated it
+    holds what the updates since then have changed, and is `train/stale_log_prob_gap_*`.
+    """
+    if not metrics.get(STALENESS_MAX):
+        return dict(metrics)
+    renamed = {LOG_PROB_GAP: STALE_GAP, LOG_PROB_GAP_MEAN: STALE_GAP_MEAN}
+    return {renamed.get(name, name): value for name, value in metrics.items()}
 
 
 def eval_rewards(names: Iterable[str]) -> dict[str, str]:
     """Return the mean-reward metric of each dataset: {"gsm8k": "eval/gsm8k/reward"}."""
-    found = sorted(n for n in names if n.startswith("eval/") and n.endswith("/reward"))
+    found = sorted(
+        name
+        for name in names
+        if name.startswith("eval/") and name.endswith("/reward") and not is_component(name)
+    )
     return {name.removeprefix("eval/").removesuffix("/reward"): name for name in found}
+
+
+def is_component(name: str) -> bool:
+    """Return whether this is the mean of one component of a dictionary reward: `rollout/reward/format`."""
+    return name.startswith(("rollout/reward/", "eval/")) and "/reward/" in name
+
+
+def is_phase_time(name: str) -> bool:
+    """Return whether this is the time of a top-level phase, such as perf/generate_time."""
+    timed = name.startswith("perf/") and name.endswith("_time") and name.count("/") == 1
+    return timed and name not in (STEP_TIME, REWARD_TIME)
 
 
 def phase_times(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -33,8 +65,7 @@ def phase_times(metrics: Mapping[str, float]) -> dict[str, float]:
     times = {
         name.removeprefix("perf/").removesuffix("_time"): float(value)
         for name, value in metrics.items()
-        if name.startswith("perf/") and name.endswith("_time") and name != STEP_TIME
+        if is_phase_time(name)
     }
-    times = {name: seconds for name, seconds in times.items() if "/" not in name}
     known = [name for name in _PHASE_ORDER if name in times]
     return {name: times[name] for name in known + sorted(set(times) - set(known))}

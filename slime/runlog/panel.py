@@ -96,6 +96,7 @@ class PanelDisplay:
     def __init__(self, state: RunState, console: Console) -> None:
         self._state = state
         self._spinner = Spinner("dots", style="cyan")
+        self._stopping = False
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
 
     def start(self) -> None:
@@ -111,12 +112,16 @@ class PanelDisplay:
         self._live.console.print(Text(safe_text(text)))
 
     def stop(self) -> None:
+        self._stopping = True
         self._live.stop()
 
     def _render(self) -> RenderableType:
         # Runs on rich's refresh thread, where an exception would silently stop the redrawing.
         try:
-            return render_panel(self._state, self._spinner, self._live.console.width)
+            panel = render_panel(self._state, self._spinner, self._live.console.width)
+            # The cursor waits on an empty line. At the end of a full-width line the echoed ^C would wrap,
+            # and the redrawing would begin one line too low and leave the old top border on the screen.
+            return panel if self._stopping else Group(panel, "")
         except Exception as error:
             return Text(f"(display: {error})", style="dim")
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from slime.core.types import Activity
 from slime.diagnosis.process_status import in_phase
+from slime.utils.machine import process_memory
 
+_MAX_SPANS = 2000  # kept between two reports
 TRAIN_FLOPS = "perf/train_flops"  # what train_flops() counts, over all ranks
 # Dense bf16 FLOP/s from the vendor's data sheet, by the driver's name of the GPU.
 _PEAK_BF16 = {
@@ -49,10 +53,14 @@ class ModelShape:
     shared_ffn: int = 0
     num_experts: int = 0
     dense_layers: int | None = None  # None: all of them, or none in an MoE model
+    linear_layers: int = 0  # gated delta nets; the other layers' attention then has a gate
+    linear_width: int = 0  # rows of the projections of one
+    linear_state: int = 0  # elements of its state
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """Read the content of config.json, or a HF config's to_dict()."""
+        config = {**config, **(config.get("text_config") or {})}  # beside a vision tower
         heads = config["num_attention_heads"]
         experts = config.get("num_experts") or config.get("n_routed_experts") or 0
         experts = experts or config.get("num_local_experts") or 0
@@ -69,27 +77,49 @@ class ModelShape:
             expert_ffn=config.get("moe_intermediate_size") or config.get("intermediate_size") or 0,
             shared_ffn=config.get("shared_expert_intermediate_size") or 0,
             dense_layers=config.get("first_k_dense_replace"),
+            **_delta_nets(config),
         )
 
     @property
     def weights_per_token(self) -> int:
         """Count the weights that one token is multiplied with, including the output head."""
         heads = 2 * self.heads + 2 * self.kv_heads  # q and o, k and v
-        attention = self.hidden * heads * self.head_dim
+        heads += self.heads if self.linear_layers else 0
+        full, linear = self.layers - self.linear_layers, self.linear_layers * self.linear_width
+        attention = self.hidden * (full * heads * self.head_dim + linear)
         dense = 3 * self.hidden * self.ffn
         expert = 3 * self.hidden * (self.experts_per_token * self.expert_ffn + self.shared_ffn)
         expert += self.hidden * self.num_experts  # the router
         dense_layers = self.dense_layers or 0 if self.num_experts else self.layers
         mixed = dense_layers * dense + (self.layers - dense_layers) * expert
-        return self.layers * attention + mixed + self.hidden * self.vocab
+        return attention + mixed + self.hidden * self.vocab
+
+
+def _delta_nets(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of gated delta nets, of which three in four layers have one unless it says so."""
+    values = config.get("linear_num_value_heads")
+    if not values:
+        return {}
+    layers, every = config["num_hidden_layers"], config.get("full_attention_interval") or 4
+    kinds = config.get("layer_types")
+    key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    keys = config["linear_num_key_heads"] * key_dim
+    return {
+        "linear_layers": kinds.count("linear_attention") if kinds else layers - layers // every,
+        "linear_width": 2 * keys + 3 * values * value_dim + 2 * values,  # q, k; v, z, out; b, a
+        "linear_state": values * key_dim * value_dim,
+    }
 
 
 def forward_flops(shape: ModelShape, lens: Iterable[int]) -> float:
     """Count sequences of these lengths; attention counts the pairs under a causal mask."""
     lens = list(lens)
     pairs = sum(n * (n + 1) / 2 for n in lens)
-    attention = 4 * shape.layers * shape.heads * shape.head_dim * pairs  # scores, and their use
-    return 2.0 * shape.weights_per_token * sum(lens) + attention
+    full = shape.layers - shape.linear_layers
+    attention = 4 * full * shape.heads * shape.head_dim * pairs  # scores, and their use
+    # A token reads a state with its key, writes to it, and reads it with its query.
+    states = 6 * shape.linear_layers * shape.linear_state * sum(lens)
+    return 2.0 * shape.weights_per_token * sum(lens) + attention + states
 
 
 def train_flops(shape: ModelShape, lens: Iterable[int]) -> float:
@@ -142,6 +172,7 @@ class Timer:
         self._lock = threading.Lock()
         self._local = threading.local()
         self._seconds: dict[str, float] = {}
+        self._spans: deque[tuple[str, float, float]] = deque(maxlen=_MAX_SPANS)
         self._taken_at = clock()
 
     @contextmanager
@@ -149,13 +180,14 @@ class Timer:
         outer = getattr(self._local, "path", "")
         path = f"{outer}/{name}" if outer else name
         self._local.path = path
-        started = self._clock()
+        started, began = self._clock(), time.time()
         try:
             with in_phase(path):
                 yield
         finally:
             self._local.path = outer
             self.add(path, self._clock() - started)
+            self._spans.append((path, round(began, 3), round(time.time(), 3)))
 
     def add(self, name: str, seconds: float) -> None:
         """Add seconds measured elsewhere, such as in another process."""
@@ -170,3 +202,8 @@ class Timer:
             metrics["perf/step_time"] = now - self._taken_at
             self._seconds, self._taken_at = {}, now
         return metrics
+
+    def activity(self) -> Activity:
+        """Return the phases that ended since the previous call, and the memory of this process."""
+        spans = [self._spans.popleft() for _ in range(len(self._spans))]
+        return Activity(spans=spans, memory=process_memory())

@@ -7,20 +7,34 @@ drawing fails, the error is logged and the display is switched off.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 
 from slime.config.arguments import Args
 from slime.config.env import read_env
+from slime.core.types import Activity, TrainReport
 from slime.diagnosis.stall import PhaseDeadline
 from slime.runlog import metric_names as names
+from slime.runlog.event_log import MAX_RANKS, EventLog
 from slime.runlog.format import duration, layout, model_name, number, score
+from slime.runlog.live.findings import (
+    Evidence,
+    entropy,
+    equal_groups,
+    gradient,
+    repeated_prompts,
+)
+from slime.runlog.live.metric_store import MetricStore
+from slime.runlog.live.sample_store import SampleStore
 from slime.runlog.panel import PanelDisplay, RunState
 from slime.runlog.perf_metrics import Timer, peak_flops, throughput_metrics
+from slime.runlog.token_log import TokenLog, rollout_name, trained_columns
 from slime.runlog.tracking import Tracker
 from slime.utils.machine import gpus
 from slime.utils.printable import printable, safe_text
@@ -28,6 +42,7 @@ from slime.utils.printable import printable, safe_text
 logger = logging.getLogger(__name__)
 
 _LEARNING = ("rollout", "train")
+_ENOUGH_ROLLOUTS = 5  # before a run is told that nothing is learned
 
 
 class Recorder:
@@ -36,7 +51,10 @@ class Recorder:
     def __init__(self, args: Args):
         self._timer = Timer()
         self._tracker = Tracker(args, args.run_dir)
+        self._events, self._tokens = EventLog(args.run_dir), TokenLog(args.run_dir)
+        self.event("start", host=socket.gethostname(), pid=os.getpid())
         self._display = LiveDisplay(args)
+        self._warnings = LearningWarnings(args.run_dir, args.to_dict())
         self.deadline = PhaseDeadline(args)
         self._metrics: dict[str, float] = {}
         self.failed_phase: str | None = None  # the outermost one that an error left
@@ -62,8 +80,21 @@ class Recorder:
         """Keep metrics for the next log()."""
         self._metrics.update(metrics)
 
+    def add_trained(self, rollout_id: int, reports: Mapping[str, Sequence[TrainReport]]) -> None:
+        """Keep what the ranks of each model report: metrics of the first, tokens and activity of all."""
+        for name, ranks in reports.items():
+            self.add(ranks[0].metrics)
+            activities = [report.activity for report in ranks[:MAX_RANKS]]
+            self.add_activities({f"{name}_{rank}": a for rank, a in enumerate(activities)})
+        tokens = [row for report in reports["trainer"] for row in report.tokens]
+        self._tokens.write(rollout_name(rollout_id, trainer=True), trained_columns(tokens))
+
+    def add_activities(self, by_process: dict[str, Activity]) -> None:
+        self._events.activities(by_process)
+
     def log_learning(self, rollout_id: int) -> None:
         """What was learned from the rollout, one line per kind, before a checkpoint counts it as done."""
+        self._metrics = names.name_stale_gap(self._metrics)
         self._write(rollout_id, {k: v for k, v in self._metrics.items() if _kind(k) in _LEARNING})
 
     def log(self, rollout_id: int, *, starting: bool = False) -> None:
@@ -77,9 +108,28 @@ class Recorder:
         self._write(rollout_id, rest, perf_as="start" if starting else "perf")
         self._display.update({"rollout_id": rollout_id, **self._metrics})
         self._metrics = {}
+        self._warn_of_learning()
+        self.add_activities({"driver": self._timer.activity()})
 
-    def message(self, text: str) -> None:
+    def _warn_of_learning(self) -> None:
+        try:
+            for text in self._warnings.new():
+                self.message(f"warning: {text}")
+        except Exception:  # a statement about the run never ends it
+            logger.warning("the checks of what is learned failed", exc_info=True)
+
+    def message(self, text: str, kind: str = "note") -> None:
+        """Tell the user, and record it as an event of this kind."""
         self._display.message(text)
+        self.event("warning" if text.startswith("warning") else kind, text)
+
+    def event(self, kind: str, text: str = "", **values: object) -> None:
+        self._events.event(kind, text, **values)
+
+    def end(self, outcome: str, reason: str = "") -> None:
+        """Record the end, "complete", "stopped" or "failed": it tells the run from one that was killed."""
+        self.add_activities({"driver": self._timer.activity()})
+        self.event("end", reason, outcome=outcome)
 
     def close(self) -> None:
         self._display.close()
@@ -97,6 +147,32 @@ class Recorder:
 def _kind(name: str) -> str:
     """`rollout`, `train`, `eval` or `perf`: the part before the slash."""
     return name.split("/", 1)[0]
+
+
+class LearningWarnings:
+    """Warns a run when a check of `live/findings.py` says that nothing or little can be learned."""
+
+    def __init__(self, run_dir: str | Path, config: dict[str, Any]) -> None:
+        self._metrics, self._samples = MetricStore(Path(run_dir)), SampleStore(Path(run_dir))
+        self._config, self._told = config, set[str]()
+
+    def new(self) -> list[str]:
+        """Return the findings that are new since the previous call, as text."""
+        self._metrics.update()
+        self._samples.update()
+        evidence = Evidence(metrics=self._metrics, samples=self._samples, config=self._config)
+        found = [repeated_prompts(evidence)]
+        if len(self._metrics.values(names.REWARD)) >= _ENOUGH_ROLLOUTS:
+            later = [check(evidence) for check in (equal_groups, entropy, gradient)]
+            found += [finding for finding in later if finding and finding.level == "problem"]
+        held = {
+            finding.metrics[0] if finding.metrics else finding.title: finding
+            for finding in found
+            if finding
+        }
+        texts = [f"{one.title}. {one.text}" for key, one in held.items() if key not in self._told]
+        self._told = set(held)
+        return texts
 
 
 _SHORT_PHASES = {"generate": "gen", "update_weights": "sync"}
@@ -247,8 +323,11 @@ def rollout_line(state: RunState) -> str:
 
 
 def _times(state: RunState) -> str:
-    times = names.phase_times(state.latest)
-    return " ".join(f"{_SHORT_PHASES.get(n, n)} {duration(s)}" for n, s in times.items())
+    times = {n: duration(s) for n, s in names.phase_times(state.latest).items()}
+    rewards = state.latest.get(names.REWARD_TIME, 0.0)
+    if rewards > max(1.0, state.latest.get("perf/generate_time", 0.0) / 2):
+        times["generate"] = f"{times.get('generate', '')} (rewards {duration(rewards)})"
+    return " ".join(f"{_SHORT_PHASES.get(n, n)} {text}" for n, text in times.items())
 
 
 def _mean_eval(state: RunState) -> float | None:

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from slime.config.checks.file_checks import check_writable
 from slime.config.derive import portable
 from slime.config.flags.spec import option_of
@@ -28,21 +26,26 @@ from slime.runlog.earlier_runs import (
     ENVIRONMENT_FILE,
     RESOLVED_FILE,
     check_earlier_results,
+    read_earlier_start,
     set_aside,
 )
 from slime.runlog.jsonl import read_lines, replace_file
 from slime.runlog.metric_names import STEP_TIME, eval_rewards, phase_times
+from slime.runlog.own_config import signed
+from slime.runlog.run_yaml import dump_run_yaml, read_resolved
 from slime.runlog.sample_log import SampleRow, read_samples
 from slime.runlog.tracking import METRICS_FILE, RESUMES_FILE
 from slime.utils.machine import describe_machine
+from slime.utils.untrusted_files import read_regular
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
 
 _HEADER = "# slime run. Repeat it in a folder of its own: slime train --config THIS_FILE --run-dir NEW_FOLDER\n"
 _REPEATED = ("command line", "config", "own option")  # origins of what the user set
+_MOST_BYTES = 16 << 20  # of environment.json
 # Belong to one start, not to the run.
-_NOT_REPEATED = ("config", "run_dir", "dry_run", "wandb_run_id")
+_NOT_REPEATED = ("config", "run_dir", "dry_run", "wandb_run_id", "watch")
 
 
 def hold_run_folder(run_dir: str) -> int:
@@ -82,10 +85,27 @@ def open_run_folder(args: Args, *, loaded: Path | None = None) -> Path:
 
 
 def check_run_folder(args: Args, *, loaded: Path | None = None) -> bool:
-    """Refuse a folder of something else, writing nothing; return whether to set earlier results aside."""
+    """Refuse a folder that is no run's, writing nothing; return whether to set earlier results aside."""
     if Path(args.run_dir).is_file():
         raise ConfigError(f"--run-dir {args.run_dir} is a file; name a folder")
     return check_earlier_results(args, _given(args), loaded)
+
+
+def resume_line(args: Args, start_rollout_id: int) -> str:
+    """Return where a resumed run goes on, and what differs from the last start in its folder.
+
+    `continuing after rollout 39: --lr 0.0002 -> 5e-05, --num-rollout 40 -> 50`
+    """
+    before, now = read_earlier_start(Path(args.run_dir)).given, _given(args)
+    names = sorted(before.keys() | now.keys()) if before else []
+    changes = [
+        f"{option_of(name)} {before.get(name, 'unset')} -> {now.get(name, 'unset')}"
+        for name in names
+        if name not in ("load", "ckpt_step") and before.get(name) != now.get(name)
+    ]
+    return f"continuing after rollout {start_rollout_id - 1}" + (
+        f": {', '.join(changes)}" if changes else ""
+    )
 
 
 def write_config(args: Args, run_dir: Path) -> None:
@@ -93,13 +113,13 @@ def write_config(args: Args, run_dir: Path) -> None:
     origins = {name: args.origin(name) for name in values}
     given = _given(args)
     lines = [_HEADER, *_secret_lines(args, origins)]
-    lines.append(yaml.safe_dump(given, sort_keys=True) if given else "{}\n")
+    lines.append(dump_run_yaml(given) if given else "{}\n")
     for name in sorted(set(values) - set(given)):
         if values[name] is not None:
             lines.append(f"# {name}: {json.dumps(values[name])}  ({origins[name]})\n")
-    replace_file(run_dir / CONFIG_FILE, "".join(lines).encode())
+    replace_file(run_dir / CONFIG_FILE, signed("".join(lines)).encode())
     resolved = {name: {"value": values[name], "origin": origins[name]} for name in sorted(values)}
-    replace_file(run_dir / RESOLVED_FILE, yaml.safe_dump(resolved).encode())
+    replace_file(run_dir / RESOLVED_FILE, dump_run_yaml(resolved).encode())
 
 
 def _given(args: Args) -> dict[str, object]:
@@ -130,10 +150,10 @@ def _secret_lines(args: Args, origins: Mapping[str, str]) -> list[str]:
 
 
 def _record_start(run_dir: Path) -> None:
-    path = run_dir / ENVIRONMENT_FILE
-    starts = json.loads(path.read_text())["starts"] if path.exists() else []
-    starts.append({"time": time.time(), **describe_machine()})
-    replace_file(path, json.dumps({"starts": starts}, indent=2).encode() + b"\n")
+    starts = [*read_starts(run_dir), {"time": time.time(), **describe_machine()}]
+    replace_file(
+        run_dir / ENVIRONMENT_FILE, json.dumps({"starts": starts}, indent=2).encode() + b"\n"
+    )
 
 
 def _plain(value: object) -> object:
@@ -196,8 +216,8 @@ def read_run(run_dir: str | Path) -> RunData:
         )
     records = [record for record in read_lines(run_dir / METRICS_FILE) if _is_metrics(record)]
     rollouts = [record for record in records if record["kind"] == "perf"]
-    resolved = _read_yaml(run_dir / RESOLVED_FILE)
-    environment = run_dir / ENVIRONMENT_FILE
+    path = run_dir / RESOLVED_FILE
+    resolved = read_resolved(path) if path.exists() else {}
     times = [record["time"] for record in records]
     return RunData(
         run_dir=run_dir,
@@ -208,8 +228,8 @@ def read_run(run_dir: str | Path) -> RunData:
         rollout_seconds=[r[STEP_TIME] for r in rollouts if r.get(STEP_TIME)],
         samples=read_samples(run_dir),
         config={name: entry["value"] for name, entry in resolved.items()},
-        origins={name: entry["origin"] for name, entry in resolved.items()},
-        starts=json.loads(environment.read_text())["starts"] if environment.exists() else [],
+        origins={name: str(entry.get("origin")) for name, entry in resolved.items()},
+        starts=read_starts(run_dir),
         resumed_at=[
             start
             for record in read_lines(run_dir / RESUMES_FILE)
@@ -243,5 +263,19 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    return (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
+def read_starts(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the machine of each start, an empty list if they cannot be read."""
+    try:
+        starts = json.loads(read_regular(run_dir / ENVIRONMENT_FILE, _MOST_BYTES))["starts"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return [start for start in starts if _is_start(start)] if isinstance(starts, list) else []
+
+
+def _is_start(start: object) -> bool:
+    """Return whether this has the types that a run writes: the folder may come from elsewhere."""
+    if not isinstance(start, dict) or type(start.get("time")) not in (int, float):
+        return False
+    gpus = start.get("gpus") or []
+    named = isinstance(gpus, list) and all(isinstance(g, dict) and "name" in g for g in gpus)
+    return named and abs(start["time"]) < 2**40

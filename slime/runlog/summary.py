@@ -69,6 +69,9 @@ def _next_commands(run: RunData) -> list[str]:
 def _use(run: RunData) -> str:
     export = run.config.get("save_hf")
     folder = Path(export.format(rollout_id=_last_rollout(run)) if export else run.run_dir / "hf")
+    if export_info(folder) and run.config.get("lora_rank"):
+        base = _path(Path(run.config["hf_checkpoint"]))
+        return f"slime engine --model-path {base} --lora-path mine={_path(folder)} --port 30000"
     if export_info(folder):
         return f"slime engine --model-path {_path(folder)} --port 30000"
     return f"slime report {_path(run.run_dir)}"
@@ -95,8 +98,14 @@ def _repeat(run: RunData) -> str:
         if value and not Path(value).absolute().is_relative_to(run.run_dir.absolute()):
             folders[name] = other / folder
     options = " ".join(f"{option_of(n)} {_path(f)}" for n, f in folders.items())
-    lr = f"{run.config['lr'] / 2:g}"
+    lr = f"{run.config['lr'] / (10 if _fell(run) else 2):g}"
     return f"slime train --config {_path(run.run_dir / CONFIG_FILE)} {options} --lr {lr}"
+
+
+def _fell(run: RunData) -> bool:
+    """Return whether training lost nine tenths of its first reward, as too large a learning rate does."""
+    points = run.series.get(names.REWARD) or [(0, 0.0)]
+    return points[-1][1] < points[0][1] / 10
 
 
 def _path(path: str | Path) -> str:

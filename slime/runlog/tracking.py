@@ -11,13 +11,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
-import orjson
+import numpy as np
 
 from slime.config.env import read_env
 from slime.core.errors import ConfigError, UserError
 from slime.runlog.earlier_runs import METRICS_FILE
-from slime.runlog.jsonl import append_lines, drop_partial_line, keep_lines, read_lines, write_whole
+from slime.runlog.jsonl import (
+    append_lines,
+    drop_partial_line,
+    dump_line,
+    keep_lines,
+    read_lines,
+    write_whole,
+)
 from slime.runlog.sample_log import SAMPLES_FILE
+from slime.runlog.sample_table import cut_table
+from slime.runlog.token_log import cut_tokens
 from slime.utils.machine import requirement_of
 
 if TYPE_CHECKING:
@@ -75,7 +84,14 @@ def cut_back(run_dir: str | Path, start_rollout_id: int) -> int:
             return rollout_id in evaluated
         return rollout_id < start_rollout_id
 
+    def are_kept(table: np.ndarray, datasets: list[str]) -> np.ndarray:
+        kinds = [datasets[number] for number in table["dataset"]]
+        rows = zip(kinds, table["rollout_id"].tolist(), strict=True)
+        return np.array([is_kept({"kind": k, "rollout_id": r}) for k, r in rows], bool)
+
     dropped += keep_lines(run_dir / SAMPLES_FILE, is_kept)
+    cut_table(run_dir, are_kept, run_dir / SAMPLES_FILE)
+    cut_tokens(run_dir, start_rollout_id)
     if start_rollout_id > 0 or dropped:
         resume = {"time": time.time(), "start_rollout_id": start_rollout_id, "dropped": dropped}
         append_lines(run_dir / RESUMES_FILE, [resume])
@@ -110,7 +126,7 @@ class _JsonlSink:
         if not self._path.exists():  # it was deleted: continue in a new file
             self._file.close()
             self._open()
-        write_whole(self._file, orjson.dumps(record) + b"\n")
+        write_whole(self._file, dump_line(record))
 
     def close(self) -> None:
         self._file.close()

@@ -15,8 +15,8 @@ from slime.config.engine_groups import DEFAULT_MODEL
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo, ModelAddress
 from slime.data.tokenizer import load_tokenizer
-from slime.serving.health import answers, health_route
 from slime.serving.router import external_router_url
+from slime.serving.servers import answers, health_route
 from slime.utils.addresses import engine_url, port_of
 from slime.utils.concurrency import call_all
 from slime.utils.engine_keys import remember_key
@@ -58,8 +58,25 @@ def _find(args: Args, url: str) -> EngineInfo:
     _check_tokenizer(args, url)
     ranks = server.get("tp_size", 1) * server.get("pp_size", 1)
     kind = "slime" if server.get("engine") == "slime" else "sglang"
+    if kind == "sglang" and args.multimodal_keys and (missing := missing_image_options(server)):
+        raise UserError(
+            f"{_OPTION} {url} sees other pixels or positions in images than the trainer: start it "
+            f"with {' '.join(missing)}"
+        )
     version = str(server.get("version", "unknown"))
     return EngineInfo(url=url, device_ids=(f"elsewhere:{url}",) * ranks, kind=kind, version=version)
+
+
+def missing_image_options(server: dict[str, Any]) -> list[str]:
+    """Return the options without which SGLang reads images differently; `server` is its /server_info."""
+    pil = (
+        server.get("disable_fast_image_processor") or server.get("image_processor_backend") == "pil"
+    )
+    precise = server.get("enable_precise_embedding_interpolation")
+    return [
+        *([] if pil else ["--disable-fast-image-processor"]),
+        *([] if precise else ["--enable-precise-embedding-interpolation"]),
+    ]
 
 
 def version_warning(engines: list[EngineInfo]) -> str | None:

@@ -19,7 +19,7 @@ from slime.config.flags.spec import option_of
 from slime.config.installed import find_sglang, has_package
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo
-from slime.serving.server_process import ServerProcess
+from slime.serving.servers import ServerProcess
 from slime.utils.addresses import find_port, says_port_taken
 from slime.utils.concurrency import wait_until
 from slime.utils.engine_keys import remember_key
@@ -232,7 +232,7 @@ def make_router(
             split=split,
         )
     if split:
-        raise UserError("prefill and decode engines need the package sglang-router: install it")
+        raise UserError("prefill and decode engines need a router: pip install sglang-router")
     for name, value in args.to_dict(redact=False).items():
         if name not in all_flags() or value is None:
             continue

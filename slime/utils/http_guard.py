@@ -49,13 +49,15 @@ class Refused(Exception):
         self.status = status
 
 
-def check_browser(request: web.Request, bound_host: str) -> None:
+def check_browser(request: web.Request, bound_host: str, *, own_pages: bool = False) -> None:
     """Refuse requests that a web page can make a browser send to a local server.
 
-    Browsers name the page in `Origin`. DNS rebinding makes a foreign name resolve to this machine; the
-    name is in `Host`, where genuine requests to a server on loopback have a loopback name.
+    Browsers name the page in `Origin`; with `own_pages`, pages of this server may ask it. DNS rebinding
+    makes a foreign name resolve to this machine; the name is in `Host`, where genuine requests to a
+    server on loopback have a loopback name.
     """
-    if "Origin" in request.headers:
+    own = own_pages and request.headers.get("Origin") == f"http://{request.headers.get('Host')}"
+    if "Origin" in request.headers and not own:
         raise Refused(403, "requests from web pages are refused: send no Origin header")
     hosts = request.headers.getall("Host", [])
     if _is_loopback(bound_host) and not all(_is_own_name(host, bound_host) for host in hosts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 import os
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from slime.core.errors import ConfigError
+from slime.core.errors import ConfigError, UserError
 
 
 @cache
@@ -40,6 +41,23 @@ def load_function(
             f"  expected: {expected}\n  found:    {_found(fn, path)}"
         )
     return fn
+
+
+@cache
+def load_hook(path: str, *, flag: str, protocol: type) -> Callable[..., Any]:
+    """Return `load_function`'s result, whose exceptions become one paragraph that names the flag and the line."""
+    fn = load_function(path, flag=flag, protocol=protocol)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(_hook_failed(flag, path, error)) from error
+
+    return call
 
 
 @cache
@@ -79,6 +97,11 @@ def is_async(fn: Callable[..., Any]) -> bool:
 
 
 def _import(path: str, flag: str) -> Any:
+    if "/" in path or path.endswith(".py"):
+        stem = path.rsplit("/", 1)[-1].split(".")[0] or "module"
+        raise ConfigError(
+            f"{flag} {path}: expected an import path such as {stem}.function, not a file"
+        )
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise ConfigError(f"{flag} {path}: expected an import path such as package.module.{path}")
@@ -98,6 +121,16 @@ def _import(path: str, flag: str) -> Any:
         hint = f"; did you mean {module_name}.{near[0]}?" if near else ""
         raise ConfigError(f"{flag} {path}: module {module_name} has no {name!r}{hint}")
     return getattr(module, name)
+
+
+def _hook_failed(flag: str, path: str, error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without the wrapper's own
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    where = "".join(f" at {f.filename}:{f.lineno} ({f.line})" for f in (own or frames)[-1:])
+    return (
+        f"{flag} {path} failed{where}: {type(error).__name__}: {error}\n"
+        "The log of its process, in logs/ of the run folder, has the whole traceback."
+    )
 
 
 def _import_failed(flag: str, path: str, module_name: str, error: Exception) -> str:

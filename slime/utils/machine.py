@@ -16,6 +16,8 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+import psutil
+
 from slime.config.env import child_env
 
 PACKAGES = (
@@ -51,6 +53,15 @@ class Gpu:
     name: str
     memory_mib: int
     driver: str
+
+
+def process_memory() -> dict[str, int]:
+    """Return resident bytes, and the peak that torch reserved on the GPU if this process uses one."""
+    memory = {"rss": psutil.Process().memory_info().rss}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        memory["gpu_peak"] = torch.cuda.max_memory_reserved()
+    return memory
 
 
 def package_version(name: str) -> str | None:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from slime.config.checks.file_checks import weight_names
+from slime.config.checks.file_checks import weight_names, weight_shapes
+from slime.config.peft_files import nested_name
 from slime.utils.device import current_device
 from slime.weights.ipc import aligned
 
@@ -142,7 +143,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 _FUSED = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)$")
 _FUSED_IN_CHECKPOINT = {"gpt_oss", "llama4", "llama4_text", "granitemoe", "granitemoeshared"}
-_STORED_IN_SEVERAL_WAYS = {"qwen3_5_text", "qwen3_5_moe_text"}
+_STORED_IN_SEVERAL_WAYS = {
+    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"),
+    *("qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text"),
+}
 _NESTED = "model.language_model."
 _DEFAULT_PARTS = ("gate_proj", "up_proj", "down_proj")
 _MIXTRAL_PARTS = ("w1", "w3", "w2")
@@ -170,16 +174,33 @@ class StoredNames:
 
     nested: bool = False  # model.language_model.layers.0 beside a vision tower, not model.layers.0
     fused_experts: bool = False
+    transposed: tuple[str, ...] = ()  # fused experts that are stored as [experts, in, out]
 
 
 def stored_names(folder: str, model_type: str) -> StoredNames:
-    """Read the names in a checkpoint of Qwen3.5: experts are fused in bf16 and not in FP8."""
+    """Read the names in a checkpoint of Qwen3.5 or Qwen3-VL: experts are fused in bf16 and not in FP8.
+
+    Qwen3-VL's are published transposed, and written by transformers as its module has them.
+    """
     if model_type not in _STORED_IN_SEVERAL_WAYS:
         return StoredNames()
     names = [name for name in weight_names(folder) if name.startswith("model.")]  # no MTP layers
     return StoredNames(
-        nested=any(name.startswith(_NESTED) for name in names),
+        nested=model_type.endswith("_text") and any(name.startswith(_NESTED) for name in names),
         fused_experts=any(name.endswith(".experts.gate_up_proj") for name in names),
+        transposed=_transposed_experts(folder) if model_type.startswith("qwen3_vl") else (),
+    )
+
+
+def _transposed_experts(folder: str) -> tuple[str, ...]:
+    """Return the kinds of experts with other shapes than [experts, 2 x size, H] and [experts, H, size]."""
+    shapes = weight_shapes(folder)
+    hidden = next(shape[1] for name, shape in shapes.items() if "embed_tokens" in name)
+    at = {"gate_up_proj": 2, "down_proj": 1}
+    return tuple(
+        kind
+        for kind, axis in at.items()
+        if any(n.endswith(f".experts.{kind}") and shapes[n][axis] != hidden for n in shapes)
     )
 
 
@@ -193,8 +214,10 @@ def hf_views(
     gate, up, down = _MIXTRAL_PARTS if model_type in _MIXTRAL_LIKE else _DEFAULT_PARTS
     keep_fused = model_type in _FUSED_IN_CHECKPOINT or stored.fused_experts
     for name, tensor in named:
-        if stored.nested and name.startswith("model."):
-            name = _NESTED + name.removeprefix("model.")
+        if stored.nested:
+            name = nested_name(name)
+        if name.endswith(tuple(f".experts.{kind}" for kind in stored.transposed)):
+            tensor = tensor.transpose(1, 2)
         match = None if tensor.ndim != 3 or keep_fused else _FUSED.match(name)
         if match is None:
             yield _rename(name, model_type), tensor

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -38,6 +38,21 @@ def tensor_checksums(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int
     sums = RunningChecksums()
     sums.add(named)
     return sums.read()
+
+
+def joined_checksum(named: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Return one checksum of many small tensors: that of all of them end to end, in order of name.
+
+    It costs the same few kernels however many there are. Tensors of other element sizes are added up.
+    """
+    by_size: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in sorted(named, key=lambda pair: pair[0]):
+        by_size.setdefault(tensor.element_size(), []).append((name, tensor))
+    total = 0
+    for same in by_size.values():
+        joined = torch.cat([_bits(tensor) for _, tensor in same])
+        total += tensor_checksum("\n".join(name for name, _ in same), joined)
+    return total % 2**64
 
 
 class RunningChecksums:
@@ -65,6 +80,12 @@ class RunningChecksums:
 
 def format_checksum(value: int) -> str:
     return f"{value:016x}"
+
+
+def shapes_digest(shapes: Iterable[tuple[str, Sequence[int]]]) -> str:
+    """Return a digest of tensors' names and shapes that does not depend on their order."""
+    lines = sorted(f"{name} {list(shape)}" for name, shape in shapes)
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
 def _combine(name: str, plain: int, positional: int) -> int:

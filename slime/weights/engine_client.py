@@ -169,6 +169,10 @@ class EngineClient:
     def architectures(self) -> list[str] | None:
         return self.get("/model_info").get("architectures")
 
+    def start_pause(self, mode: str) -> Callable[[], None]:
+        """Pause generation; `mode` says what becomes of running requests."""
+        return partial(self._result, self._start("POST", "/pause_generation", {"mode": mode}))
+
     def start_resume(self) -> Callable[[], None]:
         """Continue generation."""
         return partial(self._result, self._start("POST", "/continue_generation", {}))

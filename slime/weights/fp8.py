@@ -93,8 +93,17 @@ def quantize(tensor: torch.Tensor, layout: Fp8Format) -> tuple[torch.Tensor, tor
 
 
 def dequantize(weight: torch.Tensor, scale: torch.Tensor, layout: Fp8Format) -> torch.Tensor:
-    """Return the float32 matrix of FP8 values and their scales."""
-    return weight.float() * _spread(scale.float(), layout, weight.shape)
+    """Return the float32 matrix [..., out, in] of FP8 values and their scales."""
+    wide, scale = weight.to(torch.float32, copy=True), scale.float()
+    if layout.strategy == "block" and all(
+        size == count * block
+        for size, count, block in zip(wide.shape[-2:], scale.shape[-2:], layout.block, strict=True)
+    ):  # whole blocks, so that scales need not be expanded to the size of the matrix
+        columns = wide.unflatten(-1, (scale.shape[-1], layout.block[1]))
+        blocks = columns.unflatten(-3, (scale.shape[-2], layout.block[0]))
+        blocks.mul_(scale[..., :, None, :, None])
+        return wide
+    return wide.mul_(_spread(scale, layout, wide.shape))
 
 
 def format_of(config: dict[str, Any]) -> Fp8Format | None:
@@ -201,8 +210,8 @@ def _spread(scale: torch.Tensor, layout: Fp8Format, shape: torch.Size) -> torch.
     if layout.strategy != "block":
         return scale
     rows, columns = layout.block
-    wide = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-    return wide[: shape[0], : shape[1]]
+    wide = scale.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+    return wide[..., : shape[-2], : shape[-1]]
 
 
 _INDEX = "model.safetensors.index.json"
@@ -244,21 +253,28 @@ def convert_to_fp8(
     (target / _SETTINGS).unlink()
 
 
-def load_causal_lm(path: str, config: Any = None, *, dtype: Any = "auto", **options: Any) -> Any:
-    """Call AutoModelForCausalLM.from_pretrained; FP8 weights are dequantized to the dtype of the rest."""
+def load_causal_lm(
+    path: str, config: Any = None, *, auto: Any = None, dtype: Any = "auto", **options: Any
+) -> Any:
+    """Call from_pretrained of `auto`, by default AutoModelForCausalLM.
+
+    FP8 weights are dequantized to the dtype of the rest.
+    """
     from transformers import AutoModelForCausalLM
 
+    auto = auto or AutoModelForCausalLM
     config = config or load_hf_config(path)
     fp8 = format_of(config.to_dict())
     if fp8 is None:
-        return AutoModelForCausalLM.from_pretrained(
+        _refuse_undeclared(Path(path))
+        return auto.from_pretrained(
             path, config=config, dtype=dtype, **{"trust_remote_code": False, **options}
         )
     config = copy.deepcopy(config)
     del config.quantization_config
     dtype = (config.dtype or torch.bfloat16) if dtype == "auto" else dtype
     state = read_dequantized(Path(path), fp8, dtype)
-    model: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    model: Any = auto._model_mapping[type(config)]
     if model.config_class is type(config.get_text_config()):  # beside a vision tower
         config = config.get_text_config()
     return model.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
@@ -275,11 +291,32 @@ def read_dequantized(
     dequantized = {}
     for name, tensor in found.items():
         if tensor.dtype == FP8:
-            scale = found[name.removesuffix("weight") + layout.scale_suffix]
-            dequantized[name] = dequantize(tensor, scale, layout).to(dtype)
+            scale = name.removesuffix("weight") + layout.scale_suffix
+            if scale not in found:
+                raise UserError(lacks_scale(str(folder), name, scale))
+            dequantized[name] = dequantize(tensor, found[scale], layout).to(dtype)
         elif not name.endswith(layout.scale_suffix):
             dequantized[name] = tensor.to(dtype)
     return dequantized
+
+
+def _refuse_undeclared(folder: Path) -> None:
+    """Raise UserError for FP8 weights that config.json does not declare: transformers would not scale them."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if file.get_slice(name).get_dtype() == "F8_E4M3":
+                    raise UserError(
+                        f"{folder}: {name} is in FP8 and config.json has no quantization_config: "
+                        "convert or download the checkpoint again"
+                    )
+
+
+def lacks_scale(folder: str, name: str, scale: str) -> str:
+    """Return the message for an FP8 tensor of a checkpoint that cannot be dequantized."""
+    return (
+        f"{folder}: {name} is in FP8 and has no {scale}: convert or download the checkpoint again"
+    )
 
 
 def _read_config(source: Path) -> dict:

@@ -78,6 +78,11 @@ class SharedBuffer:
             return ShmHandle(kind="shm", name=f"/{self._segment.name}", size=self.size)
         return _export_cuda(self.tensor)
 
+    def unlink(self) -> None:
+        """Remove the name of a file in /dev/shm; those who have it open keep it, and it cannot be left over."""
+        if self._segment is not None:
+            self._segment.path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Unlink and unmap; the memory is freed when its last user closes it."""
         del self.tensor

@@ -13,28 +13,29 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from slime.config.checks.file_checks import weight_files, weight_shapes
-from slime.config.lora import (
+from slime.config.checks.file_checks import file_shapes, weight_files
+from slime.config.lora import LoraConfig, refuse_other_base
+from slime.config.peft_files import (
     CONFIG_FILE,
+    GATE_UP,
     LORA_A,
     LORA_B,
     PEFT_PREFIX,
     WEIGHTS_FILE,
-    LoraConfig,
     adapter_modules,
     adapter_shapes,
-    linear_modules,
-    refuse_other_base,
-)
-from slime.config.peft_files import (
     bound_modules,
+    decoder_shapes,
     expert_of,
+    flat_name,
     is_experts,
+    linear_modules,
     peft_modules,
 )
 from slime.core.errors import ConfigError, UserError
 from slime.runlog.export_folder import ExportInfo, begin_export, commit_export, discard_export
 from slime.weights.buckets import HFTensors, NamedTensor, hf_views, merge_adapter
+from slime.weights.fp8 import FP8, Fp8Format, dequantize, format_of, refuse_unreadable
 from slime.weights.hf_folder import new_hf_folder
 
 
@@ -63,16 +64,16 @@ def initial_a(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
 
     It depends on the name and the seed alone, so backends and layouts start from the same adapters.
     """
-    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+    digest = hashlib.blake2b(f"{seed} {flat_name(name)}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
     bound = 1 / math.sqrt(shape[-1])
     return torch.empty(*shape, device="cpu").uniform_(-bound, bound, generator=generator)
 
 
 def read_peft_weights(folder: str | Path) -> dict[str, torch.Tensor]:
-    """Return the adapters of a PEFT folder by Hugging Face name."""
+    """Return the adapters of a PEFT folder by the names of the text model alone."""
     named = load_file(Path(folder) / WEIGHTS_FILE)
-    return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in named.items()}
+    return {flat_name(name.removeprefix(PEFT_PREFIX)): tensor for name, tensor in named.items()}
 
 
 def to_peft(adapters: HFTensors) -> Iterator[NamedTensor]:
@@ -90,6 +91,44 @@ def to_peft(adapters: HFTensors) -> Iterator[NamedTensor]:
             b = b.expand(count, *b.shape[-2:]).permute(1, 2, 0).flatten(1)
         yield name + LORA_A, a
         yield name + LORA_B, b
+
+
+def by_weights(adapters: HFTensors, model_type: str) -> Iterator[NamedTensor]:
+    """Yield adapters by the names of the weights of a checkpoint, which has one matrix per expert.
+
+    Those of experts are in the layout that `to_peft` takes.
+    """
+    held = dict(adapters)
+    for module in [name.removesuffix(LORA_A) for name in held if name.endswith(LORA_A)]:
+        a, b = held[module + LORA_A], held[module + LORA_B]
+        if not is_experts(module):
+            yield from ((module + LORA_A, a), (module + LORA_B, b))
+            continue
+        count = (a if a.ndim == 3 else b).shape[0]
+        a, b = (x.expand(count, *x.shape[-2:]) for x in (a, b))
+        for name, rows in hf_views([(module, b)], model_type=model_type):
+            expert = expert_of(name)
+            assert expert is not None, f"{name} was checked to be one expert's"
+            yield name.removesuffix(".weight") + LORA_A, a[expert]
+            yield name.removesuffix(".weight") + LORA_B, rows
+
+
+def by_modules(
+    tensors: dict[str, torch.Tensor], names: dict[str, str], lora: LoraConfig
+) -> Iterator[NamedTensor]:
+    """Yield the adapters of PEFT's file by the modules that they adapt, the inverse of `to_peft`.
+
+    `names` are those modules by their names in the file.
+    """
+    for name, module in names.items():
+        count = tensors[name + LORA_A].shape[0] // lora.rank
+        for side in (LORA_A, LORA_B):
+            tensor = tensors[name + side]
+            if is_experts(module):
+                is_outer = module.endswith(GATE_UP) == (side == LORA_A)
+                shared = lora.experts_shared_outer and is_outer
+                tensor = from_peft(tensor, module + side, count, shared)
+            yield module + side, tensor
 
 
 def from_peft(tensor: torch.Tensor, name: str, num_experts: int, shared: bool) -> torch.Tensor:
@@ -111,24 +150,34 @@ def from_peft(tensor: torch.Tensor, name: str, num_experts: int, shared: bool) -
 def merge_lora(base: str, adapter: str, output: str) -> int:
     """Write the base model with an adapter merged in; return the number of changed weights.
 
-    Weights keep the dtype of the base. One file of the base is in memory at a time.
+    Weights keep the dtype of the base; those in FP8 are dequantized. One file of the base is in memory
+    at a time.
     """
     for flag, folder in (("--base", base), ("--adapter", adapter)):
         if Path(folder).resolve() == Path(output).resolve():
             raise ConfigError(f"--output-dir {output} is the folder of {flag}: name a new one")
     config = LoraConfig.read(adapter, "--adapter")
     named = adapter_modules(Path(adapter), "--adapter")
-    files = _base_files(base)
-    _refuse_misfits(config, adapter, named, weight_shapes(base, "--base"))
-    tensors = dict(_one_by_one(read_peft_weights(adapter), config, base))
+    files, fp8 = _base_files(base), _base_format(base)
+    shapes = decoder_shapes(base, "--base")
+    _refuse_misfits(config, adapter, named, shapes)
+    bound = bound_modules(named, config.target_modules)
+    own = dict(by_modules(read_peft_weights(adapter), bound, config))
+    fused = {n: t for n, t in own.items() if n.removesuffix(LORA_A).removesuffix(LORA_B) in shapes}
+    others = [(name, tensor) for name, tensor in own.items() if name not in fused]
+    model_type = json.loads((Path(base) / "config.json").read_text()).get("model_type", "")
+    tensors = {**fused, **dict(by_weights(others, model_type))}
     modules = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
-    dtype = _dtype_of(f"{modules[0]}.weight", files)
+    dtype = _dtype_of(modules[0], files) if fp8 is None else _declared_dtype(base)
     for name, tensor in tensors.items():
         if not tensor.float().isfinite().all():
             raise ConfigError(f"--adapter {adapter}: {name} holds values that are not finite")
-    with new_hf_folder(output, base, dtype) as folder:
+    with new_hf_folder(output, base, dtype, quantized=fp8 is None) as folder:
         for file in files:
-            folder.add(_merged(file, tensors, config))
+            held: HFTensors = load_file(file).items()
+            if fp8 is not None:
+                held = _dequantized(held, base, fp8, dtype)
+            folder.add(_merged(held, tensors, config))
     return len(modules)
 
 
@@ -159,49 +208,69 @@ def _refuse_misfits(
     refuse_other_base(adapter_shapes(Path(adapter), "--adapter"), wanted, adapter, "--base")
 
 
-def _one_by_one(
-    adapters: dict[str, torch.Tensor], config: LoraConfig, base: str
+def _base_format(base: str) -> Fp8Format | None:
+    fields = json.loads((Path(base) / "config.json").read_text())
+    refuse_unreadable(Path(base), fields)
+    return format_of(fields)
+
+
+def _declared_dtype(base: str) -> torch.dtype:
+    """Return the dtype that an FP8 checkpoint declares for its other weights."""
+    fields = json.loads((Path(base) / "config.json").read_text())
+    declared = getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype")), None)
+    return declared if isinstance(declared, torch.dtype) else torch.bfloat16
+
+
+def _dequantized(
+    held: HFTensors, base: str, layout: Fp8Format, dtype: torch.dtype
 ) -> Iterator[NamedTensor]:
-    """Yield adapters of experts under the names that each expert's weights have in a checkpoint."""
-    model_type = json.loads((Path(base) / "config.json").read_text()).get("model_type", "")
-    modules = [name.removesuffix(LORA_A) for name in adapters if name.endswith(LORA_A)]
-    for module, bound in bound_modules(modules, config.target_modules).items():
-        a, b = adapters[module + LORA_A], adapters[module + LORA_B]
-        if not is_experts(bound):
-            yield from ((bound + LORA_A, a), (bound + LORA_B, b))
-            continue
-        count = a.shape[0] // config.rank
-        a, b = (from_peft(x, side, count, False) for x, side in ((a, LORA_A), (b, LORA_B)))
-        for name, rows in hf_views([(bound, b)], model_type=model_type):
-            expert = expert_of(name)
-            assert expert is not None, f"{name} was checked to be one expert's"
-            yield name.removesuffix(".weight") + LORA_A, a[expert]
-            yield name.removesuffix(".weight") + LORA_B, rows
+    """Yield the weights of one file of an FP8 checkpoint; scales may be in another one."""
+    files = {
+        name: file
+        for file in weight_files(Path(base), "--base")
+        for name in file_shapes(file, "--base")
+    }
+    for name, weight in held:
+        if weight.dtype == FP8:
+            scale = name.removesuffix("weight") + layout.scale_suffix
+            if scale not in files:
+                raise ConfigError(f"--base {base}: {name} is in FP8 and has no {scale}")
+            with safe_open(files[scale], "pt") as opened:
+                yield name, dequantize(weight, opened.get_tensor(scale), layout).to(dtype)
+        elif not name.endswith(layout.scale_suffix):
+            yield name, weight
 
 
 def _merged(
-    file: Path, adapters: dict[str, torch.Tensor], config: LoraConfig
+    held: HFTensors, adapters: dict[str, torch.Tensor], config: LoraConfig
 ) -> Iterator[NamedTensor]:
-    for name, weight in load_file(file).items():
-        module = name.removesuffix(".weight")
+    for name, weight in held:
+        module = _module_of(name)
         if module + LORA_A in adapters:
             a, b = adapters[module + LORA_A], adapters[module + LORA_B]
             weight = merge_adapter(weight, a, b, config.scaling, weight.dtype)
         yield name, weight
 
 
-def _dtype_of(name: str, files: Iterable[Path]) -> torch.dtype:
+def _module_of(name: str) -> str:
+    """Return the module, or the parameter of experts, whose weight has this name in a checkpoint."""
+    return flat_name(name).removesuffix(".weight")
+
+
+def _dtype_of(module: str, files: Iterable[Path]) -> torch.dtype:
     """Return the dtype of the weights that are changed; refuse those with scales beside them."""
     for file in files:
         with safe_open(file, "pt") as opened:
-            if name in opened.keys():  # noqa: SIM118 -- no mapping
+            name = next((name for name in opened.keys() if _module_of(name) == module), None)  # noqa: SIM118
+            if name is not None:
                 dtype = opened.get_tensor(name).dtype
                 break
     else:
-        raise AssertionError(f"{name} was found in the headers of these files")
+        raise AssertionError(f"{module} was found in the headers of these files")
     if dtype.itemsize == 1:
         raise ConfigError(
-            f"--base: {file} holds {str(dtype).removeprefix('torch.')} weights: give the model's bf16 weights"
+            f"--base: {file} holds {str(dtype).removeprefix('torch.')} weights and config.json no "
+            "quantization_config: give the model's bf16 weights"
         )
     return dtype
 

@@ -3,8 +3,8 @@
 An adapter is one bucket: tens of megabytes. Every engine reports what it holds afterwards, and an
 update fails unless each one reports all modules of the trainer, and the checksum of their matrices::
 
-    pause ─▶ load ─▶ modules, checksum and version equal? ─▶ resume
-                                    └─ no: engines stay paused, the error names the difference
+    pause, pack ─▶ load ─▶ modules, checksum and version equal? ─▶ resume
+                                          └─ no: engines stay paused, the error names the difference
 """
 
 from __future__ import annotations
@@ -12,29 +12,25 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slime.config.env import read_env
-from slime.config.lora import ADAPTER, LORA_A, PEFT_PREFIX, LoraConfig
-from slime.core.errors import WeightMismatchError, WeightSyncError
+from slime.core.errors import WeightSyncError
 from slime.core.types import EngineInfo, SyncReport
 from slime.utils.addresses import own_host
 from slime.utils.concurrency import call_all
-from slime.utils.device import collective_backend, device_id
+from slime.utils.device import collective_backend, current_device, device_id
 from slime.utils.sync_http import HttpError
-from slime.weights.buckets import Bucket, HFTensors, NamedTensor, pack
-from slime.weights.checksum import format_checksum, tensor_checksums
+from slime.weights.adapter_buffer import AdapterBuffer, BufferUnknown
+from slime.weights.adapter_update import AdapterUpdate, check_adapters
 from slime.weights.distributed_transport import DistributedTransport
 from slime.weights.engine_client import EngineClient, LivenessProbe, transfer_timeout_s
-from slime.weights.ipc import SharedBuffer, collect_exports
+from slime.weights.ipc import collect_exports
 from slime.weights.lora import write_peft_folder
 from slime.weights.sglang_lora import SGLangAdapters
 from slime.weights.sync import gather_from_ranks, on_all_ranks, own_rank, serving_rank
@@ -45,34 +41,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BASE_VERSION = 0  # of the base; those of adapters are above it
-_SHOWN = 3  # names in a message
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterUpdate:
-    """One version of an adapter: whole tensors by Hugging Face name, in the engines' dtype."""
-
-    lora: LoraConfig
-    base: str
-    tensors: list[NamedTensor]
-    name: str = ADAPTER
-
-    @cached_property
-    def modules(self) -> list[str]:
-        return [name.removesuffix(LORA_A) for name, _ in self.tensors if name.endswith(LORA_A)]
-
-    @cached_property
-    def bucket(self) -> Bucket:
-        return Bucket(index=0, tensors=[(PEFT_PREFIX + n, t.detach()) for n, t in self.tensors])
-
-    @cached_property
-    def checksum(self) -> str:
-        """The sum of the checksums of all tensors, under the names by which engines hold them."""
-        return format_checksum(sum(tensor_checksums(self.bucket.tensors).values()) % 2**64)
-
-    @property
-    def peft_config(self) -> dict[str, Any]:
-        return self.lora.to_peft(self.base, self.modules)
+_HOST = torch.device("cpu")
+# A larger buffer is freed after each update: copying it takes longer than opening it.
+_MAX_KEPT_BYTES = 256 << 20
 
 
 class AdapterSync:
@@ -80,7 +51,8 @@ class AdapterSync:
 
     Adapters go through memory of the node, sent by a rank on each engine's node; with `group` by broadcast from
     rank 0 and to SGLang in the request; with `folder` as PEFT folders below it. Any failure is raised on every
-    rank, and the engines then stay paused.
+    rank, and the engines then stay paused. `keep_buffer` keeps the memory that is shared with engines, and what
+    both sides prepared for it, between updates.
     """
 
     def __init__(
@@ -89,6 +61,7 @@ class AdapterSync:
         token: str | None,
         folder: str | None = None,
         keep_folders: bool = False,
+        keep_buffer: bool = True,
         group: DistributedTransport | None = None,
         sends_base: bool = False,
         pause_mode: str = "retract",
@@ -100,6 +73,8 @@ class AdapterSync:
         self._rank_devices: list[str] = []
         self._sends_base = sends_base
         self._with_base: set[str] = set()  # URLs
+        self._keep_buffer = keep_buffer
+        self._buffer: AdapterBuffer | None = None
 
     def without_base(self, engines: list[EngineInfo]) -> list[EngineInfo]:
         """Return the engines that must be sent the base first: each once, and again after a restart.
@@ -129,12 +104,13 @@ class AdapterSync:
     def update(self, adapter: AdapterUpdate, engines: list[EngineInfo], version: int) -> SyncReport:
         """Give the adapter to these engines; raise unless each holds and applies all of it."""
         started = time.perf_counter()
+        num_tensors = len(adapter.gathered)  # first: gathering is collective
         clients = [EngineClient(info, self._token, self._probe) for info in engines]
         mine = self._engines_served(clients)
+        done = False
         try:
             with on_all_ranks("pausing the engines"):
-                if own_rank() == 0:
-                    call_all(clients, self._pause)
+                self._pause_and_pack(clients, mine, adapter)
             with on_all_ranks("the adapter"):
                 if mine:
                     self._load(mine, adapter, version)
@@ -142,14 +118,15 @@ class AdapterSync:
                 if own_rank() == 0:
                     call_all(clients, lambda engine: engine.start_resume()())
                     self._remove_old_folders(version)
+            done = True
         finally:
-            collect_exports()
+            self._release_buffer(failed=not done)
             for client in clients:
                 client.close()
         report = SyncReport(
             version=version,
-            nbytes=adapter.bucket.nbytes,
-            num_tensors=len(adapter.tensors),
+            nbytes=adapter.nbytes,
+            num_tensors=num_tensors,
             num_buckets=1,
             num_engines=len(engines),
             seconds=time.perf_counter() - started,
@@ -169,46 +146,99 @@ class AdapterSync:
         devices = self._rank_devices
         return [one for one in clients if serving_rank(one.info, devices) == own_rank()]
 
-    def _pause(self, engine: EngineClient) -> None:
-        """An SGLang server replaces an adapter only when no request uses it: those are aborted and sent again."""
-        mode = "abort" if engine.info.kind == "sglang" else self._pause_mode
-        engine.post("/pause_generation", {"mode": mode})
+    def _pause_and_pack(
+        self, clients: list[EngineClient], mine: list[EngineClient], adapter: AdapterUpdate
+    ) -> None:
+        """Pack the adapter into shared memory while the engines pause."""
+        paused = [self._start_pause(client) for client in clients] if own_rank() == 0 else []
+        try:
+            embedded = [engine for engine in mine if engine.info.kind == "slime"]
+            if embedded and self._folder is None and self._group is None:
+                self._pack(embedded, adapter)
+        finally:
+            call_all(paused, lambda wait: wait())
+
+    def _start_pause(self, engine: EngineClient) -> Callable[[], None]:
+        """Pause generation; an SGLang server aborts its requests, since it replaces an adapter only when none uses it.
+
+        `slime/rollout/sampling.py` sends aborted requests again.
+        """
+        try:
+            return engine.start_pause("abort" if engine.info.kind == "sglang" else self._pause_mode)
+        except HttpError as error:
+            failure = error  # raised with those of the other engines
+
+        def fail() -> None:
+            raise failure
+
+        return fail
+
+    def _pack(self, engines: list[EngineClient], adapter: AdapterUpdate) -> None:
+        shares = all(device_id() in engine.info.device_ids for engine in engines)
+        device = current_device() if shares else _HOST
+        urls = {engine.url for engine in engines}
+        if self._buffer is None or not self._buffer.takes(adapter, device, urls):
+            self._close_buffer()
+            kept = self._keep_buffer and adapter.nbytes <= _MAX_KEPT_BYTES
+            self._buffer = AdapterBuffer(adapter, device, kept=kept)
+        self._buffer.fill(adapter)
+
+    def _release_buffer(self, *, failed: bool) -> None:
+        """Free a buffer that is not kept, or that an engine may still be reading after a failure."""
+        if self._buffer is not None and (failed or not self._buffer.kept):
+            self._close_buffer()
+
+    def _close_buffer(self) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
+            collect_exports()
 
     def _load(self, engines: list[EngineClient], adapter: AdapterUpdate, version: int) -> None:
         folder = None if self._folder is None else _folder_of(self._folder, version)
         embedded = [engine for engine in engines if engine.info.kind == "slime"]
         others = [engine for engine in engines if engine.info.kind != "slime"]
         if embedded:
-            check_adapters(
-                embedded, self._replies(embedded, adapter, version, folder), adapter, version
-            )
+            self._load_embedded(embedded, adapter, version, folder)
         if others:
             shared = self._group is None
             SGLangAdapters(adapter, version, folder=folder, shared=shared).load(others)
 
-    def _replies(
+    def _load_embedded(
         self,
         engines: list[EngineClient],
         adapter: AdapterUpdate,
         version: int,
         folder: Path | None,
-    ) -> list[Any]:
-        """Load the adapter into embedded engines; return what they say about it."""
+    ) -> None:
+        """Load the adapter into embedded engines and compare what they report about it."""
+        if self._buffer is not None:
+            self._load_buffer(engines, adapter, version)
+            return
         common: dict[str, Any] = {"lora_name": adapter.name, "weight_version": str(version)}
         if folder is not None:
             write_peft_folder(str(folder), adapter.lora, adapter.base, adapter.tensors)
             body = {**common, "lora_path": str(folder.resolve())}
-            return call_all(engines, lambda engine: _load_one(engine, "", body, adapter))
-        common["config_dict"] = adapter.peft_config
-        if self._group is not None:
+            replies = call_all(engines, lambda engine: _load_folder(engine, body, adapter))
+        else:
+            assert self._group is not None, "else there is a buffer"
             self._group.open(engines, version)
+            common |= {"config_dict": adapter.peft_config, "load_format": "slime_group"}
             route = "/load_lora_adapter_from_tensors"
-            return self._group.broadcast(adapter.bucket, route, load_format="slime_group", **common)
-        with _in_shared_memory(adapter) as payload:
-            return call_all(
-                engines,
-                lambda engine: _load_one(engine, "_from_tensors", {**common, **payload()}, adapter),
-            )
+            replies = self._group.broadcast(adapter.bucket, route, **common)
+        check_adapters(engines, replies, adapter.sent(), version)
+
+    def _load_buffer(
+        self, engines: list[EngineClient], adapter: AdapterUpdate, version: int
+    ) -> None:
+        assert self._buffer is not None
+        try:
+            replies = self._buffer.load(engines, version)
+        except BufferUnknown:  # an engine restarted, or released its memory
+            self._close_buffer()
+            self._pack(engines, adapter)
+            replies = self._buffer.load(engines, version)
+        check_adapters(engines, replies, self._buffer.sent(), version)
 
     def _remove_old_folders(self, version: int) -> None:
         if self._folder is None or self._keep_folders:
@@ -223,27 +253,12 @@ def _folder_of(folder: str, version: int) -> Path:
     return Path(folder) / f"adapter_{version:07d}"
 
 
-def _load_one(
-    engine: EngineClient, suffix: str, body: dict[str, Any], adapter: AdapterUpdate
-) -> Any:
+def _load_folder(engine: EngineClient, body: dict[str, Any], adapter: AdapterUpdate) -> Any:
     try:
-        timeout = transfer_timeout_s(adapter.bucket.nbytes)
-        return engine.post(f"/load_lora_adapter{suffix}", body, timeout)
+        return engine.post("/load_lora_adapter", body, transfer_timeout_s(adapter.nbytes))
     except HttpError as error:
         text = f"adapter {adapter.name} did not arrive: engine {engine.url}: {error}"
         raise WeightSyncError(text) from error
-
-
-@contextmanager
-def _in_shared_memory(adapter: AdapterUpdate) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Copy the adapter to host memory; give a function that returns a handle for one more engine."""
-    buffer = SharedBuffer(adapter.bucket.packed_nbytes, torch.device("cpu"))
-    try:
-        metadata = pack(adapter.bucket, buffer.tensor)
-        common = {"load_format": "slime_shm", "metadata": metadata}
-        yield lambda: {**common, "handle": buffer.export()}
-    finally:
-        buffer.close()
 
 
 def make_adapter_sync(args: Args) -> AdapterSync:
@@ -253,6 +268,7 @@ def make_adapter_sync(args: Args) -> AdapterSync:
         token=read_env().engine_token,
         folder=args.update_weight_disk_dir if transport == "disk" else None,
         keep_folders=args.update_weight_disk_keep_files,
+        keep_buffer=not args.offload_train,  # the engines have the GPU then
         group=DistributedTransport(host=own_host(), backend=collective_backend(), timeout=timeout)
         if transport == "distributed"
         else None,
@@ -262,50 +278,3 @@ def make_adapter_sync(args: Args) -> AdapterSync:
             timeout_s=args.rollout_health_check_timeout,
         ),
     )
-
-
-def check_adapters(
-    engines: list[EngineClient], replies: list[Any], adapter: AdapterUpdate, version: int
-) -> None:
-    """Raise unless every engine has bound every module and holds the bits that were sent."""
-    refused = [
-        f"engine {engine.url}: {reply}"
-        for engine, reply in zip(engines, replies, strict=True)
-        if not (isinstance(reply, dict) and reply.get("success") is True)
-    ]
-    if refused:
-        raise WeightSyncError(f"adapter {version} was refused. {'; '.join(refused)}")
-    wrong = [
-        f"engine {engine.url}: {problem}"
-        for engine, reply in zip(engines, replies, strict=True)
-        if (problem := _difference(adapter, reply, version))
-    ]
-    if wrong:
-        raise WeightMismatchError(f"adapter {version} did not arrive intact. {'; '.join(wrong)}")
-
-
-def _difference(adapter: AdapterUpdate, reply: dict[str, Any], version: int) -> str:
-    sent, bound = set(adapter.modules), set(reply.get("bound_modules") or ())
-    if sent != bound:
-        return (
-            f"{len(bound & sent)} of {len(sent)} modules are bound{_named('unbound', sent - bound)}"
-            f"{_named('not sent', bound - sent)}"
-        )
-    if reply.get("checksum") != adapter.checksum:
-        return f"checksum {reply.get('checksum')}, sent was {adapter.checksum}"
-    held = reply.get("weight_version")
-    return "" if held == str(version) else f"it reports version {held}"
-
-
-def _named(what: str, names: Iterable[str]) -> str:
-    found = sorted(names)
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f"; {what}: {', '.join(found[:_SHOWN])}{more}" if found else ""
-
-
-def adapter_update(
-    lora: LoraConfig, base: str, tensors: HFTensors, dtype: torch.dtype
-) -> AdapterUpdate:
-    """Return an update of these adapters, cast to the dtype in which engines hold theirs."""
-    cast = [(name, tensor.detach().to(dtype)) for name, tensor in tensors]
-    return AdapterUpdate(lora=lora, base=base, tensors=cast)

@@ -24,8 +24,18 @@ _EXACT = frozenset(
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
+        "Qwen3VLForConditionalGeneration",
     }
 )
+# Models of which the vision tower is known, and the language model is not.
+_TOWER_ONLY = frozenset(
+    {
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    }
+)
+_TOWER, _LANGUAGE = "model.visual.", "model.language_model."  # prefixes of Hugging Face's names
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -64,6 +74,7 @@ class Sharding:
 
     width_multiple: int = 1  # the inner width of MLPs and experts is zero-padded to it
     sums_experts: bool = True  # whether experts keep the layout in which they are sent
+    only_tower: bool = False  # whether the layout of the language model is not known
 
     def kv_shard(self, rank: int) -> tuple[int, int]:
         """Return (number of KV shards, index of this rank's); few heads are replicated over ranks."""
@@ -98,7 +109,9 @@ def sharding_of(
     server: Mapping[str, object], architectures: list[str] | None, model: ModelFacts
 ) -> Sharding | None:
     """Read the reply of /server_info; return None if the layout is not known exactly."""
-    known = bool(architectures) and set(architectures or ()) <= _EXACT
+    names = set(architectures or ())
+    only_tower = bool(names) and names <= _TOWER_ONLY
+    known = bool(names) and (names <= _EXACT or only_tower)
     in_bytes = model.fp8 is not None and model.fp8.strategy == "block"
     quantized = server.get("quantization") is not None or model.fp8 is not None
     if not known or not all(_is_plain(server.get(name)) for name in _OTHER_SHARDING):
@@ -110,6 +123,8 @@ def sharding_of(
         return None
     if model.num_experts and (model.num_experts % ep_size or tp_size % ep_size):
         return None
+    if tp_size > 1 and any("ConditionalGeneration" in name for name in names):
+        return None  # how the tower is sharded is not modelled here
     on_cpu = server.get("device") == "cpu"
     if on_cpu and (model.num_kv_heads or 1) % tp_size:  # heads are padded there
         return None
@@ -120,6 +135,7 @@ def sharding_of(
         num_experts=model.num_experts,
         width_multiple=tp_size * (model.fp8.block[0] if model.fp8 else 32) if on_cpu else 1,
         sums_experts=on_cpu or server.get("moe_runner_backend") == "triton",
+        only_tower=only_tower,
     )
 
 
@@ -146,6 +162,36 @@ class PredictedChecksums:
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Add a tensor by its Hugging Face name."""
+        if name.startswith(_TOWER):
+            self._add_of_tower(name.removeprefix("model."), tensor)
+        elif not self.sharding.only_tower:
+            self._add_of_language_model(name.replace(_LANGUAGE, "model.", 1), tensor)
+
+    def may_be_unsent(self, name: str) -> bool:
+        """Return whether an engine may hold a parameter that is not among the sums.
+
+        These are a tied output layer, a frozen tower, experts whose checksums could not be predicted,
+        and tables that SGLang computes itself.
+        """
+        if self.sharding.only_tower and not name.startswith("visual."):
+            return True
+        computed = name.endswith(".rotary_emb.axis_map")
+        groups = (part for part in ("visual.", ".experts.") if part in name)
+        unsent = any(not any(part in sent for sent in self.sums[0]) for part in groups)
+        return name.startswith("lm_head.") or computed or unsent
+
+    def _add_of_tower(self, name: str, tensor: torch.Tensor) -> None:
+        name = name.replace(".attn.qkv.", ".attn.qkv_proj.")
+        if name == "visual.pos_embed.weight":
+            tensor = _padded_vocabulary(tensor, 1)
+        elif ".mlp.linear_fc1." in name:
+            tensor = self._padded_width(tensor, 0)
+        elif name.endswith(".mlp.linear_fc2.weight"):
+            tensor = self._padded_width(tensor, 1)
+        self._put(name, lambda rank: [tensor])
+
+    def _add_of_language_model(self, name: str, tensor: torch.Tensor) -> None:
         module, _, rest = name.rpartition(".")
         prefix, _, last = module.rpartition(".")
         if tensor.dtype == FP8 or rest == "weight_scale_inv":
@@ -171,7 +217,9 @@ class PredictedChecksums:
             weight, scale = parts["weight"], parts["weight_scale_inv"]
             block = -(-weight.shape[1] // scale.shape[1])
             layout = Fp8Format(strategy="block", block=(block, block))
-            self.add(f"{module}.weight", dequantize(weight, scale, layout).bfloat16())
+            self._add_of_language_model(
+                f"{module}.weight", dequantize(weight, scale, layout).bfloat16()
+            )
 
     def _add_part(
         self, fused: str, part: str, order: tuple[str, ...], tensor: torch.Tensor

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime.config.checks.file_checks import weight_shapes
-from slime.config.lora import CONFIG_FILE, LORA_A, LORA_B, PEFT_PREFIX
+from slime.config.peft_files import CONFIG_FILE, LORA_A, LORA_B, PEFT_PREFIX
 from slime.core.errors import WeightMismatchError, WeightSyncError
 from slime.utils.concurrency import call_all
 from slime.utils.sync_http import HttpError
@@ -34,7 +34,7 @@ from slime.weights.lora import write_peft_folder
 from slime.weights.sglang_transport import serialize
 
 if TYPE_CHECKING:
-    from slime.weights.lora_sync import AdapterUpdate
+    from slime.weights.adapter_update import AdapterUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class SGLangAdapters:
             if name in _loaded(engine):
                 engine.update("/unload_lora_adapter", {"lora_name": name})
             body, route = self._body(engine, payload)
-            timeout = transfer_timeout_s(self._adapter.bucket.nbytes)
+            timeout = transfer_timeout_s(self._adapter.nbytes)
             reply = engine.update(route, {"lora_name": name, **body}, timeout=timeout)
             version = {"new_version": str(self._version), "abort_all_requests": False}
             engine.update("/update_weight_version", version)

@@ -1,4 +1,9 @@
-"""One whole weight update, the same on every trainer rank and for every transport."""
+"""One whole weight update, the same on every trainer rank and for every transport.
+
+Engines pause with mode "retract": running requests go back to the queue with the tokens and log-probs
+they have, the KV cache is dropped, and after the update their tokens are prefilled with the new weights.
+Updates of a LoRA adapter alone are in `lora_sync.py`.
+"""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from slime.config.checks.model_types import in_tower
 from slime.config.lora import served_adapter
 from slime.core.errors import WeightMismatchError
 from slime.core.types import EngineInfo, Probe, RolloutBatch, Schedule, SyncReport
@@ -77,12 +78,18 @@ def check_checksums(
 ) -> None:
     """Raise unless each embedded engine holds exactly the tensors that were sent, bit by bit.
 
-    Both sides name what a checkpoint holds: parameters and persistent buffers, tied weights once.
+    Both sides name what a checkpoint holds: parameters and persistent buffers, tied weights once. A vision
+    tower that is not trained is not sent: engines have it from --hf-checkpoint.
     """
+    tower = any(in_tower(name) for name in sent)
+
+    def expected(held: dict[str, int]) -> dict[str, int]:
+        return held if tower else {n: value for n, value in held.items() if not in_tower(n)}
+
     problems = [
         f"engine {engine.url}: {problem}"
         for engine, found in zip(engines, held, strict=True)
-        if engine.info.kind == "slime" and (problem := difference(sent, found.checksums))
+        if engine.info.kind == "slime" and (problem := difference(sent, expected(found.checksums)))
     ]
     if problems:
         raise WeightMismatchError(f"weights {version} did not arrive intact. {'; '.join(problems)}")
@@ -170,18 +177,10 @@ def _sglang_difference(expected: PredictedChecksums, ranks: list[RankChecksums])
             name for name, value in rank.checksums.items() if sums.get(name, value) != value
         ]
         groups["are in the engine but were not sent"] += [
-            name
-            for name in rank.checksums
-            if name not in sums and not _may_be_unsent(name, expected)
+            name for name in rank.checksums if name not in sums and not expected.may_be_unsent(name)
         ]
     groups["were sent but are not in the engine"] = [n for n in expected.sums[0] if n not in held]
     return _describe(groups, f"{len(held)} parameters")
-
-
-def _may_be_unsent(name: str, expected: PredictedChecksums) -> bool:
-    """A tied output layer, or experts whose checksums could not be predicted."""
-    experts = ".experts." in name and not any(".experts." in other for other in expected.sums[0])
-    return name.startswith("lm_head.") or experts
 
 
 def _describe(groups: dict[str, list[str]], total: str) -> str:

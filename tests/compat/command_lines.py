@@ -30,7 +30,7 @@ delta_weight_sync/run-glm4.7-30B-A3B-delta | glm4.7-30B-A3B | --no-position-embe
 eval_multi_task/multi_task | qwen3-4B | --eval-interval 5 --eval-config EVAL
 fully_async/run-qwen2.5-0.5B-fully_async | qwen2.5-0.5B | {async} {sp}
 fully_async/run-qwen3.5-9B-fully_async | type:qwen3_5_text | {next}
-geo3k_vlm/run_geo3k_qwen35 | type:qwen3_5_moe_text | --multimodal-keys {}
+geo3k_vlm/run_geo3k_qwen35 | type:qwen3_5_moe_text | --multimodal-keys {"image":"images"}
 multi_agent/run-qwen3-30B-A3B-multi-agent | qwen3-30B-A3B | {tp2} {moe}
 on_policy_distillation/run-qwen3-8B-opd-megatron | qwen3-8B | {opd} --opd-type megatron --opd-teacher-load MODEL
 on_policy_distillation/run-qwen3-8B-opd | qwen3-8B | {opd} --opd-type sglang --rm-url http://127.0.0.1:1
@@ -74,7 +74,7 @@ test_gspo | qwen3-4B | {tp2} --advantage-estimator gspo
 """
 
 LAUNCHERS = """
-run_geo3k_vlm_multi_turn | type:qwen3_5_moe_text | {next} --multimodal-keys {}
+run_geo3k_vlm_multi_turn | type:qwen3_5_moe_text | {next} --multimodal-keys {"image":"images"}
 test_full_disk_weight_update | type:qwen3_5_text | {next} {ci} --update-weight-mode full
 test_glm4.7_30B_A3B_pd_mooncake | glm4.7-30B-A3B | --no-position-embedding {ci}
 test_mimo_7B_mtp_only_grad | mimo-7B-rl | {mtp} {ci} --ci-disable-kl-checker

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from slime.core.errors import WeightMismatchError
 from slime.core.types import EngineInfo, Probe
-from slime.serving.health import answers, check_probe, health_route
+from slime.serving.servers import answers, check_probe, health_route
 from slime.utils.sync_http import post_json
 from slime.weights.distributed_transport import DistributedTransport
 from slime.weights.engine_client import LivenessProbe

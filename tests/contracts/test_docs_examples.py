@@ -72,7 +72,7 @@ def test_every_flag_is_in_the_table_and_every_example_is_known(module):
     for name in HOOKS:
         assert f"`--{name.replace('_', '-')}`" in text
     defined = set(re.findall(r"^(?:async )?(?:def|class) (\w+)", text, re.MULTILINE))
-    assert defined - {"fill", "agent", "run_tests"} == set(EXAMPLES)
+    assert defined - {"fill", "agent", "run_tests", "shared_client"} == set(EXAMPLES)
     assert set(EXAMPLES.values()) == set(HOOKS) - {"eval_function_path"}  # the rollout's does both
 
 

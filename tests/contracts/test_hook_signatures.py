@@ -20,7 +20,9 @@ def args_with(name, path, **more):
 
 
 def test_every_flag_that_names_code_has_a_protocol():
-    files = {"custom_config_path", "lora_adapter_path", "megatron_config_path"}
+    files = {
+        "allowed_local_media_path", "custom_config_path", "lora_adapter_path", "megatron_config_path",
+    }  # fmt: skip
     flags = {name for name in own_flags() if name.endswith("_path")} - files
     assert flags == set(HOOKS)
     for module in (good, minimal, wrong):

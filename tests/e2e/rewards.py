@@ -25,3 +25,14 @@ def evaluate(args: object, rollout_id: int, data_source: object, evaluation: boo
     """An evaluation that needs no dataset of slime's."""
     assert evaluation
     return {"mine": {"rewards": [1.0, 0.0], "truncated": [False, True]}}
+
+
+def parts(args: object, sample: Sample) -> dict[str, float | str]:
+    """A dictionary: the share of even tokens, and whether the response is long."""
+    response = sample.tokens[-sample.response_length :]
+    even = sum(token % 2 == 0 for token in response) / len(response)
+    return {"even": even, "long": float(len(response) >= 8), "why": "text"}
+
+
+def constant(args: object, sample: Sample) -> float:
+    return 0.5

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from tests import fork_server
+
 ROOT = Path(__file__).resolve().parents[2]
 # What a clock measured, or where it ran, differs between two runs of the same training.
 _NOT_LEARNING = ("perf/", "time")
@@ -55,12 +57,23 @@ def _python_path() -> str:
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def start(words: list[str], script: str = "train.py") -> subprocess.Popen[str]:
-    """The script in a process group of its own, so that a test can end all of it."""
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1"}
+
+
+def start(
+    words: list[str], script: str = "train.py", *, forked: bool = False
+) -> subprocess.Popen[str]:
+    """The script in a process group of its own, so that a test can end all of it.
+
+    `forked` saves the processes of the run their imports (tests/fork_server.py).
+    """
+    forked = forked and not _uses_other_hardware()
+    python = fork_server.client() if forked else sys.executable
     return subprocess.Popen(
-        [sys.executable, str(ROOT / script), *words],
+        [python, str(ROOT / script), *words],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1"},
+        env={**environment(), **(fork_server.variables() if forked else {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -68,9 +81,16 @@ def start(words: list[str], script: str = "train.py") -> subprocess.Popen[str]:
     )
 
 
-def run(words: list[str], timeout: float = 300, script: str = "train.py") -> tuple[int, str]:
-    """Exit status and everything printed."""
-    process = start(words, script)
+def _uses_other_hardware() -> bool:
+    """A GPU, or the real SGLang: what they read at their import was not looked into."""
+    return Path("/dev/nvidiactl").exists() or "SLIME_SGLANG_PYTHON" in os.environ
+
+
+def run(
+    words: list[str], timeout: float = 300, script: str = "train.py", *, forked: bool = True
+) -> tuple[int, str]:
+    """Exit status and everything printed. A test about processes is one without `forked`."""
+    process = start(words, script, forked=forked)
     output = finish(process, timeout)
     return process.returncode, output
 

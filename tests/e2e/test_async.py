@@ -38,6 +38,10 @@ def test_the_next_rollout_is_made_while_this_one_is_trained_on(tiny_model, tiny_
     assert "rollout/staleness_max" not in rollouts[0]
     assert [r["rollout/staleness_max"] for r in rollouts[1:]] == [1, 1, 1]
     assert [r["rollout/staleness_mean"] for r in rollouts[1:]] == [1, 1, 1]
+    first, *others = runs.metrics(run_dir, "train")
+    assert first["train/log_prob_gap_max"] < 1e-4  # under the same weights
+    assert all("train/log_prob_gap_max" not in r for r in others)
+    assert all(r["train/stale_log_prob_gap_max"] > 1e-4 for r in others), others
     assert sorted(trained_indices(record)) == list(range(4 * 16))
     assert len(runs.metrics(run_dir, "train")) == 4
     again = runs.command(

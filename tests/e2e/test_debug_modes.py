@@ -37,6 +37,24 @@ def test_rollout_only_generates_and_scores_without_a_trainer(tiny_model, tiny_da
     assert not runs.metrics(tmp_path / "run", "train")
 
 
+def test_a_run_that_can_learn_nothing_says_so(tiny_model, tiny_data, tmp_path):
+    """Once, on the console and in the report: a constant reward, and two prompts for four groups."""
+    words = runs.command(
+        tiny_model, f"{tiny_data}@[0:2]", tmp_path / "run", debug_rollout_only=True, num_rollout=6,
+        custom_rm_path="tests.e2e.rewards.constant",
+    )  # fmt: skip
+    status, output = runs.run(words)
+    assert status == 0, output
+    report = (tmp_path / "run" / "report.html").read_text()
+    for sentence, rollout in (
+        ("The 4 groups of rollout 0 have 2 different prompts", 1),
+        ("Each of 80 samples since rollout 0 has the reward 0.500", 5),
+    ):
+        before, after = output.split(f"{sentence}")
+        assert f"rollout {rollout}/6" in before and f"rollout {rollout + 1}/6" in after, output
+    assert "All rewards are equal." in report and "Prompts repeat within a rollout." in report
+
+
 def test_training_rows_and_traces_can_be_kept(tiny_model, tiny_data, tmp_path):
     words = runs.command(
         tiny_model,

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import runs
+from tests.tiny import make_tiny_checkpoint
 
 
 def test_trainer_and_engine_agree_on_log_probs(plain_run):
@@ -36,6 +37,20 @@ def test_two_engines_and_two_ranks_learn_the_same_as_one(
     for name in ("train/loss", "train/grad_norm", "train/pg_loss"):
         assert pair[0, "train"][name] == pytest.approx(alone[0, "train"][name], rel=1e-4, abs=1e-6)
     assert all(record["train/log_prob_gap_max"] < 1e-4 for record in runs.metrics(two, "train"))
+
+
+@pytest.mark.parametrize(
+    "family, backend", [("qwen3_next", "fsdp"), ("qwen3_5", "fsdp"), ("qwen3_5_moe", "megatron")]
+)
+def test_trainer_and_engine_agree_on_models_with_gated_delta_nets(
+    family, backend, tiny_data, tmp_path
+):
+    """Chunked prefill and saved states on one side, packed samples on the other."""
+    model = make_tiny_checkpoint(tmp_path / "m", family, weight_scale=2.0)
+    flags = {"sglang_chunked_prefill_size": 24, "sglang_page_size": 4, "train_backend": backend}
+    if family == "qwen3_5":
+        flags |= {"colocate": True, "rollout_num_gpus": None}
+    _check_agreement(_run(model, tiny_data, tmp_path / "run", **flags))
 
 
 def _run(model: Path, data: Path, run_dir: Path, **flags: object) -> Path:

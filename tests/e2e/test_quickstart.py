@@ -60,7 +60,7 @@ def test_quickstart_turns_the_sorting_round(quickstart):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("backend", ["fsdp"])
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_adapters_learn_it_within_twice_the_rollouts(quickstart, backend):
     """Engines are sent the adapter alone; the base that they keep is the warm-up's."""
     folder, stage = quickstart.folder, f"lora-{backend}"

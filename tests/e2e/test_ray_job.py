@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,7 @@ RAY = str(Path(sys.executable).parent / "ray")
 ENVIRONMENT = {
     **os.environ,
     "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(16),
 }  # what the head turns on, its clients must too
 
 

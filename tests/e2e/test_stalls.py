@@ -11,7 +11,7 @@ TWO_RANKS = {"actor_num_gpus_per_node": 2, "save_interval": 1, "num_rollout": 4}
 
 def test_a_rank_that_oversleeps_is_named_with_its_stack(tiny_model, tiny_data, tmp_path):
     words = _command(tiny_model, tiny_data, tmp_path, "oversleep")
-    status, output = runs.run(words)
+    status, output = runs.run(words, forked=False)
     assert status == 1, output
     assert "train has taken more than 30 s" in output
     assert re.search(r"The others wait for trainer rank 1 \(pid \d+ on [\d.]+\)\.", output), output

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +18,17 @@ from transformers import AutoModelForCausalLM
 
 from slime.engine.weights import TensorMeta
 from slime.weights.fp8 import Fp8Format, convert_to_fp8
-from tests.engines import LocalEngine, local_engine
+from tests.engines import LocalEngine, engine_server, local_engine
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = {"max_total_tokens": 20000}
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_moe"])
+HYBRID = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]  # a state per request beside the KV cache
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_moe", *HYBRID])
 def checkpoint(request, tmp_path_factory) -> Path:
     return make_tiny_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -89,6 +94,8 @@ def test_deterministic_mode_on_the_gpu(qwen3: Path):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_guesses_change_no_token(checkpoint: Path, deterministic: bool):
     """More rows of one request in one forward; without deterministic mode fp32 keeps rounding small."""
+    if json.loads((checkpoint / "config.json").read_text())["model_type"].startswith(tuple(HYBRID)):
+        pytest.skip("a state cannot be taken back when a draft token is rejected")
     prompts = [*make_prompts(6), [5, 6, 7] * 9]
     options = {**SIZES, "dtype": "float32", "enable_deterministic_inference": deterministic}
     found = []
@@ -133,12 +140,15 @@ def test_fp8_blocks_serve_as_the_weights_they_stand_for(tmp_path: Path):
 
 
 def test_memory_goes_back_and_returns(qwen3: Path):
+    gc.collect()
+    torch.cuda.empty_cache()
+    others = torch.cuda.memory_reserved()  # of engines that earlier tests left in this process
     with local_engine(qwen3, mem_fraction_static=0.3) as local:
         engine = local.engine
         before = _greedy(local)
-        used = torch.cuda.memory_reserved()
+        used = torch.cuda.memory_reserved() - others
         engine.call(lambda: engine.release_memory(["kv_cache", "weights"])).result()
-        assert torch.cuda.memory_reserved() < used / 10
+        assert torch.cuda.memory_reserved() - others < used / 10
         engine.call(lambda: engine.resume_memory(["weights", "kv_cache"])).result()
         assert _greedy(local) == before
 
@@ -173,3 +183,29 @@ def test_weights_come_by_cuda_ipc(qwen3: Path):
         engine.call(lambda: engine.weights.update_from_buffer(handle, [meta])).result()
         assert (engine.runner.model.model.norm.weight == 2.5).all()
     child.wait()
+
+
+def test_constraints_and_top_log_probs_beside_plain_requests(qwen3: Path):
+    pytest.importorskip("llguidance")
+    model = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32).cuda().eval()
+    body = {"input_ids": [[5, 6, 7]] * 4, "return_logprob": True, "top_logprobs_num": [0, 3, 0, 3]}
+    plain = {"max_new_tokens": 20, "temperature": 1, "sampling_seed": 3}
+    held = {**plain, "regex": "[0-9]{4}-[a-f]{3}"}
+    with engine_server(qwen3, "--dtype", "float32", "--max-total-tokens", "20000") as server:
+        alone = server.post("/generate", {**body, "input_ids": [5, 6, 7], "top_logprobs_num": 0,
+                                          "sampling_params": plain})  # fmt: skip
+        replies = server.post("/generate", {**body, "sampling_params": [plain, plain, held, held]})
+    assert replies[0]["output_ids"] == replies[1]["output_ids"] == alone["output_ids"]
+    for reply in replies:
+        ids = torch.tensor([[5, 6, 7, *reply["output_ids"]]], device="cuda")
+        expected = model(ids).logits[0, 2:-1].float().log_softmax(-1)
+        found = [row[0] for row in reply["meta_info"]["output_token_logprobs"]]
+        wanted = expected.gather(1, ids[:, 3:].T).squeeze(1).tolist()
+        assert found == pytest.approx(wanted, abs=1e-3)
+    for reply in replies[2:]:
+        assert re.fullmatch(held["regex"], reply["text"])
+    for i, row in enumerate(replies[1]["meta_info"]["output_top_logprobs"]):
+        top = model(torch.tensor([[5, 6, 7, *alone["output_ids"][:i]]], device="cuda")).logits[
+            0, -1
+        ]
+        assert [token for _, token, _ in row] == top.topk(3).indices.tolist()

@@ -141,7 +141,11 @@ def test_prompt_attention_after_a_cached_prefix(seed: int, dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("with_norm", [True, False])
-def test_rotation_and_cache_write(seed: int, dtype: torch.dtype, with_norm: bool):
+@pytest.mark.parametrize("with_angles", [False, True])
+def test_rotation_and_cache_write(
+    seed: int, dtype: torch.dtype, with_norm: bool, with_angles: bool
+):
+    """With angles, as behind images, a token is rotated by another row than that of its position."""
     case = Case(seed, dtype, longest=90)
     heads, dim = case.heads, case.heads.dim
     rotary = Rotary(
@@ -154,7 +158,11 @@ def test_rotation_and_cache_write(seed: int, dtype: torch.dtype, with_norm: bool
     positions = [length - 1 for length in case.lens]
     qkv = case.qkv(len(rows))
     before = qkv.float().clone().view(len(rows), -1, dim)
-    KERNELS.rope_store(qkv, tokens(positions, rows, None), heads, case.pages, rotary, norm)
+    given, angles = tokens(positions, rows, None), positions
+    if with_angles:
+        angles = [position // 2 for position in positions]
+        given.angles = torch.tensor(angles, dtype=torch.int32, device=DEVICE)
+    KERNELS.rope_store(qkv, given, heads, case.pages, rotary, norm)
     after = qkv.view(len(rows), -1, dim)
     for i, (row, position) in enumerate(zip(rows, positions, strict=True)):
         slot = case.slot(row, position)
@@ -164,7 +172,8 @@ def test_rotation_and_cache_write(seed: int, dtype: torch.dtype, with_norm: bool
             if with_norm:
                 x = x / (x.square().mean() + 1e-6).sqrt() * weights[0 if is_query else 1].float()
             rolled = torch.cat([-x[dim // 2 :], x[: dim // 2]])
-            expected = x * rotary.cosines[position].float() + rolled * rotary.sines[position]
+            cosine, sine = rotary.cosines[angles[i]], rotary.sines[angles[i]]
+            expected = x * cosine.float() + rolled * sine
             found = after[i, head] if is_query else case.pages.keys[slot][head - heads.num_query]
             assert (found.float() - expected).norm() <= TOLERANCE[dtype] * expected.norm() + 1e-6
         values = before[i, heads.num_query + heads.num_key :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ if not (torch.cuda.is_available() or INTERPRETED):
 
 from slime.engine.kernels.cuda_kernels import CudaKernels  # noqa: E402
 from slime.engine.kernels.interface import AdapterRows, LoraWeights, Tokens  # noqa: E402
+from slime.engine.kernels.triton_lora import choose_tiles  # noqa: E402
 from slime.engine.kv_cache import KVCache  # noqa: E402
 from slime.engine.lora.bank import LoraBank  # noqa: E402
 from slime.engine.lora.store import AdapterStore  # noqa: E402
@@ -29,7 +31,7 @@ from tests.tiny import make_tiny_checkpoint  # noqa: E402
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float32]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}
-WIDTHS = [(48,), (64, 40), (96, 32, 32)]
+WIDTHS = [(48,), (150, 40), (136, 32, 32), (136, 130, 3, 1)]  # four: those of a gated delta net
 KERNELS = CudaKernels()
 
 
@@ -74,7 +76,7 @@ class Case:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("widths", WIDTHS)
-@pytest.mark.parametrize("tokens", [1, 19, 70])
+@pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("in_parts", [False, True], ids=["whole", "partial sums"])
 def test_adapters_are_added(widths, tokens: int, in_parts: bool, dtype: torch.dtype):
     case = Case(tokens + len(widths), widths, tokens, dtype)
@@ -94,17 +96,76 @@ def test_adapters_are_added(widths, tokens: int, in_parts: bool, dtype: torch.dt
         assert error <= TOLERANCE[dtype] * expected.abs().max()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [19, 70, 260])
+def test_gate_and_up_take_their_adapters_before_the_activation(tokens: int, dtype: torch.dtype):
+    """The same bits as `add_lora` and `silu_mul` one after the other; gate_up itself is not changed."""
+    case = Case(tokens, (136, 136), tokens, dtype)
+    gate_up = torch.randn(tokens, 272, device=DEVICE).to(dtype)
+    before = gate_up.clone()
+    found = KERNELS.silu_mul_lora(gate_up, case.x, case.weights, case.rows)
+    assert torch.equal(gate_up, before)
+    plain = KERNELS.silu_mul(gate_up)
+    KERNELS.add_lora(gate_up, case.x, case.weights, case.rows)
+    assert torch.equal(found, KERNELS.silu_mul(gate_up))
+    base = case.rows.slots < 0
+    assert torch.equal(found[base], plain[base])
+    assert not torch.equal(found[~base], plain[~base])
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_adapters_with_b_of_zero_are_the_base_bit_for_bit(num_slots: int):
+    case = Case(1, (136, 136), 70, DTYPES[0])
+    weights = case.weights
+    weights = replace(
+        weights,
+        a=weights.a[:1].repeat(num_slots, 1, 1),
+        b=torch.zeros(num_slots, *weights.b.shape[1:], device=DEVICE, dtype=DTYPES[0]),
+        scales=torch.ones(num_slots, device=DEVICE),
+    )
+    slots = torch.arange(70, dtype=torch.int32, device=DEVICE) % (num_slots + 1) - 1
+    rows, before = AdapterRows(slots=slots), torch.randn(70, 272, device=DEVICE).to(DTYPES[0])
+    out = before.clone()
+    KERNELS.add_lora(out, case.x, weights, rows)
+    assert torch.equal(out, before)
+    found = KERNELS.silu_mul_lora(before, case.x, weights, rows)
+    assert torch.equal(found, KERNELS.silu_mul(before))
+
+
 def test_a_token_does_not_depend_on_the_adapters_of_others():
     """Bit for bit, for the same number of tokens: what deterministic mode needs."""
-    case = Case(3, (96, 32, 32), 32, DTYPES[0])
+    case = Case(5, (64, 64), 32, DTYPES[0])
+    assert case.weights.a.shape[0] > 1
     found = []
     for others in (-1, 0):
         slots = torch.full_like(case.rows.slots, others)
         slots[5] = case.weights.a.shape[0] - 1
-        out = torch.ones(32, 160, device=DEVICE, dtype=DTYPES[0])
-        KERNELS.add_lora(out, case.x, case.weights, AdapterRows(slots=slots))
-        found.append(out[5])
-    assert torch.equal(*found)
+        rows, out = AdapterRows(slots=slots), torch.ones(32, 128, device=DEVICE, dtype=DTYPES[0])
+        active = KERNELS.silu_mul_lora(out, case.x, case.weights, rows)
+        KERNELS.add_lora(out, case.x, case.weights, rows)
+        found.append((out[5], active[5]))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_tiles_of_decoding_fill_the_gpu():
+    """Qwen3-4B at 256 tokens and rank 16: enough programs, and few bytes of partial sums per output tile."""
+    for depth, widths in [
+        (2560, (4096, 1024, 1024)),
+        (4096, (2560,)),
+        (2560, (9728, 9728)),
+        (9728, (2560,)),
+    ]:
+        x = torch.empty(256, depth, dtype=torch.bfloat16, device="meta")
+        b = torch.empty(1, sum(widths), 16, device="meta")
+        weights = LoraWeights(a=b, b=b, widths=widths, scales=b, ranks=np.zeros(1, np.int32))
+        tiles = choose_tiles(x, weights)
+        assert tiles.rows * tiles.block_m == 256
+        assert tiles.splits * tiles.split_depth >= depth > (tiles.splits - 1) * tiles.split_depth
+        assert tiles.columns == sum(-(-width // 128) for width in widths)
+        assert tiles.rows * len(widths) * tiles.splits >= 64
+        summed = tiles.rows * tiles.columns * tiles.splits * tiles.block_m * 16 * 4
+        assert summed <= 12 << 20
 
 
 def test_the_fast_forward_is_pefts(tmp_path: Path):

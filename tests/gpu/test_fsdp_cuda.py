@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from torch import nn
 from slime.backends.fsdp_utils.model import packed_attention
 from slime.backends.kernels.packed_attention import PackedLayout, packed_layout
 from slime.rollout.train_data import split_batch
+from slime.weights.fp8 import Fp8Format, convert_to_fp8, load_causal_lm
 from tests.fsdp import Case, first_gradient, make_rows, start_actor, train_naively, whole_weights
 from tests.tiny import make_tiny_checkpoint
+from tests.tiny_vision import make_image_rows, make_vision_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -51,6 +54,31 @@ def test_fp32_gradients_are_those_of_the_naive_loop(tmp_path: Path, family: str)
     for name, grad in first_gradient(actor, rows).items():
         scale = expected[name].abs().max()
         torch.testing.assert_close(grad.cpu() / scale, expected[name] / scale, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_with_images_are_those_of_the_naive_loop(
+    tmp_path: Path, family: str, precision: str, monkeypatch: pytest.MonkeyPatch
+):
+    # torch convolves in TF32 unless told otherwise, the patches of images too
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    model = str(make_vision_checkpoint(tmp_path / "m", family))
+    flags = {"multimodal_keys": {"image": "images"}, "freeze_vision_tower": False}
+    case = Case(
+        model=model,
+        flags={**flags, precision: True, "micro_batch_size": 4},
+        make_rows=partial(make_image_rows, model),
+    )
+    args = case.args()
+    actor = start_actor(args, 0, 1)
+    expected = train_naively(case).grads
+    rows = split_batch(args, case.rows(), dp_size=1, cp_size=1)[0]
+    for name, grad in first_gradient(actor, rows).items():
+        # the last deepstack merger feeds the last layer's image tokens, which nothing reads
+        scale = expected[name].abs().max().clamp_min(1e-6)
+        error = (grad.cpu().float() / scale - expected[name] / scale).abs().max()
+        assert error < (2e-4 if precision == "fp32" else 0.1), (name, float(error))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -99,3 +127,41 @@ def test_parameters_in_host_memory_train_to_the_same_weights(tmp_path: Path):
         weights.append({n: t.float() for bucket in actor.hf_buckets() for n, t in bucket})
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_base_in_fp8_computes_as_its_dequantized_weights_and_sleeps(tmp_path: Path, family: str):
+    """Log-probs and gradients of adapters, on the same checkpoint in FP8 and in bf16."""
+    sizes = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 128}
+    plain = make_tiny_checkpoint(tmp_path / "m", family, weight_scale=3.0, **sizes)
+    layout = Fp8Format(strategy="block")
+    convert_to_fp8(plain, tmp_path / "fp8", layout)
+    load_causal_lm(str(tmp_path / "fp8"), dtype=torch.bfloat16).save_pretrained(tmp_path / "wide")
+    targets = ["all-linear", *(["experts"] if family == "qwen3_moe" else [])]
+    flags = {"bf16": True, "lora_rank": 8, "lora_target_modules": targets, "micro_batch_size": 4}
+    found = []
+    for model in ("fp8", "wide"):
+        case = Case(
+            model=str(tmp_path / model), flags={**flags, "lora_merge_for_rollout": True, "lr": 0.01}
+        )
+        args = case.args()
+        actor = start_actor(args, 0, 1)
+        for rollout_id in range(2):
+            actor.train(
+                rollout_id, split_batch(args, make_rows(rollout_id), dp_size=1, cp_size=1)[0]
+            )
+            held = {
+                n: p.to_local().view(torch.uint8).clone() for n, p in actor.model.params.items()
+            }
+            actor.sleep()
+            actor.wake_up()
+            for name, param in actor.model.params.items():
+                assert torch.equal(param.to_local().view(torch.uint8), held[name]), name
+        rows = split_batch(args, make_rows(), dp_size=1, cp_size=1)[0]
+        log_probs = torch.cat([torch.from_numpy(row) for row in actor.log_probs(rows, "actor")])
+        grads = first_gradient(actor, rows)
+        found.append((log_probs, grads, bool(actor.model.scales)))
+    (ours, our_grads, in_fp8), (theirs, their_grads, _) = found
+    assert in_fp8 and (ours - theirs).abs().max() < 0.05
+    for name, gradient in their_grads.items():
+        assert (our_grads[name] - gradient).norm() < 0.05 * gradient.norm() + 1e-6, name

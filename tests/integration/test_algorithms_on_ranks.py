@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from slime.algorithms.advantages import compute_advantages
-from slime.algorithms.correction import sequence_log_ratio
+from slime.algorithms.estimators import compute_advantages
 from slime.algorithms.log_probs import log_probs_from_hidden
-from slime.core.dp_schedule import counted_rows, make_schedule
+from slime.algorithms.policy_loss import sequence_log_ratio
+from slime.core.dp_schedule import make_schedule, trained_rows
 from slime.core.packing import join_slices, pack, unpack
 from slime.core.types import ParallelInfo
 from tests.batches import random_batch
@@ -87,7 +87,7 @@ def normalised_share(rank, num_rows):
     compute_advantages(
         share, estimator="grpo", kl_coef=0.2, normalize=True, dp_group=dist.group.WORLD
     )
-    owned = counted_rows(schedule, len(rows))
+    owned = trained_rows(schedule, len(rows))
     return {rows[local]: share.advantages[local] for local in owned}
 
 

@@ -18,8 +18,10 @@ from slime.utils.http import run
 from tests import naive_rl
 from tests.args import make_args
 from tests.engines import engine_server
-from tests.fsdp import whole_weights
-from tests.rank_pool import run_fsdp_ranks
+from tests.fsdp import Case, whole_weights
+from tests.megatron import DIST_OPT, SP
+from tests.peft_runs import hf_names, peft_case, peft_model
+from tests.rank_pool import run_fsdp_ranks, run_megatron_ranks
 from tests.tiny import make_byte_tokenizer, make_tiny_checkpoint
 
 
@@ -84,7 +86,7 @@ def test_with_a_teacher_in_the_trainer_it_learns_what_the_naive_loop_does(
     for name, weight in expected.weights.items():
         torch.testing.assert_close(outcome["weights"][name], weight, rtol=1e-4, atol=1e-5)
     assert outcome["metrics"][0]["train/opd_kl"] != 0
-    assert "did not say" in outcome["without_teacher"]
+    assert "lack the teacher's log-probs" in outcome["without_teacher"]
 
 
 def _train(rank: int, world_size: int, args: Any, rollouts: list[list[Sample]]) -> dict[str, Any]:
@@ -103,6 +105,61 @@ def _train(rank: int, world_size: int, args: Any, rollouts: list[list[Sample]]) 
     except UserError as error:
         result["without_teacher"] = str(error)
     return result
+
+
+# ---- adapters
+
+
+@pytest.fixture(scope="module")
+def elder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A teacher of the student's architecture, as Megatron needs it."""
+    path = tmp_path_factory.mktemp("t") / "elder"
+    return str(make_tiny_checkpoint(path, seed=3, weight_scale=3.0))
+
+
+@pytest.fixture(scope="module")
+def adapter(student: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    config = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear"}
+    return peft_case(student, tmp_path_factory.mktemp("adapter"), config, {})
+
+
+@pytest.mark.parametrize(
+    "backend, layout", [("fsdp", {}), ("megatron", {}), ("megatron", {**SP, **DIST_OPT})]
+)
+def test_adapters_learn_from_a_teacher_what_pefts_do(
+    backend, layout, student, elder, adapter, rollouts
+):
+    """The teacher has no adapters, and its weights do not stay in the trained model."""
+    flags = {**adapter.flags, "train_backend": backend, "actor_num_gpus_per_node": 2, **layout}
+    args = args_of(student, elder, **flags)
+    peft = peft_model(adapter, trainable=True)
+    expected = naive_rl.learn(args, student, [taught(elder, s) for s in rollouts], actor=peft)
+    run_ranks = run_fsdp_ranks if backend == "fsdp" else run_megatron_ranks
+    for found in run_ranks(_train_adapters, 2, args, rollouts):
+        for number, metrics in enumerate(found["metrics"]):
+            known = expected.losses[number], expected.grad_norms[number]
+            assert metrics["train/loss"] == pytest.approx(known[0], rel=2e-4, abs=2e-6)
+            assert metrics["train/grad_norm"] == pytest.approx(known[1], rel=2e-4)
+        assert metrics["train/opd_kl"] != 0
+        theirs = hf_names(expected.weights)
+        assert found["adapters"].keys() == theirs.keys()
+        for name, value in theirs.items():
+            torch.testing.assert_close(found["adapters"][name], value, rtol=1e-4, atol=1e-5)
+
+
+def _train_adapters(rank: int, args: Any, rollouts: list[list[Sample]]) -> dict[str, Any]:
+    if args.train_backend == "megatron":
+        from slime.backends.megatron_utils.actor import MegatronTrainRayActor as Trainer
+    else:
+        from slime.backends.fsdp_utils.actor import FSDPTrainRayActor as Trainer
+    actor: Any = Trainer(args, rank, 2)
+    actor.init(args, "actor", with_opd_teacher=True)
+    here, metrics = actor.parallel, []
+    for rollout_id, samples in enumerate(rollouts):
+        parts = split_batch(args, samples_to_batch(args, samples), dp_size=here.dp_size, cp_size=1)
+        metrics.append(actor.train(rollout_id, parts[here.dp_rank]).metrics)
+    adapters = {n: t.clone() for n, t in actor.whole_adapters(torch.float32)}
+    return {"metrics": metrics, "adapters": adapters}
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(student, tmp_path):

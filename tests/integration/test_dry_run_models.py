@@ -51,3 +51,42 @@ def test_a_dry_run_writes_nothing(tmp_path):
     argv = make_argv(hf_checkpoint=model, run_dir=str(tmp_path / "run"), **flags)
     assert train.main([*argv, "--dry-run"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.fixture
+def report(tmp_path, capsys):
+    """Return what a dry run of one row prints, as sections of lines; it must exit with 0."""
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"input": "1+1=", "label": 2}\n')
+    model = str(make_tiny_checkpoint(tmp_path / "model"))
+
+    def run(*words: str, **flags: Any) -> dict[str, list[str]]:
+        given = {"hf_checkpoint": model, "prompt_data": [str(data)], "lr": 0.5, **flags}
+        assert train.main([*make_argv(**given), "--dry-run", *words]) == 0
+        parts = [part.splitlines() for part in capsys.readouterr().out.split("\n\n")]
+        return {part[0]: [" ".join(line.split()) for line in part[1:]] for part in parts if part}
+
+    return run
+
+
+def test_a_dry_run_for_this_machine_says_what_was_set_derived_and_checked(report, tmp_path):
+    """Batches of 4 do not divide among 8 GPUs: nothing may be resolved for GPUs that do not exist."""
+    shown = report(rollout_batch_size=4, n_samples_per_prompt=1, rm_type="random")
+    assert list(shown)[:3] == ["Set", "Derived", "Placement"]
+    assert "lr command line 0.5" in shown["Set"]
+    assert "global_batch_size derived 4" in shown["Derived"]
+    assert not any("weight_decay" in line for lines in shown.values() for line in lines)
+    assert "data 1 row of " + str(tmp_path / "data.jsonl") in shown["Checked"]
+    assert any(line.startswith("model built without weights, ") for line in shown["Checked"])
+    assert not any("GPU" in heading for heading in shown)
+    assert sum(map(len, shown.values())) < 70
+
+
+def test_the_plan_is_printed_for_a_machine_that_is_described(report, tmp_path):
+    """With --all, defaults are printed too."""
+    shown = report("--gpus", "8", "--all", prompt_data=[str(tmp_path / "elsewhere.jsonl")])
+    assert "Plan for GPUs, of which this machine has none" in shown
+    lines = [line for lines in shown.values() for line in lines]
+    assert any(line.startswith("trainer 8 GPUs = TP 1 x PP 1 x CP 1 x DP 8") for line in lines)
+    assert "lr command line 0.5" in lines and "weight_decay default 0.01" in lines
+    assert f"data not checked: {tmp_path / 'elsewhere.jsonl'} does not exist here" in lines

@@ -18,6 +18,7 @@ import pytest
 
 from slime.engine.server.app import INFO_ROUTES
 from slime.engine.server.control import CONTROL_ROUTES
+from tests.e2e.runs import wait_until_gone
 from tests.engines import LONG_CONTEXT, EngineServer, engine_server
 from tests.tiny import make_byte_tokenizer, make_tiny_checkpoint
 from tests.waiting import wait_for
@@ -351,9 +352,9 @@ def test_a_group_that_nobody_joins_does_not_keep_the_process(checkpoint: Path):
         waiting = pool.submit(call, server, "POST", "/init_weights_update_group", body, header)
         time.sleep(2)
         assert not waiting.done()
-        os.kill(server.pid, signal.SIGTERM)
         process = psutil.Process(server.pid)
-        wait_for(lambda: process.status() == psutil.STATUS_ZOMBIE, timeout=30)
+        os.kill(server.pid, signal.SIGTERM)
+        wait_until_gone(process, timeout=30)
         assert waiting.exception() is not None
 
 

@@ -60,18 +60,38 @@ def load(server: EngineServer, name: str, folder: Path, **body):
     return server.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder), **body})
 
 
-def send(server: EngineServer, name: str, folder: Path, **body):
-    """Send an adapter through shared memory, as a trainer of this machine does."""
+def pack(folder: Path) -> tuple[SharedBuffer, list[dict]]:
+    """Return an adapter end to end in shared memory, and the table of what is where."""
     tensors = load_file(folder / "adapter_model.safetensors")
     metadata, offset = [], 0
-    for key, tensor in tensors.items():
-        entry = {"name": key, "dtype": "float32", "shape": list(tensor.shape), "offset": offset}
-        metadata.append(entry)
-        offset += -(-tensor.nbytes // 64) * 64
+    for key in sorted(tensors):
+        shape = list(tensors[key].shape)
+        metadata.append({"name": key, "dtype": "float32", "shape": shape, "offset": offset})
+        offset += tensors[key].nbytes
     buffer = SharedBuffer(offset)
-    for entry, tensor in zip(metadata, tensors.values(), strict=True):
-        data = tensor.contiguous().view(-1).view(torch.uint8)
-        buffer.tensor[entry["offset"] : entry["offset"] + data.numel()] = data
+    fill(buffer, folder)
+    return buffer, metadata
+
+
+def fill(buffer: SharedBuffer, folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    buffer.tensor.copy_(
+        torch.cat([tensors[n].flatten() for n in sorted(tensors)]).view(torch.uint8)
+    )
+
+
+def send(server: EngineServer, name: str, folder: Path, **body):
+    """Send an adapter through shared memory, as a trainer of this machine does."""
+    buffer, metadata = pack(folder)
+    try:
+        return send_buffer(server, name, folder, buffer, metadata, **body)
+    finally:
+        buffer.close()
+
+
+def send_buffer(
+    server: EngineServer, name: str, folder: Path, buffer: SharedBuffer, metadata: list, **body
+):
     message = {
         "lora_name": name,
         "config_dict": json.loads((folder / "adapter_config.json").read_text()),
@@ -80,10 +100,13 @@ def send(server: EngineServer, name: str, folder: Path, **body):
         "metadata": metadata,
         **body,
     }
-    try:
-        return server.post("/load_lora_adapter_from_tensors", message)
-    finally:
-        buffer.close()
+    return server.post("/load_lora_adapter_from_tensors", message)
+
+
+def send_key(server: EngineServer, name: str, layout: str, **body):
+    """Let the engine copy a buffer that it keeps open."""
+    message = {"lora_name": name, "load_format": "slime_kept", "layout": layout, **body}
+    return server.post("/load_lora_adapter_from_tensors", message)
 
 
 def generate(server: EngineServer, name: str | None, **body):
@@ -160,7 +183,9 @@ def test_the_reply_says_what_is_bound_and_its_checksum(server: EngineServer, mad
     assert {f"base_model.model.{module}.lora_{side}.weight" for side in "AB" for module in reply["bound_modules"]} == expected.keys()  # fmt: skip
     assert len(reply["bound_modules"]) == NUM_MODULES
     assert checksums(server, "second") == expected
-    total = sum(int(value, 16) for value in expected.values()) % 2**64
+    stored = load_file(folder / "adapter_model.safetensors")
+    joined = torch.cat([stored[name].flatten() for name in sorted(stored)])
+    total = tensor_checksum("\n".join(sorted(stored)), joined)
     assert reply["checksum"] == format_checksum(total)
     assert reply["loaded_adapters"] == {n: str(path) for n, path in made.folders.items()}
     assert server.state["lora_adapters"]["second"]["version"] == "7"
@@ -176,6 +201,95 @@ def test_an_adapter_sent_through_shared_memory(server: EngineServer, made: Made)
     assert found["meta_info"]["weight_version"] == "3"
     assert [span["version"] for span in found["meta_info"]["weight_versions"]] == ["3"]
     assert generate(server, None)["meta_info"]["weight_version"] == "0"
+
+
+@pytest.fixture
+def kept(server: EngineServer, made: Made):
+    """The first adapter, loaded as "kept" from a buffer that both sides keep."""
+    folder = made.folders["first"]
+    buffer, metadata = pack(folder)
+    options = {"layout": "one", "weight_version": "1"}
+    reply = send_buffer(server, "kept", folder, buffer, metadata, **options)
+    assert reply["success"] and len(reply["bound_modules"]) == reply["num_modules"] == NUM_MODULES
+    yield buffer
+    buffer.close()
+
+
+def unknown(call) -> None:
+    with pytest.raises(HttpError) as error:
+        call()
+    assert error.value.status == 409
+
+
+def test_an_update_from_a_buffer_that_is_kept(server: EngineServer, made: Made, kept: SharedBuffer):
+    whole = load(server, "first", made.folders["second"])  # what a reply must say of it
+    assert_served(made, generate(server, "kept"), made.folders["first"])
+    for version, name in (("2", "second"), ("3", "first"), ("4", "second")):
+        fill(kept, made.folders[name])
+        reply = send_key(server, "kept", "one", weight_version=version)
+        assert reply["num_modules"] == NUM_MODULES and reply["weight_version"] == version
+        assert reply["bound_digest"] == whole["bound_digest"] and "bound_modules" not in reply
+        assert checksums(server, "kept") == file_checksums(made.folders[name])
+        found = generate(server, "kept")
+        assert_served(made, found, made.folders[name])
+        assert [span["version"] for span in found["meta_info"]["weight_versions"]] == [version]
+    assert reply["checksum"] == whole["checksum"]
+
+
+@pytest.mark.parametrize("event", ["unloaded", "loaded from files", "memory released", "other key"])
+def test_a_buffer_is_kept_no_longer_than_its_slot(
+    server: EngineServer, made: Made, kept: SharedBuffer, event: str
+):
+    assert send_key(server, "kept", "one")["success"]
+    if event == "unloaded":
+        server.post("/unload_lora_adapter", {"lora_name": "kept"})
+    elif event == "loaded from files":
+        load(server, "kept", made.folders["second"], weight_version="7")
+    elif event == "memory released":
+        server.post("/release_memory_occupation", {"tags": ["weights"]})
+        refused(lambda: send_key(server, "kept", "one"), "released")
+        server.post("/resume_memory_occupation", {"tags": ["weights"]})
+    unknown(lambda: send_key(server, "kept", "two" if event == "other key" else "one"))
+    unknown(lambda: send_key(server, "first", "one"))
+    if event == "loaded from files":
+        assert checksums(server, "kept") == file_checksums(made.folders["second"])
+        assert server.state["lora_adapters"]["kept"]["version"] == "7"
+
+
+def test_tables_of_buffers_that_cannot_be_kept_are_refused(server: EngineServer, made: Made):
+    folder = made.folders["second"]
+    buffer, metadata = pack(folder)
+    before = checksums(server, "first")
+    shifted = [{**metadata[0], "offset": 4}, *metadata[1:]]
+    bare = [
+        {**entry, "name": entry["name"].removeprefix("base_model.model.")} for entry in metadata
+    ]
+    half = [{**metadata[0], "dtype": "float16"}, *metadata[1:]]
+    swapped = _renumbered([*metadata[1:], metadata[0]])
+    wrong = {
+        "end to end": shifted,
+        "dtype": half,
+        "order of name": swapped,
+        "base_model.model.": bare,
+    }
+    for word, table in wrong.items():
+        refused(
+            lambda table=table: send_buffer(server, "first", folder, buffer, table, layout="x"),
+            word,
+        )
+    short = SharedBuffer(64)
+    refused(lambda: send_buffer(server, "first", folder, short, metadata, layout="x"), "outside")
+    buffer.close()
+    short.close()
+    assert checksums(server, "first") == before
+
+
+def _renumbered(metadata: list[dict]) -> list[dict]:
+    table, offset = [], 0
+    for entry in metadata:
+        table.append({**entry, "offset": offset})
+        offset += 4 * torch.Size(entry["shape"]).numel()
+    return table
 
 
 def test_an_adapter_broadcast_to_the_engine(server: EngineServer, made: Made):

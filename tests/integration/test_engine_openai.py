@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 openai = pytest.importorskip("openai")
@@ -14,9 +18,13 @@ MESSAGES = [{"role": "system", "content": "Say: "}, {"role": "user", "content": 
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    model = make_tiny_checkpoint(tmp_path_factory.mktemp("openai") / "model")
-    with engine_server(model) as running:
+def model_path(tmp_path_factory):
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("openai") / "model")
+
+
+@pytest.fixture(scope="module")
+def server(model_path):
+    with engine_server(model_path) as running:
         yield running
 
 
@@ -88,6 +96,20 @@ def test_streams_add_up_to_the_whole(server, client):
     assert "".join(c.choices[0].text for c in stream) == whole["text"]
 
 
+def test_completions_stream_log_probs(client):
+    """The chunks' columns, put together, are those of the reply without a stream."""
+    options = {"model": "m", "prompt": "hello", "max_tokens": 12, "temperature": 0, "logprobs": 1}
+    whole = client.completions.create(**options).choices[0].logprobs
+    parts = [
+        chunk.choices[0].logprobs for chunk in client.completions.create(**options, stream=True)
+    ]
+    assert len(parts) > 1
+    for name in ("tokens", "text_offset"):
+        assert [x for part in parts for x in getattr(part, name)] == getattr(whole, name)
+    values = [value for part in parts for value in part.token_logprobs]
+    assert values == pytest.approx(whole.token_logprobs, abs=1e-5)
+
+
 def test_stop_strings_are_left_out_also_in_streams(server, client):
     whole = direct(server, "Say: hello", 20)["text"]
     stop = whole[6:8]
@@ -122,14 +144,113 @@ def test_mistakes_are_errors_of_the_api(client):
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="`messages` must be a non-empty list"):
         client.chat.completions.create(model="m", messages=[])
-    with pytest.raises(openai.BadRequestError, match="`top_logprobs` is not supported"):
-        client.chat.completions.create(model="m", messages=MESSAGES, logprobs=True, top_logprobs=2)
+    with pytest.raises(openai.BadRequestError, match="`top_logprobs` must be an integer from 0 to"):
+        client.chat.completions.create(model="m", messages=MESSAGES, logprobs=True, top_logprobs=21)
+    with pytest.raises(openai.BadRequestError, match="`top_logprobs` needs `logprobs`"):
+        client.chat.completions.create(model="m", messages=MESSAGES, top_logprobs=2)
     with pytest.raises(openai.BadRequestError, match="temperature must be non-negative"):
         client.chat.completions.create(model="m", messages=MESSAGES, temperature=-1)
     with pytest.raises(openai.BadRequestError, match="response_format"):
         client.chat.completions.create(
-            model="m", messages=MESSAGES, response_format={"type": "json_object"}
+            model="m", messages=MESSAGES, response_format={"type": "grammar"}
         )
+
+
+def test_top_log_probs_are_those_of_transformers(server, client, model_path):
+    """Greedy, with two more likely tokens than asked for by the other route, in streams too."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    options = {"model": "m", "max_tokens": 6, "temperature": 0}
+    chat = client.chat.completions.create(
+        **options, messages=MESSAGES, logprobs=True, top_logprobs=3
+    )
+    text = "Say: hello"
+    completion = client.completions.create(**options, prompt=text, logprobs=5)
+    stream = client.completions.create(**options, prompt=text, logprobs=5, stream=True)
+    streamed = [row for chunk in stream for row in chunk.choices[0].logprobs.top_logprobs or []]
+    native = server.post("/generate", {
+        "input_ids": TOKENIZER.encode(text), "return_logprob": True, "top_logprobs_num": 2,
+        "sampling_params": {"max_new_tokens": 6, "temperature": 0},
+    })  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    ids = torch.tensor([TOKENIZER.encode(text) + native["output_ids"]])
+    logits = model(ids).logits[0, len(text) - 1 : -1]
+    values, tokens = torch.log_softmax(logits, dim=-1).topk(5)
+    for i, entry in enumerate(chat.choices[0].logprobs.content):
+        assert [t.logprob for t in entry.top_logprobs] == pytest.approx(
+            values[i, :3].tolist(), abs=1e-4
+        )
+        assert [t.token for t in entry.top_logprobs] == [
+            TOKENIZER.decode([t]) for t in tokens[i, :3]
+        ]
+        found = native["meta_info"]["output_top_logprobs"][i]
+        assert [token for _, token, _ in found] == tokens[i, :2].tolist()
+        # Bytes that are no text of their own share one: the most likely of them is named.
+        texts = [TOKENIZER.decode([token]) for token in tokens[i]]
+        wanted = dict(zip(reversed(texts), reversed(values[i].tolist()), strict=True))
+        for rows in (completion.choices[0].logprobs.top_logprobs, streamed):
+            assert rows[i] == pytest.approx(wanted, abs=1e-4)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "minimum": 10, "maximum": 99},
+                   "kind": {"enum": ["even", "odd"]}},
+    "required": ["sum", "kind"], "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0, 1, 5])
+def test_responses_follow_a_schema(server, client, temperature):
+    jsonschema = pytest.importorskip("jsonschema")
+    pytest.importorskip("llguidance")
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+    reply = client.chat.completions.create(
+        model="m", messages=MESSAGES, max_tokens=200, temperature=temperature, n=3,
+        response_format=form, seed=4,
+    )  # fmt: skip
+    for choice in reply.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+    stream = client.chat.completions.create(
+        model="m", messages=MESSAGES, max_tokens=200, temperature=temperature, seed=4,
+        response_format=form, stream=True,
+    )  # fmt: skip
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_a_constrained_token_has_the_log_prob_of_the_model_alone(server):
+    """The log-probs of prompt tokens are computed without any constraint: those of a trainer."""
+    pytest.importorskip("llguidance")
+    params = {"max_new_tokens": 12, "temperature": 1, "regex": "[0-9]{3}-[a-f]{2}"}
+    prompt = TOKENIZER.encode("hello")
+    body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+    reply = server.post("/generate", body)
+    assert re.fullmatch(params["regex"], reply["text"])
+    whole = {"input_ids": prompt + reply["output_ids"], "sampling_params": {"max_new_tokens": 1}}
+    scored = server.post("/generate", {**whole, "return_logprob": True, "logprob_start_len": 0})
+    wanted = [row[0] for row in scored["meta_info"]["input_token_logprobs"]][len(prompt) :]
+    found = [row[0] for row in reply["meta_info"]["output_token_logprobs"]]
+    assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_json_objects_and_plain_requests_share_a_batch(server, client):
+    pytest.importorskip("llguidance")
+    alone = direct(server, "Say: hello", 12)["text"]
+
+    def ask(number: int) -> str:
+        form = {"type": "json_object"} if number % 2 else {"type": "text"}
+        reply = client.chat.completions.create(
+            model="m", messages=MESSAGES, max_tokens=12, temperature=0, response_format=form
+        )
+        return reply.choices[0].message.content
+
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(ask, range(8)))
+    assert texts[::2] == [alone] * 4
+    assert all(text.startswith("{") for text in texts[1::2])
 
 
 def test_models_are_listed(client):

@@ -189,8 +189,8 @@ def test_mistakes_in_a_request_are_named(server: EngineServer):
     ids = {"input_ids": [1, 2]}
     status, text = refused(server, **ids, sampling_params={"foo": 1})
     assert status == 400 and '{"error":"unknown field `foo`, expected one of' in text
-    status, text = refused(server, **ids, sampling_params={"regex": "a+"})
-    assert status == 400 and "`regex` is not supported" in text
+    status, text = refused(server, **ids, sampling_params={"ebnf": "a+"})
+    assert status == 400 and "`ebnf` is not supported" in text
     status, text = refused(server, **ids, return_hidden_states=True)
     assert status == 400 and '{"error":{"message":"`return_hidden_states` is not supported' in text
     status, text = refused(server, **ids, return_routed_experts=True)

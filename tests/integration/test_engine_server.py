@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from slime.engine.server.__main__ import main
+from tests.forked import run_python
 from tests.tiny import make_tiny_checkpoint
 
 
@@ -22,16 +21,8 @@ def checkpoint(tmp_path_factory) -> Path:
 def test_a_taken_port_ends_the_process_with_one_sentence(checkpoint: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [
-            sys.executable,
-            "-m",
-            "slime.engine.server",
-            "--model-path",
-            str(checkpoint),
-        ]
-        result = subprocess.run(
-            [*command, "--port", port], capture_output=True, text=True, timeout=120
-        )
+        command = ["-m", "slime.engine.server", "--model-path", str(checkpoint), "--port", port]
+        result = run_python(command)
     assert result.returncode == 1
     assert result.stderr.startswith(f"cannot listen at 127.0.0.1:{port}")
     assert result.stderr.count("\n") == 1

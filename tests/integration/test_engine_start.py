@@ -19,7 +19,7 @@ from slime.ray import local_ray
 from slime.ray.cluster import connect
 from slime.ray.engine_actor import engine_command
 from slime.ray.engine_group import EngineGroup
-from slime.serving.server_process import ServerProcess, StartError, wait_until_ready
+from slime.serving.servers import ServerProcess, StartError, wait_until_ready
 from slime.utils.engine_keys import remember_key
 from tests.args import make_args
 from tests.stand_in_sglang import starts, write_stand_in

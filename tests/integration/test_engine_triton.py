@@ -13,7 +13,10 @@ KERNELS = [
     "tests/gpu/test_engine_kernels.py",
     "tests/gpu/test_engine_experts.py",
     "tests/gpu/test_engine_lora_kernels.py",
+    "tests/gpu/test_engine_delta_kernels.py",
+    "tests/gpu/test_delta_rule_kernels.py",
     "tests/gpu/test_checksum_kernel.py",
+    "tests/gpu/test_engine_vision_cuda.py",
 ]
 
 

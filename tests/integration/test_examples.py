@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from slime.config.flags.parser import read_command_line
 from slime.core.types import Status
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import generate_rollout
@@ -186,3 +191,35 @@ def test_multi_agent_segments_share_an_execution_and_weigh_as_one(tmp_path, fake
         for e in (0, 1)
     ]
     assert totals == pytest.approx([0.5, 0.5])
+
+
+# ---- examples/lora
+
+
+def test_flags_of_lora_for_smollm2(tmp_path):
+    """The script's own flags follow those of the run script, so the learning rate is the adapters'."""
+    command = ["bash", str(EXAMPLES / "lora" / "addition.sh"), "--num-rollout", "3"]
+    env = {**os.environ, "DRY_RUN": "1", "BASE_DIR": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    words = [word for word in done.stdout.splitlines() if word]
+    given = read_command_line(words[words.index("--hf-checkpoint") :])
+    assert (given["lora_rank"], given["lora_alpha"], given["lr"]) == (16, 32, 3e-4)
+    assert given["num_rollout"] == 3 and given["colocate"] is True
+    assert given["save_hf"] == f"{tmp_path}/smollm2-addition-lora/adapter"
+
+
+def test_a_curve_is_drawn_from_metrics(tmp_path):
+    rewards = {0: 0.0, 5: 0.5, 10: 1.0}
+    lines = [{"rollout_id": n - 1, "eval/sorting/reward": r} for n, r in rewards.items()]
+    lines.insert(1, {"rollout_id": 0, "train/loss": 1.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [sys.executable, str(EXAMPLES / "lora" / "curve.py"), str(tmp_path / "c.svg")]
+    done = subprocess.run(
+        [*command, f"a < b={tmp_path}"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "a < b: 0 0.00, 5 0.50, 10 1.00\n", done.stderr
+    svg = ElementTree.fromstring((tmp_path / "c.svg").read_text())
+    (line,) = svg.findall("{http://www.w3.org/2000/svg}polyline")
+    assert line.get("points") == "52.0,260.0 339.0,138.0 626.0,16.0"  # the corners, and half way
+    assert "a < b" in [text.text for text in svg.findall("{http://www.w3.org/2000/svg}text")]

@@ -12,7 +12,7 @@ import pytest
 import slime
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo
-from slime.serving.external import find_external, version_warning
+from slime.serving.external import find_external, missing_image_options, version_warning
 from slime.utils.addresses import engine_url
 from slime.utils.engine_keys import remember_key
 from tests.engines import engine_server
@@ -46,6 +46,24 @@ def test_engines_of_two_versions_are_named():
     assert version_warning([old, old]) is None
     text = version_warning([old, new])
     assert text and "http://a is sglang 0.5.16" in text and "http://b is sglang 0.5.23" in text
+
+
+@pytest.mark.parametrize(
+    ("server", "missing"),
+    [
+        ({"image_processor_backend": "pil", "enable_precise_embedding_interpolation": True}, []),
+        (
+            {"disable_fast_image_processor": True, "enable_precise_embedding_interpolation": False},
+            ["--enable-precise-embedding-interpolation"],
+        ),
+        (
+            {"image_processor_backend": "auto", "enable_precise_embedding_interpolation": True},
+            ["--disable-fast-image-processor"],
+        ),
+    ],
+)
+def test_a_server_that_reads_images_otherwise_is_told_what_it_lacks(server, missing):
+    assert missing_image_options(server) == missing
 
 
 def test_an_address_without_an_engine(model):

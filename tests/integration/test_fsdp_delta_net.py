@@ -6,24 +6,17 @@ Hugging Face's model computes one sample at a time here, so no state of it can r
 from __future__ import annotations
 
 import re
-import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Qwen3_5Config,
-    Qwen3_5MoeConfig,
 )
 
 from slime.backends.fsdp_utils.delta_net import pack_delta_nets
@@ -33,6 +26,17 @@ from slime.core.packing import pack
 from slime.core.types import ParallelInfo, RolloutBatch
 from slime.rollout.train_data import split_batch
 from slime.weights.fp8 import Fp8Format, convert_to_fp8, load_causal_lm
+from tests.delta_nets import (
+    FAMILIES,
+    PUBLISHED,
+    UNTRAINED,
+    assert_same_gradient,
+    load_all,
+    log_probs_and_gradient,
+    make_sample_rows,
+    publish,
+    single_log_probs,
+)
 from tests.fsdp import (
     Case,
     Outcome,
@@ -46,10 +50,7 @@ from tests.fsdp import (
 from tests.rank_pool import run_fsdp_ranks
 from tests.tiny import make_tiny_checkpoint
 
-FAMILIES = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
-# No engine: the embedded one does not serve these models.
-NO_ENGINE = {"load_debug_rollout_data": "/tmp/rows_{rollout_id}.pt"}
-BUDGET = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 48, **NO_ENGINE}
+BUDGET = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 48}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "k3", "entropy_coef": 0.01}
 # family, steps per rollout, flags
 SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -74,7 +75,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def cases(models: dict[str, str]) -> dict[str, Case]:
     return {
-        name: Case(model=models[family], steps=steps, flags={**NO_ENGINE, **flags})
+        name: Case(model=models[family], steps=steps, flags=flags)
         for name, (family, steps, flags) in SETTINGS.items()
     }
 
@@ -87,16 +88,6 @@ def naive(cases: dict[str, Case]) -> dict[str, Outcome]:
 @pytest.fixture(scope="module", params=[1, 2])
 def trained(request: pytest.FixtureRequest, cases: dict[str, Case]) -> dict[str, Outcome]:
     return run_fsdp_ranks(train_on_ranks, request.param, request.param, cases)[0]
-
-
-def assert_same_gradient(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, grad in expected.items():
-        scale = grad.abs().max().clamp(min=1e-9)
-        # Sums over tokens that nearly cancel: one bit of the input changes them by 1e-3 of their size.
-        noisy = name.endswith(("A_log", "dt_bias"))
-        atol = 5e-3 if noisy else 3e-5
-        torch.testing.assert_close(found[name] / scale, grad / scale, rtol=0, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -113,34 +104,10 @@ def test_weights_after_training_are_those_of_the_naive_loop(name, trained, naive
 # ---- any packing
 
 
-def make_sample_rows(lens: list[int]) -> RolloutBatch:
-    rng, count = np.random.default_rng(sum(lens)), len(lens)
-    return RolloutBatch(
-        tokens=[rng.integers(0, 256, length) for length in lens],
-        response_lens=[length - 1 for length in lens],
-        loss_masks=[np.ones(length - 1, np.int8) for length in lens],
-        rewards=np.zeros(count),
-        raw_rewards=np.zeros(count),
-        truncated=np.zeros(count),
-        group_indices=np.arange(count),
-        sample_indices=np.arange(count),
-        trajectory_ids=np.arange(count),
-        loss_weights=[np.ones(length - 1, np.float32) for length in lens],
-    )
-
-
 def packed_model(model: str) -> PackedCausalLM:
     hf = AutoModelForCausalLM.from_pretrained(model, attn_implementation=PACKED_ATTENTION)
     pack_delta_nets(hf, padded=False)
     return PackedCausalLM(hf, HeadOptions(temperature=1.0, chunk_size=64))
-
-
-def log_probs_and_gradient(model: torch.nn.Module, columns: list[torch.Tensor]):
-    """Log-probs by sample, and the gradient of a sum that weighs every token otherwise."""
-    weighted = sum((c * torch.arange(1, len(c) + 1).cos()).sum() for c in columns)
-    names, params = zip(*model.named_parameters(), strict=True)
-    grads = torch.autograd.grad(weighted, params)
-    return [c.detach() for c in columns], dict(zip(names, grads, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -164,10 +131,7 @@ def test_no_packing_changes_a_sample(pairs, family, data, lens):
         sizes = [p + r for p, r in zip(batch.prompt_lens, batch.response_lens, strict=True)]
         for row, part in zip(batch.rows, values.split(sizes), strict=True):
             columns[row] = part
-    expected = []
-    for tokens in map(torch.tensor, rows.tokens):
-        logits = theirs(input_ids=tokens[None], use_cache=False).logits[0, :-1]
-        expected.append(torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1))
+    expected = single_log_probs(theirs, rows)
     found, grads = log_probs_and_gradient(ours.hf, [_trained(columns[i]) for i in range(len(lens))])
     single, single_grads = log_probs_and_gradient(theirs, expected)
     for one, other in zip(found, single, strict=True):
@@ -190,55 +154,9 @@ def test_a_layer_that_is_not_told_of_borders_refuses(models):
 # ---- checkpoints, adapters, and weights under the names of published checkpoints
 
 
-VISION = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 16,
-}
-MTP = {"mtp.fc.weight": (64, 128), "mtp.layers.0.mlp.experts.gate_up_proj": (4, 64, 64)}
-
-
 @pytest.fixture(scope="module")
 def published(models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Checkpoints as they are published: MTP layers, a vision tower, experts fused or one by one."""
-    folder = tmp_path_factory.mktemp("published")
-    found = {"qwen3_next": _with_mtp(Path(models["qwen3_next"]), folder / "qwen3_next")}
-    for family, config_class in (("qwen3_5", Qwen3_5Config), ("qwen3_5_moe", Qwen3_5MoeConfig)):
-        text = AutoConfig.from_pretrained(models[family]).to_dict()
-        config = config_class(text_config=text, vision_config=VISION, dtype="float32")
-        torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config)
-        model.save_pretrained(folder / f"{family}_unfused")
-        found[family] = _with_mtp(folder / f"{family}_unfused", folder / family, fused=True)
-    found["qwen3_5_moe_unfused"] = str(folder / "qwen3_5_moe_unfused")
-    return found
-
-
-def _with_mtp(source: Path, target: Path, *, fused: bool = False) -> str:
-    shutil.copytree(source, target)
-    tensors = load_file(target / "model.safetensors")
-    tensors |= {name: torch.randn(shape) for name, shape in MTP.items()}
-    if fused:
-        tensors = _fuse_experts(tensors)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return str(target)
-
-
-def _fuse_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    single = {name for name in tensors if re.search(r"\.experts\.\d+\.", name)}
-    fused = {name: tensor for name, tensor in tensors.items() if name not in single}
-    for prefix in {name.partition(".experts.")[0] + ".experts" for name in single}:
-        parts = [
-            [tensors[f"{prefix}.{i}.{part}_proj.weight"] for i in range(4)]
-            for part in ("gate", "up", "down")
-        ]
-        gate, up, down = map(torch.stack, parts)
-        fused[f"{prefix}.gate_up_proj"] = torch.cat([gate, up], dim=1)
-        fused[f"{prefix}.down_proj"] = down
-    return fused
+    return publish(models, tmp_path_factory.mktemp("published"))
 
 
 def _export(rank: int, model: str, folder: str) -> dict[str, Any]:
@@ -252,16 +170,13 @@ def _export(rank: int, model: str, folder: str) -> dict[str, Any]:
     return {"sent": sent, "folder": folder}
 
 
-PUBLISHED = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_unfused"]
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_weights_go_back_bit_for_bit_under_the_names_they_came_with(name, others, published):
     original, found = load_all(published[name]), others["exports"][name]
     exported = load_all(found["folder"] + "/before")
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[n], tensor) for n, tensor in original.items())
-    trained = {n for n in original if not n.startswith(("mtp.", "model.visual."))}
+    trained = {n for n in original if not n.startswith(UNTRAINED)}
     assert found["sent"].keys() == trained
     assert all(torch.equal(found["sent"][n], original[n]) for n in trained)
 
@@ -273,7 +188,7 @@ def test_training_moves_all_but_mtp_layers_and_the_vision_tower(name, others, pu
         load_all(others["exports"][name]["folder"] + "/after"),
     )
     for tensor_name, tensor in original.items():
-        kept = tensor_name.startswith(("mtp.", "model.visual."))
+        kept = tensor_name.startswith(UNTRAINED)
         assert torch.equal(after[tensor_name], tensor) == kept, tensor_name
 
 
@@ -293,11 +208,6 @@ def test_fp8_of_a_published_checkpoint_is_read_again(name, published, tmp_path):
     for parameter, tensor in read.named_parameters():
         scale = bf16[parameter].abs().max()
         assert (tensor - bf16[parameter]).abs().max() <= scale / 16, parameter
-
-
-def load_all(folder: str) -> dict[str, torch.Tensor]:
-    files = [load_file(path) for path in Path(folder).glob("*.safetensors")]
-    return {name: tensor for file in files for name, tensor in file.items()}
 
 
 @pytest.fixture(scope="module")

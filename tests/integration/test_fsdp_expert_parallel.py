@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,6 +14,8 @@ from safetensors.torch import load_file
 from slime.backends.fsdp_utils.expert_parallel import ExpertGroups
 from slime.core.errors import ConfigError, UserError
 from slime.rollout.train_data import split_batch
+from slime.weights.fp8 import Fp8Format, convert_to_fp8
+from tests import fsdp, megatron
 from tests.args import make_args
 from tests.fsdp import (
     Case,
@@ -26,7 +29,8 @@ from tests.fsdp import (
     whole_weights,
 )
 from tests.parity.tiny_families import UNTRAINED, make_family
-from tests.rank_pool import run_fsdp_ranks
+from tests.rank_pool import run_fsdp_ranks, run_megatron_ranks
+from tests.tiny import make_tiny_checkpoint
 
 BUDGET = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 48}
 # name -> family, ranks, expert ranks, other flags
@@ -165,6 +169,44 @@ def test_a_checkpoint_continues_with_other_numbers_of_ranks_and_expert_ranks(fol
             torch.testing.assert_close(found[parameter], weights, rtol=1e-5, atol=3e-6)
 
 
+# ---- the same by Megatron
+
+
+def train_both_ways(rank: int, case: Case, backend: str) -> dict[str, Any]:
+    """Log-probs of a rank's samples before any step, and all weights after the steps of two rollouts."""
+    own = fsdp if backend == "fsdp" else megatron
+    args = case.args() if backend == "fsdp" else megatron.megatron_args(case, 2)
+    actor = own.start_actor(args, rank, 2)
+    mine = split_batch(args, make_rows(), dp_size=2, cp_size=1)[rank]
+    log_probs = dict(zip(mine.sample_indices.tolist(), actor.log_probs(mine, "actor"), strict=True))
+    for rollout_id in range(2):
+        rows = make_rows(rollout_id)
+        actor.train(rollout_id, split_batch(args, rows, dp_size=2, cp_size=1)[rank])
+    weights = {name: t.clone() for bucket in actor.hf_buckets() for name, t in bucket}
+    return {"log_probs": log_probs, "weights": weights}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+def test_two_expert_ranks_train_as_those_of_megatron(tmp_path, family: str):
+    pytest.importorskip("megatron.core")
+    model = make_tiny_checkpoint(tmp_path, family, weight_scale=3.0)
+    flags = {**BUDGET, "clip_grad": 0.05, "actor_num_gpus_per_node": 2}
+    case = Case(model=str(model), steps=2, flags={**flags, "expert_model_parallel_size": 2})
+    ours = run_fsdp_ranks(train_both_ways, 2, case, "fsdp")
+    theirs = run_megatron_ranks(train_both_ways, 2, case, "megatron")
+    columns = [
+        {r: c for answer in both for r, c in answer["log_probs"].items()} for both in (ours, theirs)
+    ]
+    assert columns[0].keys() == columns[1].keys() >= set(range(len(make_rows())))
+    for row, found in columns[0].items():
+        np.testing.assert_allclose(found, columns[1][row], rtol=0, atol=2e-5)
+    start, expected = load_file(model / "model.safetensors"), theirs[0]["weights"]
+    assert ours[0]["weights"].keys() == expected.keys() == start.keys()
+    for name, weights in expected.items():
+        assert not torch.equal(weights, start[name]), name
+        torch.testing.assert_close(ours[0]["weights"][name], weights, rtol=1e-5, atol=5e-6)
+
+
 class Group:
     def __init__(self, size: int) -> None:
         self._size = size
@@ -201,6 +243,14 @@ MOE = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 8}
             {"lora_rank": 4, "lora_target_modules": ["experts"]},
             "experts with adapters are not spread over ranks",
         ),
+        (
+            {
+                **MOE,
+                "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            },
+            {"lora_rank": 4, "lora_target_modules": ["q_proj"]},
+            "experts that stay in FP8 are not spread over ranks: remove it, or give bf16 weights",
+        ),
     ],
 )
 def test_what_cannot_be_spread_is_refused_before_a_start(tmp_path, config, flags, words):
@@ -223,3 +273,18 @@ def test_experts_of_another_layout_are_refused_by_name(tmp_path):
     make_family(tmp_path, "gpt_oss", vocab_size=320)
     for said in run_fsdp_ranks(build_gpt_oss, 2, str(tmp_path)):
         assert "model.layers.0.mlp.experts has gate_up_proj_bias" in said
+
+
+def build_on_fp8(rank: int, folder: str, base: str) -> str:
+    flags = {"actor_num_gpus_per_node": 2, "lora_rank": 4, "lora_target_modules": ["q_proj"]}
+    case = Case(model=folder, ref=base, flags={**flags, "lora_merge_for_rollout": True})
+    with pytest.raises(UserError) as error:
+        start_actor(case.args(expert_model_parallel_size=2), rank, 2)
+    return str(error.value)
+
+
+def test_experts_of_another_base_in_fp8_are_refused_too(tmp_path):
+    plain = make_tiny_checkpoint(tmp_path / "plain", "qwen3_moe")
+    convert_to_fp8(plain, tmp_path / "fp8", Fp8Format(strategy="block"))
+    for said in run_fsdp_ranks(build_on_fp8, 2, str(plain), str(tmp_path / "fp8")):
+        assert "model.layers.0.mlp.experts is a Qwen3MoeExperts in FP8" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from slime.backends.fsdp_utils.lora_experts import adapter_module
 from slime.cli import main as slime_command
-from slime.config.lora import PEFT_PREFIX
+from slime.config.peft_files import PEFT_PREFIX
 from slime.core.errors import UserError
 from slime.rollout.train_data import split_batch
 from slime.weights.buckets import hf_views
@@ -32,7 +31,15 @@ from tests.fsdp import (
     train_naively,
     whole_weights,
 )
-from tests.peft_runs import BUDGET, KL, hf_names, peft_case, peft_model, peft_outcome
+from tests.peft_runs import (
+    BUDGET,
+    KL,
+    hf_names,
+    peft_case,
+    peft_model,
+    peft_outcome,
+    with_shared_outer,
+)
 from tests.ppo import start_pair, train_pair
 from tests.rank_pool import run_fsdp_ranks
 from tests.tiny import make_tiny_checkpoint
@@ -201,18 +208,7 @@ def test_merge_lora_writes_the_model_that_peft_merges(cases, tmp_path, name):
 
 @pytest.fixture(scope="module")
 def shared(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """The adapter of `experts`, with the outer matrices of its first expert in all of them."""
-    case, folder = cases["experts"], tmp_path_factory.mktemp("shared")
-    tensors = load_file(Path(case.flags["lora_adapter_path"]) / "adapter_model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith("experts.base_layer.lora_A.weight"):
-            tensors[name] = tensor[:3].repeat(4, 1)
-        elif name.endswith("experts.lora_B.weight"):
-            tensors[name] = tensor[:, ::4].repeat_interleave(4, dim=1)
-    shutil.copytree(case.flags["lora_adapter_path"], folder, dirs_exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    flags = {"lora_adapter_path": str(folder), "lora_experts_shared_outer": True}
-    return replace(case, flags={**case.flags, **flags})
+    return with_shared_outer(cases["experts"], tmp_path_factory.mktemp("shared"), num_experts=4)
 
 
 def _train_shared(rank: int, world_size: int, case: Case, folder: str, other: str) -> dict:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from slime.config.env import child_env
 from slime.core.errors import UserError
 from slime.rollout.train_data import split_batch
 from tests import fsdp, hostile, megatron
+from tests.forked import run_python
 from tests.rank_pool import run_fsdp_ranks, run_megatron_ranks
 from tests.tiny import make_tiny_checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
 TENSOR = {"fsdp": "model.model.norm.weight", "megatron": "decoder.final_layernorm.weight"}
 # How a checkpoint is read: flags, and what the trainer is started with.
 READS: dict[str, Callable[[Any, str], dict[str, Any]]] = {
@@ -115,14 +112,9 @@ def test_megatron(tmp_path):
     assert str(tmp_path / "common.pt" / "common.pt") in answers["common.pt load"]
     assert "in the format 'zarr'; slime reads torch_dist" in answers["zarr load"]
     for attack in ("index", "common.pt"):
-        tool = ROOT / "tools" / "convert_torch_dist_to_hf.py"
         folders = f"--output-dir={tmp_path / 'out'}", f"--origin-hf-dir={model}"
-        done = subprocess.run(
-            [sys.executable, tool, f"--input-dir={tmp_path / attack}", *folders],
-            env=child_env(OMP_NUM_THREADS="1"),
-            capture_output=True,
-            text=True,
-        )
+        tool = ["tools/convert_torch_dist_to_hf.py", f"--input-dir={tmp_path / attack}", *folders]
+        done = run_python(tool)
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
         assert hostile.ASKED_FOR in done.stderr
         assert not list(tmp_path.glob("marker*")) and not (tmp_path / "out").exists()

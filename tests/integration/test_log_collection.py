@@ -11,13 +11,12 @@ from slime.ray.cluster import _LARGEST, _on, _read_others, collect_logs
 
 
 @pytest.fixture
-def two_nodes():
+def two_nodes(monkeypatch):
     folder = tempfile.mkdtemp(prefix="ray")
+    # Not `temp_dir`: Cluster writes its address below the default folder, which may not exist.
+    monkeypatch.setenv("RAY_TMPDIR", folder)
     options = {"num_cpus": 1, "object_store_memory": 100_000_000}
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={**options, "include_dashboard": False, "temp_dir": folder},
-    )
+    cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
     cluster.add_node(**options)
     ray.init(address=cluster.address, log_to_driver=False)
     # A worker of each node is there: the time that collecting may take is none for starting one.

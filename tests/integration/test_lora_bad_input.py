@@ -100,4 +100,5 @@ def test_folders_that_hold_no_adapter(model, tmp_path, capsys):
         model, tmp_path, capsys, lora_adapter_path=str(path)
     )
     (path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 0}')
-    assert "cannot be read" in refused(model, tmp_path, capsys, lora_adapter_path=str(path))
+    said = refused(model, tmp_path, capsys, lora_adapter_path=str(path))
+    assert "--lora-adapter-path: adapter_config.json: r must be an integer above 0, not 0" in said

@@ -10,15 +10,17 @@ import torch
 
 from slime.backends.fsdp_utils.hf_export import whole_adapters
 from slime.config.checks.file_checks import weight_shapes
-from slime.config.lora import linear_modules
+from slime.config.lora import ADAPTER
+from slime.config.peft_files import linear_modules
 from slime.core.errors import WeightSyncError
 from slime.core.types import EngineInfo
 from slime.rollout.train_data import split_batch
 from slime.utils.device import device_id
 from slime.utils.engine_keys import remember_key
+from slime.weights.adapter_update import AdapterUpdate
 from slime.weights.distributed_transport import DistributedTransport
-from slime.weights.lora_sync import ADAPTER, BASE_VERSION, AdapterSync, adapter_update
-from tests.engines import ROOM, TOKEN, engine_server
+from slime.weights.lora_sync import BASE_VERSION, AdapterSync
+from tests.engines import ROOM, TOKEN, assert_scored, engine_server
 from tests.fsdp import Case, make_rows, start_actor
 from tests.rank_pool import run_fsdp_ranks
 from tests.tiny import make_tiny_checkpoint
@@ -46,7 +48,7 @@ def test_the_engine_serves_what_the_trainer_trained(through, tmp_path):
     base = make_tiny_checkpoint(tmp_path / "base", weight_scale=3.0)
     flags = {"lora_rank": 4, "lora_alpha": 32, "lora_merge_for_rollout": True, "lr": 0.02}
     trained = run_fsdp_ranks(_train, 1, Case(model=str(base), flags=flags))[0]
-    update = adapter_update(trained["lora"], str(base), trained["tensors"], torch.float32)
+    update = AdapterUpdate(trained["lora"], str(base), trained["tensors"], torch.float32)
     folder = str(tmp_path / "adapters") if through == "files" else None
     with engine_server(base, "--enable-lora", "--max-lora-rank", "8", *ROOM) as server:
         info = EngineInfo(url=server.url, device_ids=(device_id(),), kind="slime")
@@ -59,7 +61,7 @@ def test_the_engine_serves_what_the_trainer_trained(through, tmp_path):
         assert report.nbytes == sum(tensor.nbytes for _, tensor in trained["tensors"])
         for name, expected in ((ADAPTER, trained["actor"]), (None, trained["base"])):
             for row, tokens in enumerate(trained["tokens"]):
-                _assert_scored(server, name, tokens, expected[row], trained["masks"][row])
+                assert_scored(server, name, tokens, expected[row], trained["masks"][row])
     differences = [
         np.abs(a - b).max() for a, b in zip(trained["actor"], trained["base"], strict=True)
     ]
@@ -72,33 +74,21 @@ def test_adapters_of_experts_arrive_and_all_their_modules_are_bound(tmp_path):
     targets = {"lora_target_modules": ["q_proj", "experts"], "lora_experts_shared_outer": True}
     flags = {"lora_rank": 4, "lora_alpha": 32, "lora_merge_for_rollout": True, "lr": 0.02}
     trained = run_fsdp_ranks(_train, 1, Case(model=str(base), flags={**flags, **targets}))[0]
-    update = adapter_update(trained["lora"], str(base), trained["tensors"], torch.float32)
+    update = AdapterUpdate(trained["lora"], str(base), trained["tensors"], torch.float32)
     assert len(update.modules) == 2 * 3
     slots = ("--lora-target-modules", "all", "experts", "--max-lora-rank", "4")
     with engine_server(base, *slots, *ROOM) as server:
         info = EngineInfo(url=server.url, device_ids=(device_id(),), kind="slime")
-        AdapterSync(token=None).update(update, [info], 1)
+        sync = AdapterSync(token=None)
+        for version in (1, 2):  # the second one from the buffer that the engine kept
+            sync.update(update, [info], version)
         for name, expected in ((ADAPTER, trained["actor"]), (None, trained["base"])):
             for row, tokens in enumerate(trained["tokens"]):
-                _assert_scored(server, name, tokens, expected[row], trained["masks"][row])
+                assert_scored(server, name, tokens, expected[row], trained["masks"][row])
     with engine_server(base, "--enable-lora", "--max-lora-rank", "4", *ROOM) as server:
         info = EngineInfo(url=server.url, device_ids=(device_id(),), kind="slime")
         with pytest.raises(WeightSyncError, match="--lora-target-modules all experts"):
             AdapterSync(token=None).update(update, [info], 1)
-
-
-def _assert_scored(server, name: str | None, tokens: list[int], expected, mask) -> None:
-    body = {
-        "input_ids": tokens,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-        "lora_path": name,
-    }
-    reply = server.post("/generate", body)
-    found = [entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
-    scored = np.array(found[-len(expected) :]) * mask
-    np.testing.assert_allclose(scored, expected, rtol=0, atol=2e-4)
 
 
 def _send(rank: int, case: Case, engines: list[EngineInfo]) -> dict[str, Any]:
@@ -135,7 +125,7 @@ def test_an_engine_with_another_base_gets_the_trainers_first(transport, tmp_path
         sent = run_fsdp_ranks(_send, 1, Case(model=str(base), flags=flags), [info])[0]
         held = server.get("/model_info")["weight_version"]
         for name, expected in ((ADAPTER, sent["actor"]), (None, sent["base"])):
-            _assert_scored(server, name, sent["tokens"][0], expected[0], sent["masks"][0])
+            assert_scored(server, name, sent["tokens"][0], expected[0], sent["masks"][0])
     assert held == str(BASE_VERSION)
     shapes = weight_shapes(str(base))
     linear, _ = linear_modules(shapes)
@@ -151,7 +141,7 @@ def test_a_module_that_the_engine_does_not_bind_is_an_error(tmp_path):
     case = Case(model=str(base), flags={"lora_rank": 4, "lora_merge_for_rollout": True})
     trained = run_fsdp_ranks(_train, 1, case)[0]
     renamed = [(name.replace("q_proj", "query"), tensor) for name, tensor in trained["tensors"]]
-    update = adapter_update(trained["lora"], str(base), renamed, torch.float32)
+    update = AdapterUpdate(trained["lora"], str(base), renamed, torch.float32)
     with engine_server(base, "--enable-lora", "--max-lora-rank", "8", *ROOM) as server:
         info = EngineInfo(url=server.url, device_ids=(device_id(),), kind="slime")
         with pytest.raises(WeightSyncError, match="query"):

@@ -16,6 +16,7 @@ from slime.core.errors import UserError
 from slime.core.types import CriticColumns
 from slime.weights.buckets import hf_views
 from tests import fsdp
+from tests.delta_nets import FAMILIES, publish
 from tests.fsdp import Case, Outcome, make_rows, naive_log_probs
 from tests.megatron import (
     CP,
@@ -28,15 +29,19 @@ from tests.megatron import (
     SP,
     TP,
     VPP,
+    first_gradient,
     megatron_args,
     my_rows,
     start_actor,
+    whole_adapters,
+    whole_weights,
 )
 from tests.parity.tiny_families import make_family
 from tests.peft_runs import BUDGET, KL, hf_names, peft_case, peft_model, peft_outcome
 from tests.rank_pool import run_fsdp_ranks, run_megatron_ranks
 from tests.tiny import make_tiny_checkpoint
 
+GROUPED = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"]
 # family, configuration of peft, flags of the run
 SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3": (
@@ -59,6 +64,41 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         BUDGET,
     ),
     "one module for gate and up": ("glm4", {"r": 2, "target_modules": "all-linear"}, BUDGET),
+    "delta nets": ("qwen3_5", {"r": 3, "target_modules": "all-linear"}, {**KL, **BUDGET}),
+    "delta nets, grouped": (
+        "qwen3_next",
+        {"r": 2, "target_modules": GROUPED},
+        BUDGET,
+    ),
+    "delta nets, experts": (
+        "qwen3_5_moe",
+        {
+            "r": 2,
+            "target_modules": ["in_proj_qkv", "in_proj_b", "q_proj", "o_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+        BUDGET,
+    ),
+    "supervised": (
+        "qwen3",
+        {"r": 4, "target_modules": "all-linear"},
+        {"loss_type": "sft_loss", **BUDGET},
+    ),
+    "experts": (
+        "qwen3_moe",
+        {
+            "r": 3,
+            "lora_alpha": 9,
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+        {**KL, **BUDGET},
+    ),
+    "experts, down": (
+        "qwen3_moe",
+        {"r": 8, "target_modules": [], "target_parameters": ["experts.down_proj"]},
+        {"micro_batch_size": 3},
+    ),
 }
 # ranks, setting, layout
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -76,6 +116,26 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "TP2 SP EP2": (2, "qwen3_moe", {**SP, **EP, **ETP1}),
     "TP2 SP, latent attention": (2, "latent attention", SP),
     "TP2 SP, one module for gate and up": (2, "one module for gate and up", SP),
+    "TP2 SP, supervised": (2, "supervised", SP),
+    "one rank, experts": (1, "experts", {}),
+    "one rank, experts, recomputed": (1, "experts", FULL_RECOMPUTE),
+    "one rank, experts, down": (1, "experts, down", {}),
+    "EP2, experts": (2, "experts", EP),
+    "EP2, experts, distributed optimizer": (2, "experts", {**EP, **OVERLAP}),
+    "TP2 SP, experts": (2, "experts", SP),
+    "TP2 SP, experts, down, recomputed": (2, "experts, down", {**SP, **FULL_RECOMPUTE}),
+    "TP2 SP EP2, experts": (2, "experts", {**SP, **EP, **ETP1}),
+    "PP2, experts": (2, "experts", PP),
+    "VPP, experts, down": (2, "experts, down", VPP),
+    "CP2, experts": (2, "experts", CP),
+    "TP2 SP EP2 ETP2, experts": (4, "experts", {**SP, **EP}),
+    "one rank, delta nets": (1, "delta nets", FULL_RECOMPUTE),
+    "TP2, delta nets": (2, "delta nets", TP),
+    "CP2, delta nets": (2, "delta nets", CP),
+    "TP2 SP, delta nets, grouped": (2, "delta nets, grouped", SP),
+    "PP2, delta nets, grouped": (2, "delta nets, grouped", PP),
+    "EP2, delta nets, experts": (2, "delta nets, experts", {**EP, **OVERLAP}),
+    "TP2 SP, delta nets, experts": (2, "delta nets, experts", SP),
 }
 
 
@@ -97,7 +157,7 @@ def naive(cases: dict[str, Case]) -> dict[str, Outcome]:
 @pytest.fixture(scope="module")
 def trained(cases, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     folder, found = tmp_path_factory.mktemp("trained"), {}
-    for ranks in (1, 2):
+    for ranks in (1, 2, 4):
         names = [name for name, layout in LAYOUTS.items() if layout[0] == ranks]
         of_ranks = run_megatron_ranks(_train_all, ranks, ranks, names, cases, str(folder))
         found |= {name: [outcomes[name] for outcomes in of_ranks] for name in names}
@@ -107,7 +167,10 @@ def trained(cases, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
 def _make_model(folder: Path, family: str) -> str:
     if family in ("glm4", "deepseek_v3"):
         return str(make_family(folder, family, vocab_size=320))
-    return str(make_tiny_checkpoint(folder, family, weight_scale=3.0, num_hidden_layers=4))
+    layers: dict[str, Any] = {"num_hidden_layers": 4}
+    if family in FAMILIES:
+        layers["layer_types"] = ["linear_attention", "full_attention"] * 2
+    return str(make_tiny_checkpoint(folder, family, weight_scale=3.0, **layers))
 
 
 def _train_all(
@@ -125,7 +188,7 @@ def _train(args: Any, rank: int, world_size: int, folder: str) -> dict[str, Any]
     """Train twice; return the outcome, what the engines would get, and what was exported."""
     actor = start_actor(args, rank, world_size)
     before = _state(actor)
-    grads = None if args.use_distributed_optimizer else _first_gradient(actor)
+    grads = None if args.use_distributed_optimizer else first_gradient(actor, whole_adapters)
     for rollout_id in range(2):
         actor.train(rollout_id, my_rows(actor, rollout_id))
     after = _state(actor)
@@ -133,11 +196,11 @@ def _train(args: Any, rank: int, world_size: int, folder: str) -> dict[str, Any]
     rows = my_rows(actor, 0)
     return {
         "grads": grads,
-        "weights": _adapters(actor),
+        "weights": whole_adapters(actor),
         "changed": {name for name, t in before.items() if not torch.equal(t, after[name])},
         "trained": {n for c in actor.chunks for n, p in c.named_parameters() if p.requires_grad},
         "num_states": sum(param.numel() for param, _ in actor.optimizer.moments()),
-        "merged": {n: t.clone() for bucket in actor.hf_buckets() for n, t in bucket},
+        "merged": whole_weights(actor),
         "rows": rows,
         "log_probs": actor.log_probs(rows, "actor"),
         "export": folder,
@@ -149,27 +212,9 @@ def _state(actor: Any) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in actor.chunks[0].named_parameters()}
 
 
-def _adapters(actor: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in actor.adapters.whole()}
-
-
-def _first_gradient(actor: Any) -> dict[str, torch.Tensor]:
-    batch = my_rows(actor, 0)
-    if actor.needs_ref:
-        batch.ref_log_probs = actor.log_probs(batch, "ref")
-    if actor.needs_old(batch):
-        batch.old_log_probs = actor.log_probs(batch, "actor")
-    actor.advantages(0, batch)
-    actor.forward_backward(next(actor.steps(batch)))
-    params = [p for chunk in actor.chunks for p in chunk.parameters() if p.requires_grad]
-    weights = [p.detach().clone() for p in params]
-    with torch.no_grad():
-        for param in params:
-            param.copy_(param.main_grad)
-        grads = _adapters(actor)
-        for param, weight in zip(params, weights, strict=True):
-            param.copy_(weight)
-    return grads
+def _rounding(layout: str) -> int:
+    """With MLA even the naive loop differs by 4e-5 of the largest gradient between fp32 and fp64."""
+    return 5 if LAYOUTS[layout][1] == "latent attention" else 1
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -180,7 +225,9 @@ def test_gradients_are_those_of_peft(name, trained, naive):
     assert ours.keys() == theirs.keys()
     for parameter, expected in theirs.items():
         scale = expected.abs().max()
-        torch.testing.assert_close(ours[parameter] / scale, expected / scale, rtol=0, atol=5e-5)
+        torch.testing.assert_close(
+            ours[parameter] / scale, expected / scale, rtol=0, atol=5e-5 * _rounding(name)
+        )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -189,7 +236,8 @@ def test_adapters_after_training_are_those_of_peft(name, trained, naive):
     for rank in trained[name]:
         assert rank["weights"].keys() == theirs.keys()
         for parameter, expected in theirs.items():
-            torch.testing.assert_close(rank["weights"][parameter], expected, rtol=1e-5, atol=1e-5)
+            ours, atol = rank["weights"][parameter], 1e-5 * _rounding(name)
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -242,18 +290,45 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(model=str(model), flags=flags)
 
 
+@pytest.fixture(scope="module")
+def new(fresh: Case, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    """Cases with new adapters: of linear layers, of experts, which have no dropout, and of delta nets.
+
+    The tensors of the published Qwen3.5 have other names than the modules of the text model alone.
+    """
+    folder = tmp_path_factory.mktemp("m")
+    model = make_tiny_checkpoint(folder / "qwen3_moe", "qwen3_moe", weight_scale=3.0)
+    flags = {**fresh.flags, "lora_target_modules": ["all-linear", "experts"], "lora_dropout": 0.0}
+    shared = {**flags, "lora_experts_shared_outer": True}
+    hybrids = {
+        family: str(make_tiny_checkpoint(folder / family, family, weight_scale=3.0))
+        for family in FAMILIES
+    }
+    published = publish(hybrids, folder / "published")
+    dense = {**fresh.flags, "lora_dropout": 0.0}
+    return {
+        "delta nets": Case(model=published["qwen3_5"], flags=dense),
+        "delta nets, grouped": Case(
+            model=published["qwen3_next"], flags={**dense, "lora_target_modules": GROUPED}
+        ),
+        "dense": fresh,
+        "experts": Case(model=str(model), flags=flags),
+        "shared": Case(model=str(model), flags=shared),
+    }
+
+
 def _start_fresh(rank: int, world_size: int, case: Case, layout: dict[str, Any]) -> dict[str, Any]:
     args = megatron_args(case, world_size, layout)
     actor = start_actor(args, rank, world_size)
     rows = my_rows(actor, 0)
-    adapters, same = _adapters(actor), [actor.log_probs(rows, m) for m in ("actor", "ref")]
-    sent = {n: t.clone() for bucket in actor.hf_buckets() for n, t in bucket}
+    adapters, same = whole_adapters(actor), [actor.log_probs(rows, m) for m in ("actor", "ref")]
+    sent = whole_weights(actor)
     actor.train(0, my_rows(actor, 0))
     after = [actor.log_probs(rows, m) for m in ("actor", "ref")]
     plain = Case(model=case.model, flags={**BUDGET, "bf16": args.precision == "bf16"})
     base = start_actor(megatron_args(plain, world_size, layout), rank, world_size)
     near = base.log_probs(rows, "actor")
-    base_weights = {n: t for bucket in base.hf_buckets() for n, t in bucket}
+    base_weights = whole_weights(base)
     expected = same[1]
     return {
         "equal": all(map(np.array_equal, *same)),
@@ -266,9 +341,20 @@ def _start_fresh(rank: int, world_size: int, case: Case, layout: dict[str, Any])
     }
 
 
-@pytest.mark.parametrize("ranks, layout", [(1, FULL_RECOMPUTE), (2, SP), (2, TP)])
-def test_a_new_adapter_changes_no_bit_of_the_base(fresh, ranks, layout):
-    for found in run_megatron_ranks(_start_fresh, ranks, ranks, fresh, {**layout, **DIST_OPT}):
+@pytest.mark.parametrize(
+    "case, ranks, layout",
+    [
+        ("dense", 1, FULL_RECOMPUTE),
+        ("dense", 2, SP),
+        ("dense", 2, TP),
+        ("experts", 2, EP),
+        ("shared", 2, SP),
+        ("delta nets", 2, SP),
+    ],
+)
+def test_a_new_adapter_changes_no_bit_of_the_base(new, case, ranks, layout):
+    layout = {**layout, **DIST_OPT}
+    for found in run_megatron_ranks(_start_fresh, ranks, ranks, new[case], layout):
         assert found["equal"] and found["sent_is_base"]
         assert found["gap"] <= 2e-6  # of a run without LoRA, whose weights lie elsewhere in memory
         assert found["frozen"] == []  # the reference is the base: no second copy
@@ -285,16 +371,27 @@ def test_in_bf16_the_base_is_held_in_bf16_and_adapters_in_fp32(fresh):
 
 def _fsdp_adapters(rank: int, case: Case) -> dict[str, torch.Tensor]:
     actor = fsdp.start_actor(case.args(), rank, 1)
-    return {n: t for n, t in fsdp.whole_weights(actor).items() if ".lora_" in n}
+    return dict(actor.whole_adapters(torch.float32))
 
 
-def _megatron_adapters(rank: int, world_size: int, case: Case) -> dict[str, torch.Tensor]:
-    return _adapters(start_actor(megatron_args(case, world_size, SP), rank, world_size))
+def _megatron_adapters(rank: int, case: Case, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return whole_adapters(start_actor(megatron_args(case, 2, layout), rank, 2))
 
 
-def test_a_new_adapter_is_that_of_the_fsdp_trainer(fresh):
-    theirs = run_fsdp_ranks(_fsdp_adapters, 1, fresh)[0]
-    for ours in run_megatron_ranks(_megatron_adapters, 2, 2, fresh):
+@pytest.mark.parametrize(
+    "case, layout",
+    [
+        ("dense", SP),
+        ("experts", EP),
+        ("experts", SP),
+        ("shared", EP),
+        ("delta nets", TP),
+        ("delta nets, grouped", SP),
+    ],
+)
+def test_a_new_adapter_is_that_of_the_fsdp_trainer(new, case, layout):
+    theirs = run_fsdp_ranks(_fsdp_adapters, 1, new[case])[0]
+    for ours in run_megatron_ranks(_megatron_adapters, 2, new[case], layout):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             assert torch.equal(ours[name], value), name
@@ -310,18 +407,18 @@ def _resume(
     """Save after the first rollout; actors in both layouts load it and train on the second."""
     first = start_actor(megatron_args(case, 2, layouts[0]), rank, 2)
     first.train(0, my_rows(first, 0))
-    saved = _adapters(first)
+    saved = whole_adapters(first)
     if rank == 0:
         Path(path).mkdir()
     torch.distributed.barrier()
     first.save_to(path, 0)
     first.train(1, my_rows(first, 1))
-    expected, resumed = _adapters(first), []
+    expected, resumed = whole_adapters(first), []
     for layout in layouts:
         actor = start_actor(megatron_args(case, 2, layout), rank, 2, checkpoint=path)
-        loaded = _adapters(actor)
+        loaded = whole_adapters(actor)
         actor.train(1, my_rows(actor, 1))
-        resumed.append({"loaded": loaded, "stepped": _adapters(actor)})
+        resumed.append({"loaded": loaded, "stepped": whole_adapters(actor)})
     others = megatron_args(other, 2, layouts[0])
     return {
         "saved": saved,
@@ -337,13 +434,31 @@ def _error(action: Callable[[], object]) -> str:
     return str(found.value)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_a_checkpoint_holds_adapters_alone_and_resumes_in_another_layout(fresh, tmp_path, bf16):
+OTHER_BASES = {"dense": "qwen3", "delta nets": "qwen3_5", "delta nets, grouped": "qwen3_next"}
+
+
+@pytest.mark.parametrize(
+    "case, layouts, bf16",
+    [
+        ("dense", [SP, PP], False),
+        ("dense", [SP, PP], True),
+        ("experts", [{}, EP], False),
+        ("experts", [EP, SP], False),
+        ("shared", [EP, SP], False),
+        ("delta nets", [TP, PP], False),
+        ("delta nets, grouped", [CP, SP], False),
+    ],
+)
+def test_a_checkpoint_holds_adapters_alone_and_resumes_in_another_layout(
+    new, tmp_path, case, layouts, bf16
+):
     """Bit for bit in its own layout; dropout is off, since its masks depend on the layout."""
+    fresh = new[case]
     flags = {**fresh.flags, "lora_dropout": 0.0, "bf16": bf16}
-    other_base = make_tiny_checkpoint(tmp_path / "other", seed=5, weight_scale=3.0)
+    family = OTHER_BASES.get(case, "qwen3_moe")
+    other_base = make_tiny_checkpoint(tmp_path / "other", family, seed=5, weight_scale=3.0)
     path, case = tmp_path / "checkpoint", replace(fresh, flags=flags)
-    layouts = [{**SP, **DIST_OPT}, {**PP, **DIST_OPT}]
+    layouts = [{**layout, **DIST_OPT} for layout in layouts]
     other = Case(model=str(other_base), flags=flags)
     for found in run_megatron_ranks(_resume, 2, case, other, str(path), layouts):
         same, another = found["resumed"]

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.cli import main
 from slime.core.errors import UserError
+from slime.weights.fp8 import Fp8Format, convert_to_fp8
 from slime.weights.lora import merge_lora
 from tests.adapters import ALL, make_adapter
 from tests.hostile import Payload
@@ -106,6 +107,35 @@ def test_one_rounding_of_the_exact_sum(base, made, tmp_path):
     assert (distance <= nearest + 1e-6).all()
 
 
+@pytest.mark.parametrize("strategy", ["block", "channel", "tensor"])
+def test_a_base_in_fp8_is_dequantized(base, adapter, tmp_path, strategy):
+    """The output is bf16; FP8 values times their scales are exact in fp32 and rounded to bf16 once."""
+    half = copy_of(base, tmp_path / "half", torch.bfloat16)
+    layout = Fp8Format(strategy=strategy, block=(32, 64))
+    convert_to_fp8(half, tmp_path / "fp8", layout)
+    held = load_all(tmp_path / "fp8")
+    (tmp_path / "fp8" / "model.safetensors.index.json").unlink()
+    names = sorted(held)  # scales in another file than their weights
+    for number, some in enumerate((names[::2], names[1::2])):
+        part = {name: held[name] for name in some}
+        save_file(part, tmp_path / "fp8" / f"part-{number}.safetensors", metadata={"format": "pt"})
+    (tmp_path / "fp8" / "model.safetensors").unlink()
+    merge_lora(str(tmp_path / "fp8"), str(adapter), str(tmp_path / "merged"))
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
+    found, adapters = load_all(tmp_path / "merged"), load_all(adapter)
+    assert found.keys() == load_all(half).keys()
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    for name in [name for name, tensor in held.items() if tensor.dtype == torch.float8_e4m3fn]:
+        scale = held[name + ("_scale_inv" if strategy == "block" else "_scale")]
+        for dimension, size in enumerate(layout.block if strategy == "block" else ()):
+            scale = scale.repeat_interleave(size, dimension)
+        rows, columns = held[name].shape
+        scale = scale[:rows, :columns] if strategy == "block" else scale
+        weight = (held[name].float() * scale).to(torch.bfloat16).float()
+        a, b = (adapters[form.format(name.removesuffix(".weight"))] for form in (A, B))
+        torch.testing.assert_close(found[name], (weight + 2 * b @ a).to(torch.bfloat16))
+
+
 # ---- what is refused
 
 
@@ -142,13 +172,13 @@ def change(adapter: Path, **fields: object) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"r": 0}, "r must be above 0"),
-        ({"r": -4}, "r must be above 0"),
-        ({"lora_alpha": float("nan")}, "lora_alpha must be above 0, not nan"),
-        ({"lora_alpha": float("inf")}, "lora_alpha must be above 0, not inf"),
-        ({"r": float("inf")}, "cannot be read"),
-        ({"target_modules": None}, "target_modules must be names"),
-        ({"target_modules": [1, 2]}, "target_modules must be names"),
+        ({"r": 0}, "r must be an integer above 0"),
+        ({"r": -4}, "r must be an integer above 0"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be a number above 0, not nan"),
+        ({"lora_alpha": float("inf")}, "lora_alpha must be a number above 0, not inf"),
+        ({"r": float("inf")}, "r must be an integer above 0, not inf"),
+        ({"target_modules": None}, "target_modules must be a list of names"),
+        ({"target_modules": [1, 2]}, "target_modules must be a list of names"),
         ({"r": 8}, "lora_A.weight is [4, "),
         ({"use_dora": True}, "use_dora"),
         ({"peft_type": "IA3"}, "only LORA"),
@@ -234,7 +264,8 @@ def test_bases_that_cannot_be_merged_into(base, adapter, tmp_path):
     for name in [n for n in weights if n.endswith("proj.weight")]:
         weights[name] = weights[name].to(torch.float8_e4m3fn)
     save_file(weights, file)
-    assert "float8_e4m3fn weights: give the model's bf16" in refusal(fp8, adapter, tmp_path / "out")
+    message = refusal(fp8, adapter, tmp_path / "out")
+    assert "float8_e4m3fn weights and config.json no quantization_config: give the" in message
     (fp8 / "config.json").unlink()
     assert "has no config.json" in refusal(fp8, adapter, tmp_path / "out")
     assert "has no safetensors files" in refusal(tmp_path / "none", adapter, tmp_path / "out")

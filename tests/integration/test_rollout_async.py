@@ -11,10 +11,9 @@ import pytest
 
 from slime.core.types import Status
 from slime.rollout import fully_async_rollout
-from slime.rollout.context import RolloutContext
+from slime.rollout.context import RolloutContext, WeightClock
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import stream_of
-from slime.rollout.staleness import WeightClock
 from slime.utils import http
 from tests.prompts import rollout_args, sums
 from tests.scripted_pool import EQUALS, ScriptedPool, response_of

@@ -128,7 +128,8 @@ datasets:
     assert output.metrics["eval/plain/reward"] == 0.0  # --rm-type math: no box
     assert output.metrics["eval/scored/reward"] == 0.5
     assert output.metrics["eval/noted/reward"] == 1.0
-    assert {s.reward for s in output.data["scored"].samples} == {0.5}
+    assert set(output.data["scored"].rewards) == {0.5}
+    assert output.metrics["eval/scored/reward/score"] == 0.5
     stops = [
         (r.sampling_params.get("stop"), r.sampling_params.get("stop_token_ids"))
         for r in engine.requests

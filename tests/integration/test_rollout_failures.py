@@ -12,8 +12,8 @@ from slime.core.types import Status
 from slime.rollout.context import RolloutContext
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.engine_pool import EnginePool, EngineUnreachableError
+from slime.rollout.samples import is_too_stale
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.rollout.staleness import is_too_stale
 from tests import rollout_hooks
 from tests.fake_engine import FakeEngine, Reply
 from tests.prompts import flat, rollout_args
@@ -39,6 +39,22 @@ def test_reward_that_raises_marks_its_sample_only(tmp_path, fake_engines):
             assert sample.status == Status.COMPLETED and sample.reward == 1.0
     assert output.metrics["rollout/failed"] == 2
     assert output.metrics["rollout/reward_mean"] == 1.0  # of the samples that have one
+
+
+def test_the_first_failure_of_each_kind_is_logged_with_its_traceback(
+    tmp_path, fake_engines, caplog
+):
+    fake_engines()
+    args = rollout_args(tmp_path, custom_rm_path=f"{HOOKS}.reward_fails_on_odd")
+    source = RolloutDataSourceWithBuffer(args)
+    for rollout_id in range(2):
+        generate_rollout(args, rollout_id, source)
+    assert caplog.text.count("Traceback (most recent call last)") == 1
+    assert caplog.text.count("in reward_fails_on_odd") == 1
+    assert "failed in reward; further failures of this kind are counted only" in caplog.text
+    args = rollout_args(tmp_path, custom_generate_function_path=f"{HOOKS}.generate_fails_on_odd")
+    generate_rollout(args, 2, RolloutDataSourceWithBuffer(args))
+    assert caplog.text.count("Traceback (most recent call last)") == 2
 
 
 def test_generation_that_raises_leaves_a_row_that_can_be_trained_on_with_no_weight(

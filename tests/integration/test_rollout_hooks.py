@@ -41,6 +41,17 @@ def test_two_turns_with_a_tool_between_them(tmp_path, fake_engines):
     assert set(rollout_hooks.seen) == {("evaluation", False)}
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_blocking_rewards_share_the_threads_that_are_asked_for(tmp_path, fake_engines, threads):
+    """Four rewards of 0.3 s take 1.2 s one after another. The time in which any of them ran is a metric."""
+    fake_engines()
+    hook = f"{HOOKS}.reward_waiting"
+    output = run_once(tmp_path, custom_rm_path=hook, reward_num_threads=threads)
+    assert output.metrics["perf/reward_time"] >= 4 * 0.3 / threads
+    together = run_once(tmp_path, custom_rm_path=f"{HOOKS}.reward_of_four", reward_num_threads=4)
+    assert together.metrics["rollout/failed"] == 0 and together.metrics["perf/reward_time"] > 0
+
+
 def test_several_samples_of_one_execution_share_its_rollout_id(tmp_path, fake_engines):
     fake_engines()
     output = run_once(tmp_path, custom_generate_function_path=f"{HOOKS}.generate_two_samples")

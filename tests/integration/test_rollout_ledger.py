@@ -11,8 +11,8 @@ import pytest
 from slime.core.errors import UserError
 from slime.core.types import Status
 from slime.rollout import sglang_rollout
+from slime.rollout.context import WeightClock
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.staleness import WeightClock
 from tests.prompts import rollout_args, sums
 from tests.scripted_pool import EQUALS, ScriptedPool, response_of
 
@@ -195,7 +195,8 @@ def test_a_batch_that_fails_gives_back_what_it_had_kept(folder, use_pool):
     )  # fmt: skip
     use_pool(ScriptedPool())
     source = RolloutDataSourceWithBuffer(args)
-    with pytest.raises(ZeroDivisionError):
+    named = r"--dynamic-sampling-filter-path .*raises_at_third failed at .*ZeroDivisionError"
+    with pytest.raises(UserError, match=named):
         sglang_rollout.generate_rollout(args, 0, source)
     assert sorted(g[0].group_index for g in source.buffer) == [0, 1, 2, 3]
     assert not source._in_flight

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -18,11 +19,14 @@ from slime.rollout.hook_calls import (
     HookCalls,
     HookQueue,
     HookTimer,
+    call_function,
     in_thread,
     run_hook,
 )
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.train_data import samples_to_batch
+from slime.utils import http
+from tests import rollout_hooks
 from tests.fake_engine import Reply
 from tests.prompts import flat, rollout_args
 
@@ -109,6 +113,30 @@ def test_a_hook_that_does_not_come_back_is_named_with_its_place(tmp_path, fake_e
     assert {call.name for call in stuck} == {f"--custom-generate-function-path {hook}"}
 
 
+@pytest.mark.parametrize("hook", ["reward_stuck", "reward_stuck_async"])
+def test_the_place_of_a_reward_that_hangs_is_the_users_line(hook):
+    """Also of one that hangs in a thread, or in a library on the second event loop."""
+    lines = Path(rollout_hooks.__file__).read_text().splitlines()
+    told = [n for n, line in enumerate(lines, 1) if line.endswith("# the line that is told")]
+    calls = HookCalls()
+
+    async def place():
+        fn = getattr(rollout_hooks, hook)
+        call = call_function(fn, None, None, name="r", kind="x", timeout_s=60, calls=calls)
+        task = asyncio.create_task(call)
+        found = []
+        while not found or "rollout_hooks.py" not in found[0].location:
+            await asyncio.sleep(0.02)
+            found = calls.running()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return found[0].location
+
+    where = http.run(asyncio.wait_for(place(), 60))
+    line = told[hook.endswith("async")]
+    assert where == f"{rollout_hooks.__file__}:{line} in {hook}"
+
+
 @pytest.mark.parametrize(
     ("hook", "flags", "errors"),
     [
@@ -116,7 +144,12 @@ def test_a_hook_that_does_not_come_back_is_named_with_its_place(tmp_path, fake_e
         (
             "reward_dictionary_without_numbers",
             {"reward_key": "score"},
-            ["'score' of the reward returned inf", "returned None", "returned 'high'"],
+            ["'score' of the reward returned inf", "returned None", "returned '0.5'"],
+        ),
+        (
+            "reward_now_and_then_a_dictionary",
+            {"reward_key": "score"},
+            ["is a number, and --reward-key score is the key of a dictionary"] * 2,
         ),
     ],
 )
@@ -128,6 +161,20 @@ def test_rewards_that_are_no_numbers_fail_their_sample(tmp_path, fake_engines, h
         assert sample.status == Status.FAILED and error in sample.metadata["error"]
     assert samples[3].status == Status.COMPLETED
     assert output.metrics["rollout/reward_mean"] == 1.0
+
+
+def test_rewards_of_a_generate_function_must_be_numbers_too(tmp_path, fake_engines):
+    """The third sample has none, so that --custom-rm-path scores it: None again."""
+    fake_engines()
+    output = run_once(
+        tmp_path,
+        custom_generate_function_path=f"{HOOKS}.generate_with_reward_infinite",
+        custom_rm_path=f"{HOOKS}.reward_infinite",
+    )
+    samples = flat(output)
+    for sample, error in zip(samples, ["inf", "nan", "None"], strict=False):
+        assert sample.status == Status.FAILED and f"returned {error}" in sample.metadata["error"]
+    assert samples[3].status == Status.COMPLETED and samples[3].reward == 1.0
 
 
 def test_a_plain_reward_may_raise_stop_iteration(tmp_path, fake_engines):

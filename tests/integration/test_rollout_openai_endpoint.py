@@ -17,6 +17,7 @@ from slime.rollout.context import RolloutContext  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
 from slime.rollout.engine_pool import EnginePool, EngineUnreachableError  # noqa: E402
 from slime.rollout.sglang_rollout import generate_rollout  # noqa: E402
+from slime.runlog.sample_log import sample_row  # noqa: E402
 from tests import openai_agents  # noqa: E402
 from tests.engines import engine_server  # noqa: E402
 from tests.fake_engine import Reply  # noqa: E402
@@ -39,13 +40,14 @@ def run(tmp_path, fake_engines):
     make_tokenizer_folder(tmp_path / "model", TEMPLATE)
     openai_agents.seen.clear()
 
-    def start(agent, script, pool=None, **flags):
+    def start(agent, script, pool=None, rows=None, **flags):
         (engine,) = fake_engines(script, **(pool or {}))
         values = {
             "rollout_batch_size": 1, "n_samples_per_prompt": 1, "rollout_max_response_len": 400,
             "custom_generate_function_path": f"{AGENTS}.{agent}", **flags,
         }  # fmt: skip
-        args = rollout_args(tmp_path, [{"input": "2+3=", "label": "5"}], **values)
+        rows = rows or [{"input": "2+3=", "label": "5"}]
+        args = rollout_args(tmp_path, rows, **values)
         return engine, generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
 
     return start
@@ -91,6 +93,42 @@ def test_an_agent_with_tools_becomes_one_sample_of_exact_tokens(run):
     sent = [lp for lp, m in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if m]
     turns = [len(f"<think>add</think>I add.{CALL}") + 1, len("It is 5.") + 1]
     assert sent == [-0.5 - i / 100 for n in turns for i in range(n)]
+
+
+def test_a_rendered_prompt_in_a_message_is_refused(run):
+    """It would be templated twice, and nothing would be learned from such a prompt."""
+    rows = [{"input": [{"role": "user", "content": "2+3="}], "label": "5"}]
+    with pytest.raises(UserError, match="the template would be applied twice"):
+        run("with_tools", lambda request: Reply(text="5"), rows=rows, apply_chat_template=True)
+
+
+@pytest.mark.parametrize("rendered", [False, True])
+@pytest.mark.parametrize("text", [False, True])
+def test_the_messages_of_the_row_are_handed_to_the_agent(run, rendered, text):
+    """The template is applied once, with and without the flag; what the agent appends stays out of the sample."""
+    row = [{"role": "user", "content": "2+3="}]
+    engine, output = run(
+        "greedy",
+        lambda request: Reply(text="5"),
+        rows=[{"input": "2+3=" if text else row, "label": "5"}],
+        apply_chat_template=rendered,
+    )
+    first, second = engine.requests
+    assert TOKENIZER.decode(first.input_ids) == f"[user]2+3={EOS}\n[assistant]"
+    assert TOKENIZER.decode(second.input_ids[len(first.input_ids) :]) == (
+        f"5{EOS}\n[user]sure?{EOS}\n[assistant]"
+    )
+    (sample,) = flat(output)
+    assert sample.messages == row
+    assert len(sample.metadata["messages"]) == 4  # the conversation
+
+
+def test_the_prompt_is_shown_as_the_model_saw_it(run):
+    engine, output = run("with_tools", lambda request: Reply(text="5"))
+    (sample,) = flat(output)
+    row = sample_row(sample, 1.0, kind="train")
+    assert row.prompt == TOKENIZER.decode(engine.requests[0].input_ids)
+    assert row.prompt == f"[user]2+3={EOS}\n[assistant]" and sample.prompt == "2+3="
 
 
 def test_a_client_that_edits_history_forks_a_segment(run):

@@ -12,8 +12,11 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from slime.backends.megatron_utils.model_config import MimoConfig
@@ -125,6 +128,20 @@ def _qwen2_moe(experts: tuple, shared: int, *facts) -> PretrainedConfig:
     return Qwen2MoeConfig(
         **{**fields, "norm_topk_prob": False}, shared_expert_intermediate_size=shared
     )
+
+
+def _hybrid(layers, hidden, ffn, groups, vocab, **more) -> dict:
+    """Of a model with gated delta nets: 16 heads of 256, and 16 key and 32 value heads of 128."""
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    linear = {f"linear_{kind}_head_dim": 128 for kind in ("key", "value")}
+    linear |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    return {
+        **_fields(layers, hidden, ffn, 16, groups, 256, vocab, 1e7, 1e-6, False),
+        **linear,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": rope,
+        **more,
+    }
 
 
 _L8 = (32, 4096, 14336, 32, 8, 128, 128256, 5e5, 1e-5, False)
@@ -245,6 +262,15 @@ MODELS = {
     ),
     "qwen1.5-moe-A2.7B": lambda: _qwen2_moe((60, 4, 1408), 5632, 24, 2048, 5632, 16, 16, 128),
     "qwen2-57B-A14B": lambda: _qwen2_moe((64, 8, 2560), 20480, 28, 3584, 18944, 28, 4, 128),
+    "qwen3-next-80B-A3B": lambda: Qwen3NextConfig(
+        **_hybrid(48, 2048, 5120, 2, 151936, **_experts(512, 10, 512)),
+        shared_expert_intermediate_size=512,
+    ),
+    "qwen3.5-9B": lambda: Qwen3_5TextConfig(**_hybrid(32, 4096, 12288, 4, 248320)),
+    "qwen3.5-35B-A3B": lambda: Qwen3_5MoeTextConfig(
+        **_hybrid(40, 2048, None, 2, 248320, **_experts(256, 8, 512)),
+        shared_expert_intermediate_size=512,
+    ),
     "gpt-oss-20B": lambda: _gpt_oss(24, 32),
     "gpt-oss-120B": lambda: _gpt_oss(36, 128),
 }

@@ -37,6 +37,10 @@ TRAINED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "experts, plain optimizer": ("qwen3_moe", SAVED_AS | PLAIN, SPREAD | PLAIN),
     "experts together again, plain optimizer": ("qwen3_moe", SPREAD | PLAIN, SAVED_AS | PLAIN),
+    "delta nets": ("qwen3_5", SAVED_AS, {"context_parallel_size": 4}),
+    "delta nets, pipeline to tensor": ("qwen3_5", VIRTUAL, {"tensor_model_parallel_size": 4}),
+    "delta nets and experts": ("qwen3_next", SPREAD, SAVED_AS),
+    "delta nets, plain optimizer": ("qwen3_5", SAVED_AS | PLAIN, PLAIN),
 }
 
 

@@ -17,10 +17,13 @@ from safetensors.torch import load_file, save_file
 from slime.config.arguments import Args
 from slime.config.env import child_env
 from slime.runlog.checkpoint_folder import TRACKER, find_checkpoint, read_meta
+from tests import delta_nets
 from tests.args import make_args
+from tests.forked import run_python
 from tests.megatron import whole_weights
 from tests.parity.tiny_families import UNTRAINED, make_family
 from tests.rank_pool import run_megatron_ranks
+from tests.tiny import make_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,13 +44,9 @@ def torchrun(count: int, *command: str) -> subprocess.CompletedProcess:
 
 
 def to_hf(checkpoint: Path, output: Path, origin: Path, *flags: str) -> subprocess.CompletedProcess:
-    return run(
-        "tools/convert_torch_dist_to_hf.py",
-        f"--input-dir={checkpoint}",
-        f"--output-dir={output}",
-        f"--origin-hf-dir={origin}",
-        *flags,
-    )
+    tool = "tools/convert_torch_dist_to_hf.py"
+    folders = f"--input-dir={checkpoint}", f"--output-dir={output}", f"--origin-hf-dir={origin}"
+    return run_python([tool, *folders, *flags], OMP_NUM_THREADS="1")
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -92,6 +91,29 @@ def test_one_process_there_and_back(tmp_path: Path) -> None:
     assert set(UNTRAINED["glm4_moe"]) <= tensors_in(tmp_path / "back").keys()
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
     _assert_runs_start_from(tmp_path / "saved", origin, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe"])
+def test_gated_delta_nets_there_and_back(tmp_path: Path, name: str) -> None:
+    """As published: MTP layers, and beside a vision tower with fused experts; TP and PP over ranks."""
+    models = {
+        family: str(make_tiny_checkpoint(tmp_path / "models" / family, family))
+        for family in delta_nets.FAMILIES
+    }
+    origin = Path(delta_nets.publish(models, tmp_path)[name])
+    flags = ["--tensor-model-parallel-size=2"] if name == "qwen3_next" else []
+    done = torchrun(
+        2,
+        "tools/convert_hf_to_torch_dist.py",
+        f"--hf-checkpoint={origin}",
+        f"--save={tmp_path / 'saved'}",
+        *flags,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    done = to_hf(tmp_path / "saved", tmp_path / "back", origin)
+    assert done.returncode == 0, done.stderr
+    assert_same(origin, tmp_path / "back")
+    assert any(key.startswith("mtp.") for key in tensors_in(tmp_path / "back"))
 
 
 def _assert_runs_start_from(saved: Path, origin: Path, folder: Path) -> None:
@@ -256,7 +278,7 @@ def test_bad_options_of_the_way_back_are_one_sentence(converted, tmp_path: Path)
     folders = [f"--input-dir={saved}", f"--output-dir={tmp_path / 'out'}"]
     cases = [
         (["--vocab-size=7"], 2, "config.json says"),
-        (["--model-name=qwen3"], 2, "is of a glm4_moe"),
+        (["--model-name=qwen3"], 2, "config.json has model_type glm4_moe"),
         (["--max-workers=0"], 2, "must be at least 1"),
         ([f"--output-dir={saved.parent}"], 2, "--output-dir is --origin-hf-dir, or holds it"),
         ([f"--input-dir={tmp_path}"], 2, "is no checkpoint and has no complete one in it"),

@@ -18,6 +18,7 @@ from slime.core.errors import UserError
 from slime.weights.buckets import hf_views
 from tests.args import make_args
 from tests.parity.tiny_families import (
+    DELTA_NETS,
     FAMILIES,
     MOE,
     ROPES,
@@ -58,17 +59,31 @@ MOE_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-CONTEXT = {"CP2": {"context_parallel_size": 2}}
+CONTEXT = {
+    "CP2": {"context_parallel_size": 2},
+    "TP2 SP CP2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "context_parallel_size": 2,
+    },
+}
+# More tensor ranks than KV heads; the MoE needs sequence parallelism.
+MANY_RANKS = {"TP4 SP": {"tensor_model_parallel_size": 4, "sequence_parallel": True}}
 
 
 def layouts_of(family: str) -> dict[str, dict[str, Any]]:
-    """All layouts for families with experts and two dense ones, two for the others."""
+    """All layouts for families with experts or delta nets and two dense ones, two for the others."""
     if family in ROPES:
         return {"one process": ONE}
+    context = {"CP2": CONTEXT["CP2"]}
+    if family in DELTA_NETS:
+        moe = MOE_LAYOUTS if family in MOE else {"TP4": DENSE_LAYOUTS["TP4"]}
+        virtual = {name: DENSE_LAYOUTS[name] for name in ("one process", "PP2 VPP2")}
+        return virtual | moe | MANY_RANKS | CONTEXT
     if family in MOE:
-        return {"one process": ONE, **MOE_LAYOUTS, **CONTEXT}
+        return {"one process": ONE, **MOE_LAYOUTS, **context}
     if family in ("qwen3", "glm4"):
-        return DENSE_LAYOUTS | CONTEXT
+        return DENSE_LAYOUTS | context
     return {name: DENSE_LAYOUTS[name] for name in ("one process", "TP2 SP PP2")}
 
 

@@ -33,6 +33,8 @@ def value(args, name, num_layers):
     given = getattr(args, name)
     if name == "moe_layer_freq":
         return layer_pattern(given or 1, num_layers)
+    if name == "linear_attention_freq":  # every N-th layer has full attention
+        return [int((layer + 1) % given[0] > 0) for layer in range(num_layers)]
     if given is None and name == "num_query_groups":
         return args.num_attention_heads  # as Megatron does
     return all_flags()[name].default if given is None else given
@@ -87,12 +89,41 @@ def test_a_changed_number_is_noticed(name):
         ("--rotary-percent 0.5", "--rotary-percent 0.5 disagrees"),
         ("--use-rope-scaling", "--use-rope-scaling True disagrees"),
         ("--norm-epsilon 1e-5", "--norm-epsilon 1e-05 disagrees"),
+        ("--apply-layernorm-1p", "--apply-layernorm-1p True disagrees"),
+        ("--attention-output-gate", "--attention-output-gate True disagrees"),
+        ("--linear-attention-freq 4", "disagrees with config.json of --hf-checkpoint, where it is"),
+        ("--linear-num-key-heads 16", "where it is absent"),
+        ("--experimental-attention-variant gated_delta_net", "gated_delta_net disagrees"),
     ],
 )
 def test_flags_of_another_model_are_noticed(flags, sentence):
     with pytest.raises(ConfigError) as error:
         check_flags(architecture(MODELS["qwen3-4B"]()), parsed(flags.split()))
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--linear-attention-freq 2",
+        "--linear-attention-freq 0",
+        "--linear-attention-freq 1 1 0 1",
+        "--linear-num-value-heads 16",
+        "--linear-conv-kernel-dim 3",
+        "--experimental-attention-variant dsa",
+        "--rotary-percent 0.5",
+    ],
+)
+def test_flags_of_other_delta_nets_are_noticed(flags):
+    with pytest.raises(ConfigError) as error:
+        check_flags(architecture(MODELS["qwen3.5-9B"]()), parsed(flags.split()))
+    assert flags.split()[0] in str(error.value) and "disagrees" in str(error.value)
+
+
+def test_a_pattern_of_layers_may_be_written_out():
+    pattern = "1 1 1 0 " * 8
+    flags = ["--linear-attention-freq", *pattern.split()]
+    check_flags(architecture(MODELS["qwen3.5-9B"]()), parsed(flags))
 
 
 def test_scripts_define_nothing_else():

@@ -144,13 +144,16 @@ def test_the_policy_trains_as_without_and_every_mtp_weight_moves(models: dict[st
     first = load_file(models["glm4_moe"] / "model.safetensors")
     for key, found in run_megatron_ranks(train_both, 2, args, plain)[0].items():
         for tensor, weight in found["without"].items():
-            assert torch.equal(found["with"][tensor], weight), f"{key}: {tensor}"
+            # The norm is summed over other shards: its last bit depends on the processor's kernels.
+            far = (found["with"][tensor] - weight).abs().max()
+            assert far <= 1e-6 * weight.abs().max(), f"{key}: {tensor} {far}"
         trained = set(found["with"]) - set(found["without"])
         still = {n for n in trained if torch.equal(found["with"][n], first[n])}
         assert trained and still <= {n for n in trained if "e_score_correction_bias" in n}, key
         assert found["losses"][1] < found["losses"][0], key
         assert found["copy"] == 0.0, f"{key}: the last stage's embedding is not the first's"
-        assert found["norms"][0] == found["norms"][1] and min(found["norms"][0]) > 0.05, key
+        assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6), key
+        assert min(found["norms"][0]) > 0.05, key
 
 
 def train_both(rank: int, args: dict[str, Args], plain: dict[str, Args]) -> dict[str, Any]:

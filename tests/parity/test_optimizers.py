@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.parity.tiny_families import make_family
 from tests.rank_pool import run_megatron_ranks
 
 LR, DECAY, STEPS = 1e-2, 0.1, 3
+HEAD_DIM = 16  # of gated attention in the tiny model with delta nets
 TP = {"tensor_model_parallel_size": 2}
 MUON: dict[str, Any] = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
 HALF = {"bf16": True, "muon_fp32_matmul_prec": "medium"}
@@ -27,10 +29,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "distributed": ("qwen3", {**MUON, **TP, "muon_tp_mode": "distributed"}),
     "spread": ("qwen3", {**MUON, "optimizer": "dist_muon"}),
     "experts": ("qwen3_moe", {**MUON, "expert_model_parallel_size": 2}),
+    "delta nets": ("qwen3_5", MUON),
+    "delta nets together": ("qwen3_5", {**MUON, "muon_split_qkv": False}),
+    "delta nets in blocks": ("qwen3_5", {**MUON, **TP}),
+    "delta nets distributed": ("qwen3_5", {**MUON, **TP, "muon_tp_mode": "distributed"}),
 }
 RESUMED: dict[str, dict[str, Any]] = {
     "muon": {**MUON, **TP},
     "muon in bf16": {**MUON, **HALF},
+    "muon, delta nets in bf16": {**MUON, **HALF, **TP},
     "dist_muon": {**MUON, "optimizer": "dist_muon"},
     "dist_muon in bf16": {**MUON, **HALF, "optimizer": "dist_muon"},
     "sgd": {"optimizer": "sgd"},
@@ -41,7 +48,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("optimizers")
-    for family in ("qwen3", "qwen3_moe"):
+    for family in ("qwen3", "qwen3_moe", "qwen3_5"):
         make_family(folder / family, family)
     return run_megatron_ranks(_run_all, 2, str(folder))[0]
 
@@ -90,7 +97,8 @@ def _run_all(rank: int, folder: str) -> dict[Any, Any]:
     for number, (case, flags) in enumerate(RESUMED.items()):
         saved = root / f"saved{number}"
         saved.mkdir(exist_ok=True)
-        results["resumed", case] = _resume(root / "qwen3", saved, flags)
+        family = "qwen3_5" if "delta nets" in case else "qwen3"
+        results["resumed", case] = _resume(root / family, saved, flags)
     results["held"] = [_held(root / "qwen3", MUON | {"optimizer": kind}) for kind in _KINDS]
     return results
 
@@ -180,9 +188,10 @@ def _naively(start: Any, grads: list[Any], flags: dict[str, Any]) -> dict[str, t
     weights = dict(start)
     for step in grads:
         updates: dict[str, torch.Tensor] = {}
-        momenta = _momenta(naive, _clipped(step))
-        for names in _together(list(start), flags.get("muon_split_qkv", True)):
+        momenta = _by_kind(_momenta(naive, _clipped(step)))
+        for names in _together(list(momenta), flags.get("muon_split_qkv", True)):
             updates |= _orthogonal({name: momenta[name] for name in names}, blocks)
+        updates = _as_stored(updates)
         naive.orthogonal = lambda name, _, updates=updates: updates[name]
         naive.step(weights, step, LR, 1.0)
     return weights
@@ -199,19 +208,46 @@ def _momenta(naive: NaiveMuon, grads: dict[str, torch.Tensor]) -> dict[str, torc
     return momenta
 
 
+def _by_kind(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Split tensors with rows of several kinds: of a delta net, and queries with gates, head by head."""
+    gated = any("linear_attn" in name for name in tensors)
+    parts: dict[str, torch.Tensor] = {}
+    for name, rows in tensors.items():
+        if "in_proj_qkv" in name:
+            parts |= {f"{name}:{kind}": part for kind, part in enumerate(rows.chunk(3))}
+        elif gated and "q_proj" in name:
+            heads = rows.unflatten(0, (-1, 2, HEAD_DIM))
+            parts |= {f"{name}:{kind}": heads[:, kind].flatten(0, 1) for kind in range(2)}
+        else:
+            parts[name] = rows
+    return parts
+
+
+def _as_stored(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    tensors: dict[str, list[torch.Tensor]] = {}
+    for name, part in parts.items():
+        tensors.setdefault(name.partition(":")[0], []).append(part)
+    return {
+        name: torch.cat(kinds)
+        if "q_proj" not in name
+        else torch.stack([rows.unflatten(0, (-1, HEAD_DIM)) for rows in kinds], dim=1).flatten(0, 2)
+        for name, kinds in tensors.items()
+    }
+
+
 def _together(names: list[str], split_qkv: bool) -> list[list[str]]:
     groups: dict[str, list[str]] = {}
     for name in filter(_is_matrix, names):
         key = name.replace("gate_proj", "up_proj")
         if not split_qkv:
-            key = key.replace("q_proj", "qkv").replace("k_proj", "qkv").replace("v_proj", "qkv")
+            key = re.sub(r"(q_proj|k_proj|v_proj|in_proj_\w+)\.weight(:\d)?", "qkv", key)
         groups.setdefault(key, []).append(name)
     return list(groups.values())
 
 
 def _orthogonal(parts: dict[str, torch.Tensor], blocks: int) -> dict[str, torch.Tensor]:
     """Of matrices stacked by rows; rows may be in any order, as long as they come back in it."""
-    dim = 1 if any("o_proj" in name or "down_proj" in name for name in parts) else 0
+    dim = 1 if any(re.search("o_proj|down_proj|out_proj", name) for name in parts) else 0
     if any(".gate.weight" in name for name in parts):  # the router is whole on every rank
         blocks = 1
     done = {name: [] for name in parts}
@@ -231,4 +267,4 @@ def _clipped(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _is_matrix(name: str) -> bool:
-    return "embed_tokens" not in name and "lm_head" not in name and "norm" not in name
+    return not re.search("embed_tokens|lm_head|norm|conv1d|A_log|dt_bias", name)

@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from slime.backends.model_size import CountRequest, ModelCount, count_models
 from slime.cli.plan.model_shape import config_from_flags, write_config
 from slime.cli.plan.rank_layout import cluster_layout
 from slime.config.arguments import Args
 from slime.config.flags.parser import read_command_line
+from slime.weights.fp8 import Fp8Format, convert_to_fp8
 from tests.fsdp import Case, make_rows
 from tests.megatron import DIST_OPT, EP, ETP1, PP, SP, megatron_args, my_rows, start_actor
 from tests.parity.test_model_scripts import model_args
@@ -20,6 +23,7 @@ from tests.ranks import run_ranks
 from tests.tiny import make_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
+ADAPTED = {"lora_rank": 4, "lora_target_modules": ["q_proj", "experts"]}
 LAYOUTS = {
     "TP2": ("dense", (SP,)),
     "PP2": ("dense", (PP,)),
@@ -27,6 +31,11 @@ LAYOUTS = {
     "TP2 EP2": ("moe", (SP, EP, ETP1)),
     "DP2 distributed optimizer": ("dense", (DIST_OPT,)),
     "EP2 distributed optimizer": ("moe", (EP, ETP1, DIST_OPT)),
+    "EP2 with adapters": ("moe", (EP, ADAPTED)),
+    "TP2 EP2 with shared adapters": (
+        "moe",
+        (SP, EP, ETP1, DIST_OPT, ADAPTED, {"lora_experts_shared_outer": True}),
+    ),
 }
 # As their makers give them, to the last weight; without layers that predict further tokens.
 PUBLISHED = {
@@ -79,6 +88,20 @@ def qwen2_moe(layers, hidden, expert, experts, shared, heads, groups):
     return 2 * 151936 * hidden + hidden + layers * (attention + sparse)
 
 
+def hybrid(layers, hidden, groups, vocab, mlp):
+    """Of 16 heads of 256; three of four layers are gated delta nets with 16 key, 32 value heads of 128."""
+    heads, keys, values = 16 * 256, 16 * 128, 32 * 128
+    attention = 2 * hidden * heads + 2 * hidden * groups * 256 + heads * hidden + 2 * 256
+    linear = hidden * (2 * keys + 2 * values + 2 * 32) + values * hidden
+    linear += 4 * (2 * keys + values) + 2 * 32 + 128  # convolution, A and dt, the norm
+    mixers = layers // 4 * (attention + 3 * linear)
+    return 2 * vocab * hidden + hidden + mixers + layers * (mlp + 2 * hidden)
+
+
+def shared_moe(hidden, expert, experts):
+    return 3 * hidden * expert * (experts + 1) + experts * hidden + hidden
+
+
 # Published under rounded names only: counted from the tables of their sizes.
 BY_HAND = {
     "glm4-32B": dense(61, 6144, 23040, 48, 2, 128, 151552, norms=4),
@@ -96,6 +119,9 @@ BY_HAND = {
     ),
     "qwen1.5-moe-A2.7B": qwen2_moe(24, 2048, 1408, 60, 5632, 16, 16),
     "qwen2-57B-A14B": qwen2_moe(28, 3584, 2560, 64, 20480, 28, 4),
+    "qwen3-next-80B-A3B": hybrid(48, 2048, 2, 151936, shared_moe(2048, 512, 512)),
+    "qwen3.5-9B": hybrid(32, 4096, 4, 248320, 3 * 4096 * 12288),
+    "qwen3.5-35B-A3B": hybrid(40, 2048, 2, 248320, shared_moe(2048, 512, 256)),
 }
 
 
@@ -210,6 +236,40 @@ def test_fsdp_ranks_hold_what_the_plan_says(tmp_path, world_size, flags):
             "gradients": 4 * moments,
             "moments": plan.moment_bytes,
         } == held[rank]
+
+
+def held_in_fp8(rank: int, args: Args, world_size: int) -> int:
+    from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
+
+    actor = FSDPTrainRayActor(args, rank, world_size)
+    actor.init(args)
+    local = [param.to_local() for param in actor.model.params.values()]
+    return sum(tensor.nbytes for tensor in [*local, *actor.model.module.hf.buffers()])
+
+
+@pytest.mark.parametrize("only_config", [False, True], ids=["files", "config.json"])
+def test_a_base_in_fp8_takes_what_the_plan_says(tmp_path, only_config):
+    """A byte per element of every matrix and four per block, also where only config.json is known."""
+    plain = make_tiny_checkpoint(tmp_path / "m", "qwen3_moe", moe_intermediate_size=144)
+    convert_to_fp8(plain, tmp_path / "fp8", Fp8Format(strategy="block"))
+    layout = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 1}
+    wide, fp8 = (Case(model=str(tmp_path / n)).args(**layout, **LORA) for n in ("m", "fp8"))
+    held = run_ranks(held_in_fp8, 2, fp8, 2)
+    files = load_file(tmp_path / "fp8" / "model.safetensors")
+    if only_config:
+        for path in (tmp_path / "fp8").glob("*.safetensors*"):
+            path.unlink()
+    requests = [CountRequest(args=args, ranks=[0, 1], world_size=2) for args in (wide, fp8)]
+    of_wide, counted = counts(requests)
+    assert [rank.weight_bytes for rank in counted.ranks] == held
+    matrices = [t for t in files.values() if t.dtype == torch.float8_e4m3fn]
+    elements = sum(matrix.numel() for matrix in matrices)
+    assert sum(rank.fp8_parameters for rank in counted.ranks) == elements
+    scales = sum(t.nbytes for n, t in files.items() if n.endswith("_scale_inv"))
+    for before, after in zip(of_wide.ranks, counted.ranks, strict=True):
+        assert before.parameters == after.parameters
+        assert before.expert_parameters == after.expert_parameters
+        assert before.weight_bytes - after.weight_bytes == after.fp8_parameters - scales
 
 
 def test_totals_are_the_published_ones(tmp_path):

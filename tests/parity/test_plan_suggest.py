@@ -1,10 +1,12 @@
 """Suggestions and the guide's scaling table: each of its rows fits, and nothing larger is proposed."""
 
+import json
 from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
+from slime.cli import main
 from slime.cli.plan.plan import Machine, Plan, find_advice, make_plan, make_plans
 from slime.cli.plan.request import PlanOptions, planned_args
 from slime.cli.plan.suggest import find_suggestions, suggest_lora
@@ -91,6 +93,19 @@ def test_nothing_is_suggested_where_nothing_fits():
         assert suggest_lora(args, H100) == []
 
 
+def test_a_model_that_cannot_be_built_is_not_said_not_to_fit(tmp_path, capsys):
+    """The model is tiny, so every layout would fit; building it fails in the child that counts it."""
+    fields = {"head_dim": 17, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 320}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **fields, **sizes}))
+    words = ["--gpus", "2", "--gpu-memory", "80", "--train-backend", "megatron"]
+    assert main(["plan", "--suggest", "--hf-checkpoint", str(tmp_path), *words]) != 0
+    said = capsys.readouterr()
+    text = " ".join((said.out + said.err).split())
+    assert "could not be planned. The first: the model cannot be built" in text
+    assert "`head_dim`=17" in text and "nothing fits" not in text
+
+
 def one_gpu(*more: str) -> list[str]:
     """A rollout of few tokens on one GPU, which trainer and engine share."""
     return [
@@ -107,7 +122,8 @@ def test_lora_is_suggested_where_full_training_does_not_fit():
         assert find_suggestions(args, small) == []
         (found,) = suggest_lora(args, small)
         flags = ["--train-backend fsdp", "--gradient-checkpointing", "--lora-rank 16"]
-        assert found.flags[:5] == [*flags, "--lora-alpha 32", "--lora-merge-for-rollout"]
+        assert found.flags[:4] == [*flags, "--lora-alpha 32"]
+        assert "--lora-merge-for-rollout" not in found.flags
         common = ["--hf-checkpoint", args.hf_checkpoint, *one_gpu()]
         with planned_args([*common, *" ".join(found.flags).split()], PlanOptions()) as same:
             plan = make_plan(same, small)
@@ -122,7 +138,7 @@ def test_lora_is_suggested_where_full_training_does_not_fit():
     layer = 2 * (h + q) + 2 * (h + kv) + 3 * (h + f)
     assert plan.count.adapters.widths == 32 * layer
     assert plan.count.ranks[0].trained_parameters == 16 * 32 * layer
-    assert advice[0].fits and advice[0].flags == " ".join(found.flags[1:5])
+    assert advice[0].fits and advice[0].flags == " ".join(found.flags[1:4])
 
 
 def test_experts_are_left_out_of_suggested_adapters():

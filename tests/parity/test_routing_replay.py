@@ -31,10 +31,17 @@ LAYOUTS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder = tmp_path_factory.mktemp("m") / "m"
-    model = make_tiny_checkpoint(folder, "qwen3_moe", num_hidden_layers=LAYERS, weight_scale=4.0)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"] * 2},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder, family = tmp_path_factory.mktemp("m") / "m", request.param
+    options = {"num_hidden_layers": LAYERS, "weight_scale": 4.0, **FAMILIES[family]}
+    model = make_tiny_checkpoint(folder, family, **options)
     return Case(model=str(model), flags={"micro_batch_size": 3})
 
 

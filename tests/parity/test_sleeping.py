@@ -15,11 +15,14 @@ from tests.rank_pool import run_megatron_ranks
 from tests.tiny import make_tiny_checkpoint
 
 TURNS = {"colocate": True, "rollout_num_gpus": None}  # trainer and engines share their devices
+ADAPTERS = {"lora_rank": 4, "lora_merge_for_rollout": True}
+EXPERTS = {"lora_target_modules": ["q_proj", "experts"]}
 # bf16 and an optimizer in host memory: tests/gpu/test_sleeping_cuda.py.
 LAYOUTS: dict[int, dict[str, tuple[str, tuple[dict[str, Any], ...]]]] = {
     1: {
         "alone": ("dense", ()),
         "alone, distributed optimizer": ("moe", (DIST_OPT,)),
+        "alone, adapters": ("dense", (ADAPTERS,)),
     },
     2: {
         "DP2": ("dense", ()),
@@ -27,6 +30,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, tuple[dict[str, Any], ...]]]] = {
         "EP2": ("moe", (EP, ETP1, DIST_OPT)),
         "TP2": ("dense", (SP,)),
         "PP2": ("dense", (PP,)),
+        "EP2, adapters of experts": ("moe", (EP, ETP1, DIST_OPT, ADAPTERS, EXPERTS)),
+        "TP2, adapters": ("dense", (SP, ADAPTERS)),
     },
 }
 REF = {"use_kl_loss": True, "kl_loss_coef": 0.1}

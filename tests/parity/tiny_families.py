@@ -18,8 +18,11 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 VOCAB_SIZE = 100  # padded by every layout
@@ -62,6 +65,14 @@ _MLA = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
 }
+_DELTA_NET = {
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+}
+_SHARED_EXPERT = {"num_experts": 4, "shared_expert_intermediate_size": 40}
 
 
 def tiny_config(family: str, **changes: object) -> PretrainedConfig:
@@ -128,6 +139,17 @@ _CONFIGS = {
         rms_norm_eps=1e-3,
         num_nextn_predict_layers=1,
     ),
+    # Layers 0 to 2 have gated delta nets, layer 3 has attention.
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **_COMMON, **_EXPERTS, **_SHARED_EXPERT, **_DELTA_NET, mlp_only_layers=[1]
+    ),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**{**_COMMON, "tie_word_embeddings": True}, **_DELTA_NET),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(
+        **{name: value for name, value in _COMMON.items() if name != "intermediate_size"},
+        **_EXPERTS,
+        **_SHARED_EXPERT,
+        **_DELTA_NET,
+    ),
 }
 FAMILIES = list(_CONFIGS)
 _YARN_16 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -153,6 +175,8 @@ ROPES: dict[str, tuple[str, dict]] = {
     ),
 }
 MOE = ["gpt_oss", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "glm4_moe_lite"]
+MOE += ["qwen3_next", "qwen3_5_moe"]
+DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 
 # Tensors of layers that predict further tokens, which a checkpoint may hold and nobody trains.
 UNTRAINED = {
@@ -160,6 +184,7 @@ UNTRAINED = {
     "glm4_moe": [f"model.layers.{NUM_LAYERS}.eh_proj.weight"],
     "deepseek_v3": [f"model.layers.{NUM_LAYERS}.eh_proj.weight"],
     "glm4_moe_lite": [f"model.layers.{NUM_LAYERS}.eh_proj.weight"],
+    **{name: ["mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight"] for name in DELTA_NETS},
 }
 
 
@@ -206,7 +231,8 @@ def make_model(family: str, *, seed: int = 0, **changes: object) -> torch.nn.Mod
         for name, tensor in model.state_dict(keep_vars=True).items():
             noise = torch.randn_like(tensor)
             if "norm" in name:
-                tensor.data.copy_(1 + 0.2 * noise)
+                centered = family in DELTA_NETS and "linear_attn" not in name
+                tensor.data.copy_((0 if centered else 1) + 0.2 * noise)
             elif tensor.ndim == 1 or name.endswith("_bias"):
                 tensor.data.copy_(0.1 * noise)
             else:

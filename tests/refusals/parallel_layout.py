@@ -2,6 +2,7 @@
 
 from tests.refusals.row import CLUSTER, GLM, TP8, Wrong
 
+STORED = "--actor-num-nodes 8 --load-debug-rollout-data rows_{rollout_id}.pt"  # no engine
 PARALLEL = [
     Wrong(
         what="more ranks than GPUs: TP x PP x CP is 128 of 64",
@@ -25,6 +26,13 @@ PARALLEL = [
         right=f"{GLM} --tensor-model-parallel-size 32 --sequence-parallel",
         machine=CLUSTER,
         model="GLM-4.5",
+    ),
+    Wrong(
+        what="heads of gated delta nets that tensor and context ranks cannot share evenly",
+        flags=f"{STORED} {TP8} --context-parallel-size 4",
+        right=f"{STORED} {TP8} --context-parallel-size 2",
+        machine=CLUSTER,
+        model="Qwen3.5-9B",
     ),
     Wrong(
         what="experts that ranks cannot share evenly",

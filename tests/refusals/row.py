@@ -30,7 +30,21 @@ _EXPERTS = {  # GLM-4.5-355B-A32B
     "tie_word_embeddings": False,
     "max_position_embeddings": 131072,
 }
-MODELS = {"Qwen3-4B": _DENSE, "GLM-4.5": _EXPERTS}
+_DELTA_NETS = {  # Qwen3.5-9B
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "vocab_size": 248320,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 262144,
+}
+MODELS = {"Qwen3-4B": _DENSE, "GLM-4.5": _EXPERTS, "Qwen3.5-9B": _DELTA_NETS}
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -9,11 +9,6 @@ BATCHES = [
         right="--global-batch-size 128 --num-steps-per-rollout 2",
     ),
     Wrong(
-        what="dynamic batches without a token budget",
-        flags="--use-dynamic-batch-size",
-        right="--use-dynamic-batch-size --max-tokens-per-gpu 9216",
-    ),
-    Wrong(
         what="fewer prompts asked for than trained on",
         flags="--over-sampling-batch-size 16",
         right="--over-sampling-batch-size 64",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime.config.env import child_env
 from slime.core.errors import ConfigError
 from slime.ray.checkpointing import Checkpointer
 from tests.args import make_args
+from tests.forked import run_python
 from tests.rank_pool import run_megatron_ranks
 from tests.tiny import make_tiny_checkpoint
 
@@ -69,10 +67,7 @@ def test_weights_of_another_tool_are_converted(written, model, tmp_path):
         "tools/convert_torch_dist_to_hf.py", f"--input-dir={written['optimizer']}",
         f"--output-dir={tmp_path / 'hf'}", f"--origin-hf-dir={model}",
     ]  # fmt: skip
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=root, env=child_env(), capture_output=True, text=True
-    )
+    done = run_python(command)
     assert done.returncode == 0 and "has no" not in done.stderr, done.stderr
     files = (tmp_path / "hf").glob("*.safetensors")
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}

@@ -13,7 +13,7 @@ import pytest
 
 from slime.backends.sglang_utils.command import Node, server_command
 from slime.config.installed import find_sglang
-from slime.serving.server_process import ServerProcess
+from slime.serving.servers import ServerProcess
 from slime.utils.addresses import find_ports, says_port_taken
 from tests.args import make_args
 from tests.e2e import runs

@@ -14,13 +14,15 @@ import torch
 from slime.config.lora import LoraConfig
 from slime.core.errors import WeightMismatchError
 from slime.core.types import EngineInfo
+from slime.weights.adapter_update import AdapterUpdate
 from slime.weights.distributed_transport import DistributedTransport
 from slime.weights.lora import read_peft_weights
-from slime.weights.lora_sync import AdapterSync, AdapterUpdate
+from slime.weights.lora_sync import AdapterSync
 from tests.adapters import make_adapter, peft_log_probs
 from tests.e2e import runs
 from tests.engines import EngineServer
 from tests.sglang_server import sglang_server
+from tests.tiny import make_tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(1800)  # a start of a server takes minutes on busy cores
 
@@ -32,6 +34,13 @@ ADAPTERS = {
 }
 SLOTS = {"sglang_enable_lora": True, "sglang_max_lora_rank": 8, "lora_rank": 8}
 PROMPTS = [[(7 * i + 13 * k) % 250 for i in range(20 + k)] for k in range(4)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """As for the other tests, but with a context that a long request does not exceed."""
+    folder = tmp_path_factory.mktemp("model") / "qwen3"
+    return make_tiny_checkpoint(folder, weight_scale=2.0, max_position_embeddings=2048)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +63,7 @@ def server(model: Path) -> Iterator[EngineServer]:
 def read(model: Path, folder: Path | None, name: str) -> AdapterUpdate:
     assert folder is not None
     tensors = list(read_peft_weights(folder).items())
-    return AdapterUpdate(lora=LoraConfig.read(folder), base=str(model), tensors=tensors, name=name)
+    return AdapterUpdate(LoraConfig.read(folder), str(model), tensors, torch.float32, name)
 
 
 def info(server: EngineServer) -> EngineInfo:
@@ -116,7 +125,8 @@ def test_an_update_ends_requests_at_the_version_that_made_their_tokens(server, m
     sync = AdapterSync(token=None)
     sync.update(read(model, folders["r2"], "changing"), [info(server)], 11)
     with streaming(server, "changing", PROMPTS[0]) as lines:
-        json.loads(next(lines))  # it runs
+        first = json.loads(next(lines))
+        assert first["meta_info"]["finish_reason"] is None, first  # it runs
         sync.update(read(model, folders["r8"], "changing"), [info(server)], 12)
         cut = [json.loads(line) for line in lines][-1]
     assert cut["meta_info"]["finish_reason"]["type"] == "abort"
@@ -129,7 +139,7 @@ def test_an_update_ends_requests_at_the_version_that_made_their_tokens(server, m
 def test_modules_without_slots_are_refused(server, model, folders):
     update = read(model, folders["r2"], "other")
     renamed = [(name.replace("q_proj", "query"), tensor) for name, tensor in update.tensors]
-    wrong = AdapterUpdate(lora=update.lora, base=str(model), tensors=renamed, name="other")
+    wrong = AdapterUpdate(update.lora, str(model), renamed, torch.float32, "other")
     with pytest.raises(WeightMismatchError, match=r"no slots for 2 of 2 modules.*add query to"):
         AdapterSync(token=None).update(wrong, [info(server)], 21)
     server.post("/continue_generation", {})

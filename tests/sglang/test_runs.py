@@ -7,6 +7,7 @@ import pytest
 from tests.e2e import runs
 from tests.engines import TOKEN
 from tests.tiny import make_tiny_checkpoint
+from tests.tiny_vision import make_vision_checkpoint, write_image_rows
 
 pytestmark = pytest.mark.timeout(1800)  # a start of a server takes minutes on busy cores
 
@@ -93,6 +94,36 @@ def test_training_repeats_the_experts_that_two_ranks_of_sglang_chose(data, tmp_p
         rollout_num_gpus=2,
         rollout_num_gpus_per_engine=2,
     )
+    status, output = runs.run(words, timeout=900)
+    assert status == 0, output
+    check(tmp_path / "run", 2)
+
+
+def test_prompts_with_images_and_a_trained_tower(tmp_path):
+    """SGLang's log-probs are the trainer's, and its checksums those of what was sent, tower included."""
+    model = make_vision_checkpoint(tmp_path / "model")
+    words = runs.command(
+        model,
+        write_image_rows(tmp_path / "data"),
+        tmp_path / "run",
+        rollout_engine="sglang",
+        num_rollout=2,
+        multimodal_keys='{"image": "images"}',
+        apply_chat_template=True,
+        no_freeze_vision_tower=True,
+    )
+    status, output = runs.run(words, timeout=900)
+    assert status == 0, output
+    check(tmp_path / "run", 2)
+
+
+def test_a_model_with_gated_delta_nets(data, tmp_path, monkeypatch):
+    """Its delta rule is the stand-in of tools/sglang_cpu; states, prefixes and updates are SGLang's."""
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")  # SGLang keeps bf16 windows otherwise
+    model = make_tiny_checkpoint(
+        tmp_path / "model", "qwen3_next", weight_scale=2.0, full_attention_interval=2
+    )
+    words = runs.command(model, data, tmp_path / "run", rollout_engine="sglang", num_rollout=2)
     status, output = runs.run(words, timeout=900)
     assert status == 0, output
     check(tmp_path / "run", 2)

@@ -2,8 +2,13 @@ import numpy as np
 import pytest
 import torch
 
-from slime.algorithms.advantages import compute_advantages, gae, normalize_group_rewards
-from slime.algorithms.estimators import RECIPES, overlong_penalty
+from slime.algorithms.estimators import (
+    RECIPES,
+    compute_advantages,
+    gae,
+    normalize_group_rewards,
+    overlong_penalty,
+)
 from slime.config.flags.registry import own_flags
 from tests.batches import random_batch
 

@@ -184,14 +184,19 @@ def test_a_config_file_may_hold_a_whole_run(tmp_path):
     assert {again.origin(name) for name in given} == {"config"}
 
 
-def test_help_shows_every_group(capsys):
+@pytest.mark.parametrize("option", ["--help", "--help-all"])
+def test_help_shows_every_group(option, capsys):
     with pytest.raises(SystemExit) as exit:
-        parse_args(["--help"])
+        parse_args([option])
     assert exit.value.code == 0
     text = capsys.readouterr().out
-    groups = ["Mode:", "Cluster:", "Algorithm:", "Optimizer:", "Megatron-core 0.16.1:", "SGLang"]
-    assert all(group in text for group in groups)
+    places = [
+        text.index(f"\n{group}:\n") for group in ("Mode", "Cluster", "Algorithm", "Optimizer")
+    ]
+    assert places == sorted(places)
     assert "--no-check-weight-update-equal" in text and "--no-colocate" not in text
+    foreign = ("\nMegatron-core 0.16.1:\n", "\nSGLang 0.5.16", "\n  --sglang-page-size ")
+    assert [part in text for part in foreign] == [option == "--help-all"] * 3
 
 
 def test_parsing_needs_no_heavy_package():

@@ -161,8 +161,43 @@ def test_other_rules():
     assert make_args().deterministic is False
     args = make_args(use_dynamic_batch_size=True, max_tokens_per_gpu=64)
     assert args.log_probs_max_tokens_per_gpu == 64
+    assert args.micro_batch_size == 1
     assert args.update_weight_disk_dir == str(Path(args.run_dir) / "weights")
     assert make_args(rollout_engine=None).rollout_engine == "slime"
+
+
+@pytest.mark.parametrize(
+    ("given", "budget"),
+    [
+        ({}, 4096),
+        ({"max_tokens_per_gpu": 64}, 64),
+        ({"use_dynamic_batch_size": True}, 4096),
+        ({"log_probs_max_tokens_per_gpu": 8192}, 4096),
+        ({"micro_batch_size": 1}, None),
+        ({"micro_batch_size": 2, "max_tokens_per_gpu": 64}, None),
+        ({"micro_batch_size": 2, "use_dynamic_batch_size": True}, 4096),
+        ({"qkv_format": "bshd", "attn_implementation": "sdpa"}, None),
+    ],
+)
+def test_micro_batches_are_filled_by_tokens_unless_their_size_is_given(given, budget):
+    args = make_args(**given)
+    assert args.use_dynamic_batch_size == (budget is not None)
+    if budget is not None:
+        assert args.max_tokens_per_gpu == budget
+        assert args.log_probs_max_tokens_per_gpu == max(
+            budget, given.get("log_probs_max_tokens_per_gpu", 0)
+        )
+
+
+def test_fully_asynchronous_runs_keep_as_many_groups_as_staleness_allows():
+    path = "slime.rollout.fully_async_rollout.generate_rollout"
+    for name in (path, f"{path}_fully_async"):
+        given = {"rollout_function_path": name, "train_async": True, "rollout_batch_size": 2}
+        for staleness, groups in ((None, 4), (0, 2), (1, 4), (3, 8)):
+            args = make_args(**given, max_weight_staleness=staleness)
+            assert args.over_sampling_batch_size == groups
+        assert make_args(**given, over_sampling_batch_size=5).over_sampling_batch_size == 5
+    assert make_args(max_weight_staleness=3, rollout_batch_size=2).over_sampling_batch_size == 2
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def words(text: str) -> list[str]:
 # Names without defaults are switches that are off, or values that are unset or derived.
 OWN = words("""
 train-backend=megatron debug-rollout-only debug-train-only load-debug-rollout-data
-rollout-engine=auto config dry-run train-async run-dir actor-num-nodes=1 actor-num-gpus-per-node=8
+rollout-engine=auto config dry-run watch log-samples=8 train-async run-dir actor-num-nodes=1 actor-num-gpus-per-node=8
 rollout-num-gpus rollout-num-gpus-per-engine=1 num-gpus-per-node=8 colocate offload offload-train
 offload-rollout distributed-backend=nccl distributed-timeout-minutes=10 train-env-vars={}
 update-weight-buffer-size=536870912 update-weights-interval=1 update-weight-transport
@@ -51,7 +51,8 @@ sglang-server-concurrency=512 rollout-external rollout-external-engine-addrs max
 sglang-config prefill-num-servers sglang-router-ip sglang-router-port
 num-rollout num-epoch data-source-path=slime.rollout.data_source.RolloutDataSourceWithBuffer
 prompt-data apply-chat-template apply-chat-template-kwargs={} input-key=input label-key
-metadata-key=metadata tool-key=tools start-rollout-id rollout-batch-size n-samples-per-prompt=1
+metadata-key=metadata tool-key=tools multimodal-keys={} limit-mm-data-per-request={} allowed-local-media-path
+freeze-vision-tower=True reward-num-threads=32 start-rollout-id rollout-batch-size n-samples-per-prompt=1
 global-batch-size num-steps-per-rollout micro-batch-size=1 balance-data use-dynamic-batch-size
 max-tokens-per-gpu log-probs-max-tokens-per-gpu eval-interval eval-prompt-data eval-config
 skip-eval-before-train eval-function-path n-samples-per-eval-prompt=1 eval-temperature eval-top-p

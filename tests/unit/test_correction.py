@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.algorithms.correction import importance_correction, mismatch_metrics
+from slime.algorithms.policy_loss import importance_correction, mismatch_metrics
 from slime.core.packing import pack, unpack
 from slime.core.types import ParallelInfo, Schedule
 from tests.batches import random_batch

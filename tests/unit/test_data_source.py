@@ -59,6 +59,27 @@ def test_resume_anywhere_continues_the_same_sequence(tmp_path):
         assert rest == expected[stop:]
 
 
+@pytest.mark.parametrize(
+    ("rows", "warning"),
+    [
+        (sums(5), None),
+        (sums(6), "has [6] rows, the checkpoint was written with [5]"),
+        ([*sums(4), {**sums(5)[4], "label": "?"}], "but other prompts or labels"),
+        ([*sums(4), {**sums(5)[4], "input": "4 + 1="}], "but other prompts or labels"),
+    ],
+)
+def test_resume_warns_of_other_prompt_data(tmp_path, caplog, rows, warning):
+    source = RolloutDataSource(rollout_args(tmp_path, sums(5)))
+    state = json.loads(json.dumps(source.state_dict()))
+    changed = RolloutDataSource(rollout_args(tmp_path, rows))
+    changed.load_state_dict(state)
+    assert (warning in caplog.text) if warning else not caplog.records
+    del state["dataset_digests"]  # of a checkpoint of an earlier version
+    caplog.clear()
+    changed.load_state_dict(state)
+    assert bool(caplog.records) == (len(rows) == 6)
+
+
 def test_weights_repeat_rows(tmp_path):
     one = write_rows(tmp_path / "one.jsonl", [{"input": f"a{i}"} for i in range(4)])
     args = rollout_args(tmp_path, label_key=None)
@@ -256,3 +277,18 @@ def test_a_checkpoint_cannot_name_code_to_import(tmp_path, field):
         else:
             resumed.load_state_dict(state)
             assert getattr(resumed.buffer[0][0], field) == path
+
+
+def test_samples_of_several_files_name_theirs(tmp_path):
+    first, second = (
+        write_rows(tmp_path / "easy.jsonl", sums(2)),
+        write_rows(tmp_path / "hard.jsonl", sums(1)),
+    )
+    args = rollout_args(tmp_path, prompt_data=[f"{first}@[0:2]", f"{second}:weight=2"])
+    groups = RolloutDataSource(args).get_samples(4)
+    assert [g[0].metadata["dataset"] for g in groups] == ["easy", "easy", "hard", "hard"]
+    alone = RolloutDataSource(rollout_args(tmp_path, prompt_data=[str(first)])).get_samples(1)
+    assert "dataset" not in alone[0][0].metadata
+    twice = rollout_args(tmp_path, prompt_data=[f"{first}@[0:1]", f"{first}@[1:2]"])
+    names = [g[0].metadata["dataset"] for g in RolloutDataSource(twice).get_samples(2)]
+    assert names == ["easy-0", "easy-1"]

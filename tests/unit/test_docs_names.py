@@ -83,3 +83,23 @@ def test_modules_and_functions_exist(page: Path):
         except ModuleNotFoundError:
             found = False
         assert found or importlib.util.find_spec(name), name
+
+
+def test_the_changelog_has_each_section_once_and_in_order():
+    """The order is that of Keep a Changelog."""
+    order = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+    for version in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
+        sections = re.findall(r"^### (.+)$", version, re.MULTILINE)
+        assert sections == [name for name in order if name in sections]
+
+
+def test_the_first_screen_of_the_readme_shows_the_product():
+    """What it is, a picture of the page, two commands, at most eight lines of Python."""
+    screen = (ROOT / "README.md").read_text().split("\n## ")[0]
+    picture = re.search(r"!\[.*\]\((docs/images/.+)\)", screen)
+    assert picture is not None and (ROOT / picture[1]).is_file()
+    commands, python = re.findall(r"```\w*\n(.*?)```", screen, re.DOTALL)
+    assert len(commands.splitlines()) == 2 and commands.endswith("make quickstart\n")
+    assert python.startswith("import slime\n")
+    assert len([line for line in python.splitlines() if line]) <= 8
+    assert screen.index(picture[0]) < screen.index(commands) < screen.index(python)

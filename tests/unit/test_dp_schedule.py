@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.core.dp_schedule import counted_rows, loss_weights, make_schedule, steps_of_rows
+from slime.core.dp_schedule import loss_weights, make_schedule, steps_of_rows, trained_rows
 
 
 @st.composite
@@ -85,7 +85,7 @@ def test_fillers_repeat_a_row_of_the_rank_and_rows_of_ranks_are_disjoint(inputs)
     num_rows = len(inputs["total_lens"])
     owned = []
     for rows, schedule in schedules:
-        mine = [rows[local] for local in counted_rows(schedule, len(rows))]
+        mine = [rows[local] for local in trained_rows(schedule, len(rows))]
         owned += mine
         assert rows == sorted(set(rows))
         assert set(mine) == set(rows) or (not mine and len(rows) == 1)
@@ -216,11 +216,11 @@ def test_ranks_without_rows_are_lent_the_shortest():
     assert sorted(rows for rows, _ in schedules) == [[0], [1], [1], [1]]
     lent = [(rows, s) for rows, s in schedules if s.dummies]
     assert [rows for rows, _ in lent] == [[1], [1]]
-    assert all(s.dummies == {(0, 0), (-1, 0)} and not counted_rows(s, 1) for _, s in lent)
+    assert all(s.dummies == {(0, 0), (-1, 0)} and not trained_rows(s, 1) for _, s in lent)
 
 
 def test_without_a_schedule_every_row_counts():
-    assert counted_rows(None, 3) == [0, 1, 2]
+    assert trained_rows(None, 3) == [0, 1, 2]
 
 
 def test_no_rows_are_refused():

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,8 @@ import pytest
 import train
 from tests.args import make_argv
 from tests.tiny import make_tiny_checkpoint
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -77,3 +83,64 @@ def test_refused_as_at_a_start(case, capsys):
     output = capsys.readouterr()
     assert case.said in output.err
     assert "Not for this machine" not in output.out
+
+
+def dictionary_reward(args, sample):
+    return {"exact": float(sample.response == str(sample.label)), "length": 2.0}
+
+
+def number_reward(args, sample):
+    return 1.0
+
+
+def failing_reward(args, sample):
+    raise ConnectionError("no judge here")
+
+
+@pytest.mark.parametrize(
+    ("hook", "key", "status", "said"),
+    [
+        (
+            "dictionary_reward",
+            "exact",
+            0,
+            "gives 1 for the first row, with its label as the response",
+        ),
+        ("number_reward", "exact", 2, "is a number, and --reward-key exact is the key of a dict"),
+        ("dictionary_reward", None, 2, "keys ['exact', 'length']; --reward-key is None"),
+        ("failing_reward", None, 0, "raised on the first row: ConnectionError: no judge here"),
+    ],
+)
+def test_the_reward_is_called_once(hook, key, status, said, tmp_path, capsys):
+    """With what it gives a wrong --reward-key is found; what only the run can reach refuses nothing."""
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"input": "1+1=", "label": 2}\n')
+    flags = {
+        "hf_checkpoint": str(make_tiny_checkpoint(tmp_path / "model")),
+        "prompt_data": [str(data)],
+    }
+    hook = f"tests.unit.test_dry_run.{hook}"
+    argv = make_argv(**flags, custom_rm_path=hook, rm_type=None, reward_key=key, label_key="label")
+    assert train.main([*argv, "--dry-run"]) == status
+    output = capsys.readouterr()
+    assert said in output.out + output.err
+
+
+@pytest.mark.parametrize("words", [["--json"], ["--suggest"], ["--html", "plan.html"]])
+def test_options_of_the_plan_are_refused(words, capsys):
+    assert train.main([*make_argv(), "--dry-run", *words]) == 2
+    assert f"{words[0]} is an option of slime plan" in capsys.readouterr().err
+
+
+def test_hooks_of_the_current_folder_are_found_wherever_the_script_is(tmp_path):
+    (tmp_path / "my_rewards.py").write_text("def reward(args, sample):\n    return 1.0\n")
+    argv = make_argv(custom_rm_path="my_rewards.missing", rm_type=None)
+    done = subprocess.run(
+        [sys.executable, ROOT / "train_async.py", *argv, "--dry-run"],
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "my_rewards has no 'missing'" in done.stderr

@@ -12,7 +12,7 @@ from slime.config.arguments import Args, parse_args
 from slime.core.errors import ConfigError
 from slime.runlog.checkpoint_folder import CheckpointFolder, CheckpointMeta, find_checkpoint
 from slime.runlog.earlier_runs import name_owner
-from slime.runlog.run_folder import open_run_folder
+from slime.runlog.run_folder import open_run_folder, resume_line
 from tests.args import make_args
 
 
@@ -84,6 +84,17 @@ def test_a_configuration_of_a_resumed_run_starts_its_repetition_anew(tmp_path: P
         ["--config", f"{first.run_dir}/config.yaml", "--run-dir", str(tmp_path / "second")]
     )
     assert again.load is None and again.save == str(tmp_path / "second/checkpoints")
+
+
+def test_a_resume_says_where_it_goes_on_and_what_differs(tmp_path: Path):
+    args = finished_run(tmp_path, lr=2e-4)
+    assert resume_line(args, 3) == "continuing after rollout 2"
+    given = {"save": args.save, "load": args.save, "save_hf": args.save_hf, "lr": 5e-5}
+    again = make_args(run_dir=args.run_dir, num_rollout=5, seed=7, **given)
+    changes = "--lr 0.0002 -> 5e-05, --num-rollout 3 -> 5, --seed unset -> 7"
+    assert resume_line(again, 3) == f"continuing after rollout 2: {changes}"
+    elsewhere = make_args(run_dir=str(tmp_path / "new"), num_rollout=5)
+    assert resume_line(elsewhere, 3) == "continuing after rollout 2"
 
 
 def test_inputs_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.algorithms.advantages import compute_advantages
-from slime.algorithms.estimators import RECIPES
+from slime.algorithms.estimators import RECIPES, compute_advantages
 from slime.algorithms.policy_loss import policy_loss
 from slime.core.packing import pack
 from slime.core.types import LossInputs, ParallelInfo, Sample, Status

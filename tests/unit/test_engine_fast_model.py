@@ -28,11 +28,16 @@ class InParts(CpuKernels):
         return torch.stack([2 * whole, -3 * whole, 2 * whole])
 
     def add_rms_norm(
-        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+        self,
+        hidden: torch.Tensor,
+        delta: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        zero_centred: bool = False,
     ) -> torch.Tensor:
-        whole = None if delta is None else delta.sum(0)
+        whole = delta if delta is None or delta.ndim == 2 else delta.sum(0)
         assert whole is None or whole.shape == hidden.shape
-        return super().add_rms_norm(hidden, whole, weight, eps)
+        return super().add_rms_norm(hidden, whole, weight, eps, zero_centred)
 
 
 @pytest.mark.parametrize("kind", [CpuKernels, InParts])

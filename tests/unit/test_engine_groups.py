@@ -107,8 +107,11 @@ def test_options_of_a_group_reach_the_command_of_its_engines_only(tmp_path):
         ([policy({**REGULAR, "num_gpus": 3, "num_gpus_per_engine": 2})], "cannot be split"),
         ([policy(), policy()], "two models are named 'policy'"),
         ([policy(name="Qwen/Qwen3-4B")], "use letters, digits"),
-        ([policy(update_weights=False)], "no engine receives weights"),
-        ([policy({"worker_type": "placeholder", "num_gpus": 1})], "no engine receives weights"),
+        ([policy(update_weights=False)], "no engine would receive the trained weights"),
+        (
+            [policy({"worker_type": "placeholder", "num_gpus": 1})],
+            "no engine would receive the trained weights",
+        ),
         ([policy({**REGULAR, "overrides": {"max_runing_requests": 1}})], "max_running_requests"),
         ([policy({**REGULAR, "overrides": {"tp_size": 2}})], "use num_gpus_per_engine"),
         ([policy({**REGULAR, "overrides": {"model_path": "/x"}})], "another model_path"),
@@ -116,10 +119,13 @@ def test_options_of_a_group_reach_the_command_of_its_engines_only(tmp_path):
         ([policy({**REGULAR, "overrides": {"dtype": "float16"}})], "use --sglang-dtype"),
         ([policy({**REGULAR, "overrides": {"disaggregation_mode": "decode"}})], "use worker_type"),
         ([policy({**REGULAR, "overrides": ["page_size"]})], "overrides"),
-        ([policy({**REGULAR, "worker_type": "prefill"})], "prefill and decode need each other"),
+        (
+            [policy({**REGULAR, "worker_type": "prefill"})],
+            "either all regular, or prefill and decode",
+        ),
         (
             [policy(REGULAR, {**REGULAR, "worker_type": "prefill"})],
-            "prefill and decode need each other and no regular group",
+            "either all regular, or prefill and decode",
         ),
     ],
 )

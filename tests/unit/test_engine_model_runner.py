@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime.engine.arguments import EngineArgs
 from slime.engine.kernels.cpu_kernels import SOURCE, CpuKernels
+from slime.engine.models.loading import eos_token_ids
 from slime.engine.models.model_runner import find_kernels
 from slime.utils.compiled import load_library
 
@@ -58,3 +59,13 @@ def test_other_models_run_on_their_hugging_face_modules(family: str, options: di
 def test_without_gcc_they_run_on_their_hugging_face_modules(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "gcc" in find("qwen3")
+
+
+def test_a_config_without_end_token():
+    """Qwen3-VL's text config has no such attribute unless config.json gives it."""
+    text = {**SIZES, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SIZES))
+    model.config = AutoConfig.for_model("qwen3_vl", text_config=text)
+    model.generation_config = None
+    assert eos_token_ids(model, None) == frozenset()
+    assert eos_token_ids(model, 7) == {7}

@@ -170,9 +170,9 @@ def test_unknown_and_unsupported_keys_are_refused_by_name():
     ) as error:
         parse_sampling_params({"temprature": 1.0})
     assert error.value.plain
-    with pytest.raises(RequestError, match="`json_schema` is not supported"):
-        parse_sampling_params({"json_schema": "{}"})
-    assert parse_sampling_params({"json_schema": None}).temperature == 1.0
+    with pytest.raises(RequestError, match="`ebnf` is not supported"):
+        parse_sampling_params({"ebnf": "{}"})
+    assert parse_sampling_params({"ebnf": None}).temperature == 1.0
 
 
 @pytest.mark.parametrize(
@@ -190,6 +190,11 @@ def test_unknown_and_unsupported_keys_are_refused_by_name():
         {"n": 1 << 40},  # would be made one by one
         {"logit_bias": {"3": 1e308}},  # infinite in 32 bits
         {"ignore_eos": 1},
+        {"json_schema": {}},
+        {"json_schema": "{}", "regex": "a"},
+        {"json_schema": "{}", "ignore_eos": True},
+        {"regex": "a", "min_new_tokens": 1},
+        {"regex": "a" * 5000},
     ],
 )
 def test_values_out_of_range_are_refused(params: dict):

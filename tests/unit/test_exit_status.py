@@ -13,6 +13,7 @@ import pytest
 import train
 import train_async
 from slime import __version__, cli
+from slime.cli import async_loop, loop
 from slime.config.arguments import parse_args
 from slime.core.errors import ConfigError, UserError
 from slime.diagnosis.exit_status import add_advice, run_command
@@ -96,10 +97,10 @@ def test_a_full_disk_leaves_no_traceback_of_logging_or_torch(tmp_path: Path):
     assert "before" in (tmp_path / "logs" / "driver.log").read_text()
 
 
-@pytest.mark.parametrize("loop", [train.train, train_async.train])
-def test_the_loops_look_at_the_signal_once_per_rollout(loop):
+@pytest.mark.parametrize("rollouts", [loop.rollouts, async_loop.rollouts])
+def test_the_loops_look_at_the_signal_once_per_rollout(rollouts):
     """Or one that comes between two looks stops the run without the save it promised."""
-    assert inspect.getsource(loop).count("run.stopping") == 1
+    assert inspect.getsource(rollouts).count("run.stopping") == 1
 
 
 def test_an_asynchronous_run_repeats_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

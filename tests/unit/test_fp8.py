@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from slime.backends.megatron_utils.hf_weights.reader import HfReader
 from slime.core.errors import UserError
@@ -21,7 +21,9 @@ from slime.weights.fp8 import (
     dequantize,
     format_of,
     is_quantized,
+    load_causal_lm,
     quantize,
+    read_dequantized,
 )
 from slime.weights.sglang_checksums import ModelFacts
 from slime.weights.sync import WeightSync
@@ -173,6 +175,32 @@ def test_a_model_that_is_in_fp8_already_is_refused(model, tmp_path):
     convert_to_fp8(model, tmp_path / "fp8", SMALL)
     with pytest.raises(UserError, match="already"):
         convert_to_fp8(tmp_path / "fp8", tmp_path / "again", SMALL)
+
+
+@pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.strategy)
+def test_a_tensor_without_its_scale_is_named(layout, tmp_path):
+    values, _ = quantize(torch.randn(4, 6), layout)
+    save_file({"up_proj.weight": values}, tmp_path / "model.safetensors")
+    scale = f"up_proj.{layout.scale_suffix}"
+    with pytest.raises(UserError, match=f"up_proj.weight is in FP8 and has no {scale}"):
+        read_dequantized(tmp_path, layout, torch.bfloat16)
+    config = {"quantization_config": declaration(layout, [])}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="is in FP8 and has no scales"):
+        HfReader(tmp_path).read("up_proj.weight")
+
+
+def test_fp8_that_no_config_declares_is_refused(model, tmp_path):
+    """Its values are up to 448 and would be taken for the weights."""
+    convert_to_fp8(model, tmp_path / "fp8", SMALL)
+    config = json.loads((tmp_path / "fp8/config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "fp8/config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="has no quantization_config"):
+        load_causal_lm(str(tmp_path / "fp8"))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with pytest.raises(UserError, match=f"{name} is in FP8"):
+        HfReader(tmp_path / "fp8").read(name)
 
 
 class Recorded(WeightTransport):

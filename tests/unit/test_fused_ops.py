@@ -8,8 +8,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from slime.backends.fsdp_utils.fused_layers import fuse_mlps
-from slime.backends.kernels.fused_ops import rotate, swiglu_down
+from slime.backends.kernels.fused_ops import fuse_mlps, rotate, swiglu_down
 
 
 def test_swiglu_down_is_the_plain_product():

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from slime.algorithms import delta_kernels
 from slime.algorithms.gated_delta import (
     DeltaHeads,
     causal_conv,
@@ -100,6 +101,23 @@ def test_values_that_are_not_finite_stay_in_their_sample():
         alone = gated_delta_net(mixed[40:], weight, decay[40:], beta[40:], HEADS, (50,))
     assert out[:40].isnan().all()
     torch.testing.assert_close(out[40:], alone)
+
+
+def test_a_layout_first_made_for_inference_serves_training():
+    inputs = make_inputs(77)
+    with torch.inference_mode():
+        gated_delta_net(*inputs, HEADS, (7, 70))
+    out = gated_delta_net(*inputs, HEADS, (7, 70))
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cpu_computes_in_plain_torch(dtype: torch.dtype):
+    """Also where the kernels for GPUs are installed."""
+    mixed, weight, decay, beta = make_inputs(77, torch.float32)
+    inputs = mixed.to(dtype), weight.to(dtype), decay, beta.to(dtype)
+    found = delta_kernels.gated_delta_net(*inputs, HEADS, (7, 70))
+    assert torch.equal(found, gated_delta_net(*inputs, HEADS, (7, 70)))
 
 
 def test_a_convolution_starts_at_zero_in_every_sample():

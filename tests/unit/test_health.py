@@ -1,6 +1,6 @@
 import pytest
 
-from slime.serving.health import flush_until_idle
+from slime.serving.servers import flush_until_idle
 from slime.utils.sync_http import HttpError
 from tests.fakes import FakeEngine
 

@@ -102,7 +102,7 @@ def test_parts_make_up_the_whole(case, size):
     mapping, tensors, whole = CASES[case]()
     parts = parts_of(mapping, tensors, size)
     assert torch.equal(mapping.join(parts), whole)
-    assert mapping.whole_shape(tuple(parts[0].shape), size) == tuple(whole.shape)
+    assert mapping.whole_shape(tuple(parts[0].shape), Shard(0, size)) == tuple(whole.shape)
 
 
 @pytest.mark.parametrize("case", CASES)

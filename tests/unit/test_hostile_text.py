@@ -25,7 +25,7 @@ from slime.runlog.recorder import LiveDisplay
 from slime.runlog.report import write_report
 from slime.runlog.run_folder import open_run_folder
 from slime.runlog.summary import closing_lines
-from slime.serving.server_process import ServerProcess
+from slime.serving.servers import ServerProcess
 from slime.utils.printable import printable, safe_text
 from tests.args import make_args, make_argv
 from tests.synthetic_run import write_run

@@ -5,11 +5,11 @@ import pytest
 from tools.house import House
 
 # Measure -> (limit, target). Only a new capability raises the files and lines; no other limit is
-# ever raised. Lower a limit when the figure has gone down, until it has reached the target.
+# raised. Lower a limit when the figure has gone down, until it has reached the target.
 LIMITS = {
-    "files on the main path": (62, 50),
-    "files in slime/": (352, 300),
-    "lines in slime/": (59_500, 40_000),
+    "files on the main path": (50, 50),
+    "files in slime/": (390, 300),
+    "lines in slime/": (70_950, 40_000),
     "files in one folder": (25, 25),
     "lines in one file": (400, 400),
     "lines in one function": (83, 80),

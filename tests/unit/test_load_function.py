@@ -111,6 +111,8 @@ def test_paths_that_lead_nowhere():
     assert "module 'lf_hooks.sub' does not exist" in message("lf_hooks.sub.fn")
     assert "did you mean lf_hooks.good" in message("lf_hooks.god")
     assert "expected an import path" in message("good")
+    for path in ("lf_hooks.py", "./lf_hooks.good", "/elsewhere/lf_hooks.py"):
+        assert "an import path such as lf_hooks.function, not a file" in message(path)
     assert "is a int; expected a function" in message("lf_hooks.number")
     assert "expected a function" in message("lf_hooks.Good")
 

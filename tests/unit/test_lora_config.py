@@ -9,18 +9,13 @@ import torch
 from safetensors.torch import save_file
 
 from slime.config.engine_groups import ServedModel, ServerGroup, engines_of
-from slime.config.lora import (
-    LoraConfig,
-    check_lora_files,
-    check_lora_resume,
-    linear_modules,
-    served_adapter,
-)
-from slime.config.peft_files import bound_modules, peft_modules
+from slime.config.lora import LoraConfig, check_lora_files, check_lora_resume, served_adapter
+from slime.config.peft_files import bound_modules, linear_modules, peft_modules
 from slime.core.errors import ConfigError, UserError
 from tests.args import make_args
 
 LORA = {"lora_rank": 4, "lora_merge_for_rollout": True}
+ADAPTED = {**LORA, "train_backend": "megatron", "lora_target_modules": ["experts"]}
 # Two layers of a dense model.
 SHAPES = {
     "model.embed_tokens.weight": [320, 64],
@@ -109,6 +104,18 @@ def refusal(**overrides: object) -> str:
             ["--ref-update-interval", "base with its adapters off"],
         ),
         ({**LORA, "lora_adapter_path": "/nowhere"}, ["--lora-adapter-path: /nowhere"]),
+        (
+            {**ADAPTED, "transformer_impl": "transformer_engine"},
+            ["--transformer-impl transformer_engine with --lora-target-modules experts", "local"],
+        ),
+        (
+            {**LORA, "train_backend": "megatron", "optimizer_cpu_offload": True},
+            ["--optimizer-cpu-offload with --lora-rank", "--use-precision-aware-optimizer"],
+        ),
+        (
+            {**ADAPTED, "optimizer": "muon"},
+            ["--optimizer muon with --lora-target-modules experts", "--optimizer adam"],
+        ),
     ],
 )
 def test_flags_that_are_refused(flags, words):
@@ -231,6 +238,22 @@ def test_experts_are_named_by_the_parameters_that_hold_them():
     check_lora_files(make_args(**LORA, lora_target_modules=["all-linear", "experts"]), shapes)
 
 
+def test_the_gate_of_a_shared_expert_has_no_adapter_on_megatron():
+    gate = "model.layers.0.mlp.shared_expert_gate.weight"
+    shapes = {f"{name}.weight": [8, 8] for name in LINEAR} | EXPERTS | {gate: [1, 8]}
+    every = {**LORA, "lora_target_modules": ["all-linear", "experts"]}
+    check_lora_files(make_args(**every), shapes)
+    with pytest.raises(ConfigError, match=r"includes shared_expert_gate.*--train-backend fsdp"):
+        check_lora_files(make_args(**every, train_backend="megatron"), shapes)
+    check_lora_files(make_args(**{**ADAPTED, "lora_target_modules": ["q_proj", "experts"]}), shapes)
+
+
+def test_experts_with_adapters_are_those_of_slimes_layers():
+    assert make_args(**ADAPTED).transformer_impl == "local"
+    linear = {**ADAPTED, "lora_target_modules": ["q_proj"]}
+    assert make_args(**linear).transformer_impl is None
+
+
 def test_experts_in_pefts_files():
     """With both parameters the inner wrapper of gate_up_proj is called base_layer."""
     experts = "model.layers.0.mlp.experts"
@@ -295,6 +318,9 @@ def test_rank_alpha_and_modules_come_from_the_folder(adapter):
     change(adapter, target_modules=r".*q_proj")  # a pattern: the tensors say what it matched
     args = make_args(lora_adapter_path=str(adapter), lora_merge_for_rollout=True)
     assert args.lora_target_modules == [n for n in LINEAR if n.endswith("q_proj")]
+    change(adapter, target_modules=["q_proj"], layers_to_transform=[0, 1])  # likewise
+    args = make_args(lora_adapter_path=str(adapter), lora_merge_for_rollout=True)
+    assert args.lora_target_modules == [n for n in LINEAR if n.endswith("q_proj")]
 
 
 @pytest.mark.parametrize(
@@ -310,7 +336,7 @@ def test_rank_alpha_and_modules_come_from_the_folder(adapter):
             "rank_pattern",
         ),
         ({"init_lora_weights": "pissa"}, "changes the base weights"),
-        ({"r": "four"}, "cannot be read"),
+        ({"r": "four"}, "r must be an integer above 0, not four"),
         ({"a_setting_of_tomorrow": 1}, "a_setting_of_tomorrow"),
     ],
 )

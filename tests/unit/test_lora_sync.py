@@ -1,8 +1,10 @@
 """An adapter counts as arrived only if every engine has bound all of it and holds its bits."""
 
 import json
+import os
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from hashlib import blake2b
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -13,9 +15,10 @@ from safetensors.torch import load_file
 from slime.config.lora import LoraConfig
 from slime.core.errors import WeightMismatchError, WeightSyncError
 from slime.core.types import EngineInfo
+from slime.weights.adapter_update import AdapterUpdate
 from slime.weights.checksum import format_checksum, tensor_checksum
-from slime.weights.ipc import import_buffer
-from slime.weights.lora_sync import AdapterSync, adapter_update
+from slime.weights.ipc import SHM_DIR, import_buffer
+from slime.weights.lora_sync import AdapterSync
 
 MODULES = [f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in ("q_proj", "o_proj")]
 LORA = LoraConfig(rank=2, alpha=8, target_modules=("q_proj", "o_proj"))
@@ -26,6 +29,10 @@ class Engine:
 
     def __init__(self, fault: str = "") -> None:
         self.fault, self.calls = fault, []
+        self.kept: dict[str, dict] = {}  # bodies by layout
+        self.formats: list[str] = []
+        self.opened: dict[str, torch.Tensor] = {}  # buffers by handle
+        self.stack = ExitStack()
         self.held: dict[str, torch.Tensor] = {}
         self.config: dict = {}
         engine = self
@@ -33,8 +40,9 @@ class Engine:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                reply = json.dumps(engine.answer(self.path, body)).encode()
-                self.send_response(200)
+                answer = engine.answer(self.path, body)
+                reply = json.dumps(answer).encode()
+                self.send_response(200 if answer is not None else 409)
                 self.send_header("Content-Length", str(len(reply)))
                 self.end_headers()
                 self.wfile.write(reply)
@@ -47,24 +55,35 @@ class Engine:
             url=f"http://127.0.0.1:{self.server.server_port}", device_ids=("cpu",), kind="slime"
         )
 
-    def answer(self, route: str, body: dict) -> dict:
+    def answer(self, route: str, body: dict) -> dict | None:
+        """Return the reply; None if the adapter has to be sent as a whole."""
         self.calls.append(route)
         if not route.startswith("/load_lora_adapter"):
             return {}
         if self.fault == "refuse":
             return {"success": False, "error_message": "rank 2 is above --max-lora-rank 1"}
-        self._take(route, body)
+        self.formats.append(body.get("load_format", "folder"))
+        is_kept = body.get("load_format") == "slime_kept"
+        if is_kept and body["layout"] not in self.kept:
+            return None
+        self._take(route, {**self.kept[body["layout"]], **body} if is_kept else body)
         if self.fault == "bit":
             self.held[next(iter(self.held))][0, 0] += 1
         bound = {name.split("base_model.model.")[1].split(".lora_")[0] for name in self.held}
         if self.fault == "unbound":
             bound.pop()
-        sums = sum(tensor_checksum(name, tensor) for name, tensor in self.held.items())
+        names = sorted(self.held)
+        joined = torch.cat([self.held[name].flatten() for name in names])
         version = "0" if self.fault == "version" else body["weight_version"]
+        shapes = [f"{name} {list(self.held[name].shape)}" for name in names]
+        if self.fault == "shape":
+            shapes[0] = shapes[0].replace("[", "[1, ")
         return {
             "success": True,
-            "bound_modules": sorted(bound),
-            "checksum": format_checksum(sums % 2**64),
+            **({} if is_kept else {"bound_modules": sorted(bound)}),
+            "num_modules": len(bound),
+            "bound_digest": blake2b("\n".join(shapes).encode(), digest_size=16).hexdigest(),
+            "checksum": format_checksum(tensor_checksum("\n".join(names), joined)),
             "weight_version": version,
         }
 
@@ -75,11 +94,16 @@ class Engine:
             self.held = load_file(folder / "adapter_model.safetensors")
             return
         self.config = body["config_dict"]
-        with import_buffer(body["handle"]) as buffer:
-            for row in body["metadata"]:
-                dtype, size = getattr(torch, row["dtype"]), torch.Size(row["shape"]).numel()
-                part = buffer[row["offset"] : row["offset"] + size * dtype.itemsize]
-                self.held[row["name"]] = part.view(dtype).view(row["shape"]).clone()
+        if "layout" in body:
+            self.kept[body["layout"]] = body
+        name = json.dumps(body["handle"])
+        if name not in self.opened:
+            self.opened[name] = self.stack.enter_context(import_buffer(body["handle"]))
+        buffer = self.opened[name]
+        for row in body["metadata"]:
+            dtype, size = getattr(torch, row["dtype"]), torch.Size(row["shape"]).numel()
+            part = buffer[row["offset"] : row["offset"] + size * dtype.itemsize]
+            self.held[row["name"]] = part.view(dtype).view(row["shape"]).clone()
 
 
 @contextmanager
@@ -94,15 +118,17 @@ def engines(*faults: str):
         for engine in made:
             engine.server.shutdown()
             engine.server.server_close()
+            engine.opened.clear()
+            engine.stack.close()
 
 
-def make_update(dtype: torch.dtype = torch.bfloat16):
-    torch.manual_seed(0)
+def make_update(dtype: torch.dtype = torch.bfloat16, seed: int = 0):
+    torch.manual_seed(seed)
     tensors = []
     for module in MODULES:
         tensors.append((f"{module}.lora_A.weight", torch.randn(2, 24)))
         tensors.append((f"{module}.lora_B.weight", torch.randn(40, 2)))
-    return adapter_update(LORA, "/models/base", tensors, dtype), dict(tensors)
+    return AdapterUpdate(LORA, "/models/base", tensors, dtype), dict(tensors)
 
 
 @pytest.mark.parametrize("through", ["memory", "files"])
@@ -123,11 +149,58 @@ def test_every_engine_gets_the_adapter_and_resumes(through, tmp_path):
             assert torch.equal(engine.held[f"base_model.model.{name}"], tensor.bfloat16())
 
 
+def test_later_updates_send_a_key_instead_of_the_table():
+    first, second, third = (make_update(seed=seed) for seed in range(3))
+    sync = AdapterSync(token=None)
+    with engines("", "") as (lasting, restarted):
+        infos = [lasting.info, restarted.info]
+        sync.update(first[0], infos, 1)
+        restarted.kept.clear()
+        sync.update(second[0], infos, 2)
+        for engine in (lasting, restarted):  # both get a new buffer
+            assert engine.formats == ["slime_shm", "slime_kept", "slime_shm"]
+        sync.update(third[0], infos, 3)
+        for engine in (lasting, restarted):
+            assert engine.formats[-1] == "slime_kept"
+            for name, tensor in third[1].items():
+                assert torch.equal(engine.held[f"base_model.model.{name}"], tensor.bfloat16())
+        wider = make_update(torch.float32)  # another dtype is another buffer
+        sync.update(wider[0], infos, 4)
+        assert {engine.formats[-1] for engine in (lasting, restarted)} == {"slime_shm"}
+
+
+@pytest.mark.parametrize("fault", ["unbound", "shape", "bit", "version"])
+def test_a_later_update_that_did_not_arrive_is_an_error_too(fault):
+    sync = AdapterSync(token=None)
+    with engines("") as (engine,):
+        sync.update(make_update()[0], [engine.info], 1)
+        engine.fault = fault
+        with pytest.raises(WeightMismatchError):
+            sync.update(make_update(seed=1)[0], [engine.info], 2)
+        assert engine.formats[-1] == "slime_kept"
+        assert engine.calls.count("/continue_generation") == 1
+        engine.fault = ""
+        sync.update(make_update(seed=1)[0], [engine.info], 3)
+        assert engine.formats[-1] == "slime_shm"  # the buffer was given up
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_no_file_is_left_in_shared_memory(keep):
+    sync = AdapterSync(token=None, keep_buffer=keep)
+    with engines("") as (engine,):
+        for version in (1, 2):
+            sync.update(make_update()[0], [engine.info], version)
+            assert not list(SHM_DIR.glob(f"slime_{os.getpid()}_*"))
+    assert engine.formats == ["slime_shm", "slime_kept" if keep else "slime_shm"]
+    assert bool(engine.kept) == keep
+
+
 @pytest.mark.parametrize(
     ("fault", "error", "words"),
     [
         ("refuse", WeightSyncError, "above --max-lora-rank 1"),
         ("unbound", WeightMismatchError, "3 of 4 modules are bound; unbound: model.layers."),
+        ("shape", WeightMismatchError, "names or shapes differ"),
         ("bit", WeightMismatchError, "checksum"),
         ("version", WeightMismatchError, "it reports version 0"),
     ],

@@ -1,6 +1,6 @@
 import pytest
 
-from slime.core.train_batch import add_up, prefixed, reduce_metrics
+from slime.core.batches import add_up, prefixed, reduce_metrics
 from slime.core.types import MetricSum
 
 

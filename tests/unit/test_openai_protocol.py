@@ -6,12 +6,19 @@ import json
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from slime.data.openai_encode import check_template_kwargs, render_after_answer
 from slime.data.openai_replies import Answer, parse_tool_calls, same_calls
-from slime.data.openai_requests import ApiError, parse_chat
+from slime.data.openai_requests import (
+    _REFUSED,
+    _SAMPLING,
+    ApiError,
+    parse_chat,
+    parse_completion,
+)
 from slime.engine.server.openai_routes import TextStream
 from tests.tiny import make_byte_tokenizer
 
@@ -162,3 +169,54 @@ def test_template_variables_are_read_from_the_template():
             check_template_kwargs(tokenizer, {name: 1})
     with pytest.raises(ApiError, match="`chat_template_kwargs` must be an object"):
         parse_chat({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": ["a"]})
+
+
+# A value of each field of the table in docs/engines.md that is not what leaving it out means.
+VALUES = {
+    "messages": [{"role": "user", "content": "b"}], "prompt": "b", "model": "m", "max_tokens": 5,
+    "max_completion_tokens": 5, "temperature": 0.5, "top_p": 0.5, "n": 2, "seed": 1, "stop": "x",
+    "presence_penalty": 1, "frequency_penalty": 1, "logit_bias": {"1": 2}, "stream": True,
+    "stream_options": {"include_usage": True}, "logprobs": 1, "top_logprobs": 2,
+    "tools": [{"type": "function"}], "tool_choice": "none", "parallel_tool_calls": False,
+    "functions": [{}], "function_call": "auto", "response_format": {"type": "json_object"},
+    "regex": "a", "ebnf": "a", "json_schema": "{}", "echo": True, "suffix": "a", "best_of": 2,
+    "audio": {"voice": "a"}, "modalities": ["audio"], "prediction": {"type": "content"},
+    "web_search_options": {"a": 1}, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1,
+    "stop_token_ids": [1], "min_tokens": 2, "ignore_eos": True, "skip_special_tokens": False,
+    "lora_path": "a", "chat_template_kwargs": {"a": 1}, "user": "u", "store": True,
+    "metadata": {"a": "b"}, "service_tier": "auto", "reasoning_effort": "low",
+}  # fmt: skip
+
+
+def documented_fields() -> list[tuple[str, str, str]]:
+    """(field, chat, completions) of each row of the table."""
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    table = page.split("## OpenAI routes of the embedded engine")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| `")]
+    return [
+        (name.strip(" `"), chat.strip(), completions.strip())
+        for names, chat, completions in rows
+        for name in names.split(",")
+    ]
+
+
+def test_every_field_that_is_parsed_is_documented():
+    documented = {name for name, *_ in documented_fields()}
+    assert documented == set(VALUES) and documented >= {*_SAMPLING, *_REFUSED}
+
+
+@pytest.mark.parametrize(("name", "chat", "completions"), documented_fields())
+def test_the_table_of_fields_is_true(name, chat, completions):
+    base = {
+        "messages": [{"role": "user", "content": "a"}], "prompt": "a",
+        "tools": [{"type": "function", "function": {"name": "f"}}], "max_tokens": None,
+    }  # fmt: skip
+    for parse, state in ((parse_chat, chat), (parse_completion, completions)):
+        body = {**base, name: VALUES[name]}
+        if name == "top_logprobs" and parse is parse_chat:
+            body["logprobs"] = True
+        if state == "refused":
+            with pytest.raises(ApiError, match=name):
+                parse(body)
+        else:
+            assert (parse(body) != parse(base)) == (state == "yes"), state

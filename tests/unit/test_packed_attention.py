@@ -16,8 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from slime.backends.fsdp_utils.fused_layers import fuse_norms
 from slime.backends.fsdp_utils.model import PACKED_ATTENTION, packed_attention
+from slime.backends.kernels.fused_ops import fuse_norms
 from slime.backends.kernels.packed_attention import packed_layout
 from slime.core.errors import UserError
 
@@ -120,9 +120,10 @@ class FakeRMSNorm(nn.Module):
         return (self.weight + self.offset) * (x * torch.rsqrt(variance + self.variance_epsilon))
 
 
-def test_fused_norm_has_the_value_and_gradient_of_its_definition():
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_fused_norm_has_the_value_and_gradient_of_its_definition(offset: float):
     torch.manual_seed(0)
-    norm = FakeRMSNorm(16, 0.0)
+    norm = FakeRMSNorm(16, offset)
     x = torch.randn(2, 5, 16, requires_grad=True)
     upstream = torch.randn(2, 5, 16)
     expected = norm(x)
@@ -138,11 +139,11 @@ def test_fused_norm_has_the_value_and_gradient_of_its_definition():
 
 
 def test_only_norms_that_compute_the_same_are_replaced():
-    class GemmaRMSNorm(FakeRMSNorm):
+    class OtherRMSNorm(FakeRMSNorm):
         pass
 
     torch.manual_seed(0)
-    model = nn.Sequential(FakeRMSNorm(8, 0.0), GemmaRMSNorm(8, 1.0), FakeRMSNorm(8, 0.0))
+    model = nn.Sequential(FakeRMSNorm(8, 0.0), OtherRMSNorm(8, 2.0), FakeRMSNorm(8, 0.0))
     x = torch.randn(4, 8)
     expected = model(x)
     assert fuse_norms(model) == 2

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from slime.runlog.perf_metrics import (
     ModelShape,
@@ -66,6 +66,18 @@ def test_a_mixture_counts_only_the_experts_a_token_visits():
     feed_forward = 2 * 3 * 32 * 48  # two layers of three matrices
     experts = 2 * (3 * 32 * (2 * 24) + 32 * 4)  # two of four experts, and the router
     assert mixture.weights_per_token == dense.weights_per_token - feed_forward + experts
+
+
+def test_hybrid_models_count_the_layers_of_both_kinds():
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
+    config = Qwen3_5TextConfig(**{**COMMON, "num_hidden_layers": 4}, **sizes)
+    shape = ModelShape.from_hf_config({"text_config": config.to_dict()})
+    model = AutoModelForCausalLM.from_config(config)
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    assert shape.weights_per_token == sum(module.weight.numel() for module in linear)
+    per_token, pairs, states = 2 * shape.weights_per_token, 5 * 6 / 2, 3 * 4 * 8 * 6
+    assert forward_flops(shape, [5]) == 5 * per_token + 4 * 4 * 16 * pairs + 6 * states * 5
 
 
 def test_speeds_and_mfu():

@@ -6,17 +6,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from slime.algorithms.gated_delta import DeltaHeads
 from slime.backends.model_size import ModelCount, RankModel, WholeModel
 from slime.cli.plan import host_memory as host_module
 from slime.cli.plan.activations import layer_cost
-from slime.cli.plan.model_shape import config_from_flags, shape_of
+from slime.cli.plan.command import main
+from slime.cli.plan.model_shape import config_from_flags, shape_of, write_config
 from slime.cli.plan.plan import Machine, find_advice, plan_from_count, plan_json
 from slime.cli.plan.rank_layout import Sizes, cluster_layout, stage_ranks
 from slime.cli.plan.render import render_page, summary_lines
 from slime.cli.plan.request import PlanOptions, planned_args, split_options
 from slime.config.flags.parser import read_command_line
 from slime.core.errors import ConfigError
+from slime.engine.arguments import EngineArgs
+from slime.engine.kv_cache import count_states
+from slime.engine.state_cache import StateShape
+from tests.tiny import make_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -183,6 +190,8 @@ def test_model_args_alone_are_enough():
         ("qwen2.5-7B", "qwen2"),
         ("glm4-9B", "glm4"),
         ("llama3.1-8B", "llama"),
+        ("qwen3-next-80B-A3B", "qwen3_next"),
+        ("qwen3.5-9B", "qwen3_5_text"),
     ],
 )
 def test_the_family_follows_from_the_parts(script, model_type):
@@ -204,6 +213,20 @@ def test_a_layer_keeps_what_the_docstring_lists(folder):
     by_hand = 2 * h + (q + 2 * kv) + q + q + 2 * q + q + 2 * f
     log_sums = 32 * 2
     assert cost.dense.total == by_hand + log_sums
+
+
+def test_a_hybrid_layer_keeps_the_average_of_both_kinds(tmp_path):
+    """Qwen3.5-9B, one rank: the tables in activations.py, by hand."""
+    config = config_from_flags(read_command_line(model_args("qwen3.5-9B")))
+    assert config is not None
+    folder = str(write_config(config, tmp_path / "m"))
+    with planned_args(argv(folder), PlanOptions()) as args:
+        cost = layer_cost(args, shape_of(config), Sizes(world=1), repeats_keys=True)
+    h, q, kv, f, v, m = 4096, 16 * 256, 4 * 256, 12288, 32 * 128, 2 * 16 * 128 + 32 * 128
+    attention = (q + 2 * kv) + q + q + 2 * q + q + 16 * 2 + 4 * q
+    delta_net = (m + v) + m + 3 * v
+    assert cost.dense.total == 4 * h + attention / 4 + delta_net * 3 / 4 + 2 * f
+    assert cost.backward == 22 * m + 2 * h
 
 
 def test_resident_bytes_of_a_rank(folder):
@@ -304,6 +327,31 @@ def test_kv_cache_by_hand(folder):
     assert plan.cache.bytes_per_token == per_token
     assert plan.cache.tokens == int(room // per_token)
     assert plan.cache.requests_at_full_length == plan.cache.tokens // 2048
+
+
+def test_recurrent_states_by_hand(tmp_path):
+    """Qwen3-Next: three of four layers have a state per request, and only the fourth a KV cache."""
+    config = {
+        **QWEN3_4B,
+        **{"model_type": "qwen3_next", "num_hidden_layers": 48, "full_attention_interval": 4},
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ("--rollout-engine", "slime", "--sglang-mem-fraction-static", "0.5")
+    plan = plan_of(str(tmp_path), count(10**8), *flags, "--train-backend", "fsdp")
+    assert plan.cache is not None
+    assert plan.cache.bytes_per_token == 12 * 2 * 8 * 128 * 2
+    each = 36 * (32 * 128 * 128 * 4 + 3 * (2 * 16 + 32) * 128 * 2)
+    heads = DeltaHeads(num_key=16, num_value=32, key_dim=128, value_dim=128)
+    shape = StateShape(layers=tuple(range(36)), heads=heads, window=3)
+    assert shape.nbytes(torch.bfloat16) == each
+    free = 80 * GIB * 0.5 - 4_000_000_000 * 2 - 0.5 * GIB
+    running, saved = count_states(EngineArgs(model_path="m"), free, each)
+    states = item(phase(plan, "rollout").items, "recurrent states")
+    assert states == each * (running + 1 + saved)
+    assert plan.cache.tokens == int((free - states) // plan.cache.bytes_per_token)
+    assert plan.cache.requests_at_full_length == min(plan.cache.tokens // 2048, running)
 
 
 # ---- verdict
@@ -424,3 +472,11 @@ def test_a_frozen_engine_on_a_gpu_of_the_trainer_counts_there(folder, tmp_path, 
     assert item(phase(plan, "weight_update").items, "engine weights") == weights
     training = [one for one in phase(plan, "training").items if one.name == "engine weights"]
     assert [one.nbytes for one in training] == ([] if offload else [weights])
+
+
+def test_data_that_nobody_named_is_not_missed(tmp_path, capsys):
+    model = make_tiny_checkpoint(tmp_path / "model")
+    main(["--train-backend", "fsdp", "--hf-checkpoint", str(model)])
+    assert "prompts.jsonl" not in capsys.readouterr().out
+    main(["--train-backend", "fsdp", "--hf-checkpoint", str(model), "--prompt-data", "own.jsonl"])
+    assert "own.jsonl does not exist" in capsys.readouterr().out

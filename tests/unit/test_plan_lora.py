@@ -1,5 +1,6 @@
 """LoRA in the plan, byte by byte, on counts that are written out here: Qwen3-4B with rank 16."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -74,10 +75,22 @@ def test_a_trainer_holds_the_base_in_bf16_and_adapters_in_fp32(folder):  # noqa:
     assert item(training, "parameters") == 2 * BASE + 4 * ADAPTER
     assert item(training, "Adam's moments") == 8 * ADAPTER
     assert item(training, "gradients") == 4 * ADAPTER
-    gathered = 2 * (10**8 + RANK * LAYER)
-    assert item(training, "gathered parameters") == 2 * gathered
+    layer = 2 * (10**8 + RANK * LAYER)  # one at a time: a single rank prefetches none
+    assert item(training, "gathered parameters") == layer
     assert "fp32 master weights" not in names(plan, "training")
     assert "reference weights" not in names(plan, "training")  # it is the base itself
+
+
+def test_a_base_in_fp8_is_gathered_in_fp8_and_dequantized_matrix_by_matrix(folder):  # noqa: F811
+    full = counted()
+    rank = replace(full.ranks[0], fp8_parameters=BASE)
+    plan = plan_of(folder, replace(full, ranks=[rank]), *MERGED)
+    training = phase(plan, "training").items
+    assert item(training, "gathered parameters") == 10**8 + 2 * RANK * LAYER
+    assert item(training, "matrix being dequantized") == (4 + 2) * H * F
+    (held,) = [item for item in training if item.name == "parameters"]
+    assert held.note == "fp8, sharded; adapters fp32"
+    assert "matrix being dequantized" not in names(plan_of(folder, full, *MERGED), "training")
 
 
 def test_a_layer_keeps_the_output_of_every_a_and_the_inputs_of_the_mlp(folder):  # noqa: F811
@@ -114,6 +127,17 @@ def test_engines_have_slots_for_adapters_beside_their_cache(folder):  # noqa: F8
     assert item(phase(two, "rollout").items, "adapter slots") == 2 * ADAPTER * 2
     merged = plan_of(folder, counted(), *MERGED)
     assert "adapter slots" not in names(merged, "rollout")
+
+
+def test_the_embedded_engine_dequantizes_a_base_in_fp8(tmp_path):
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_4B, "quantization_config": blocks}))
+    weights = {}
+    for engine in ("slime", "sglang"):
+        plan = plan_of(str(tmp_path), counted(), *ALONE, "--rollout-engine", engine)
+        weights[engine] = item(phase(plan, "rollout").items, "engine weights")
+    assert weights["slime"] == 2 * BASE
+    assert weights["sglang"] == int(BASE * (1 + 4 / 128**2))
 
 
 def test_an_update_sends_the_adapter_alone(folder):  # noqa: F811

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.algorithms.correction import importance_correction
-from slime.algorithms.policy_loss import policy_loss, sft_loss
+from slime.algorithms.policy_loss import importance_correction, policy_loss, sft_loss
 from slime.core.packing import pack
 from slime.core.types import LossInputs, ParallelInfo
 from tests.naive_losses import (

@@ -46,3 +46,31 @@ def test_everything_is_in_the_file_even_when_the_process_crashes(tmp_path):
         "MINE=http://***@host/x MY_API_KEY=*** NCCL_IB_TC=160"
     )
     assert "sesame" not in text
+
+
+def test_requests_of_an_agents_client_are_not_logged(tmp_path):
+    """A line for each request of openai's client, whatever HTTP library it uses, would bury all others."""
+    program = """
+import http.server, logging, sys, threading
+import openai
+from slime.runlog.logging import open_process_log
+
+class Refuse(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.send_error(400)
+    def log_message(self, *args):
+        pass
+
+server = http.server.HTTPServer(("127.0.0.1", 0), Refuse)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+open_process_log(sys.argv[1], "rollout")
+client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.server_port}/v1", api_key="none", max_retries=0)
+try:
+    client.chat.completions.create(model="x", messages=[{"role": "user", "content": "x"}])
+except openai.BadRequestError:
+    logging.getLogger("slime.x").info("refused")
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    text = (tmp_path / "logs" / "rollout.log").read_text()
+    assert "refused" in text and "HTTP Request" not in text

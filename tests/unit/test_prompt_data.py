@@ -64,13 +64,17 @@ def test_chat_template_renders_text_and_messages_with_tools_and_keywords(tmp_pat
     ]
     assert data.make_sample(2).metadata["tools"] == [{"name": "f"}, {"name": "g"}]
     assert data.make_sample(0).tokens == TOKENIZER.encode(prompts[0])
+    user = [{"role": "user", "content": "hi"}]
+    assert [data.make_sample(i).messages for i in range(3)] == [user, messages, user]
 
 
 def test_messages_without_a_template_stay_messages(tmp_path):
     messages = [{"role": "user", "content": "hi"}]
     path = write_rows(tmp_path / "a.jsonl", [{"input": messages}])
     sample = load_prompts(str(path), DataFormat(), TOKENIZER).make_sample(0)
-    assert sample.prompt == messages and sample.tokens == []
+    assert sample.prompt == messages == sample.messages and sample.tokens == []
+    sample.messages.append({"role": "assistant", "content": "ho"})
+    assert sample.prompt == messages
 
 
 def test_parquet_gives_the_same_samples_as_jsonl(tmp_path):
@@ -124,7 +128,9 @@ def message(text, data_format=None, tokenizer=TOKENIZER):
 
 
 def test_missing_file_and_folder(tmp_path):
-    assert f"{tmp_path}/none.jsonl does not exist" in message(tmp_path / "none.jsonl")
+    assert message(tmp_path / "none.jsonl").endswith(f"{tmp_path}/none.jsonl does not exist")
+    assert "hf download openai/gsm8k --repo-type dataset" in message("openai/gsm8k")
+    assert message("data/none.jsonl").endswith("data/none.jsonl does not exist")
     assert "is a folder" in message(tmp_path)
     (tmp_path / "a.csv").write_text("x")
     assert ".jsonl or .parquet" in message(tmp_path / "a.csv")

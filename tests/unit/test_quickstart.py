@@ -134,7 +134,7 @@ def test_command_lines_are_valid_and_printed_as_typed(tmp_path, size, data):
         args = parse_args(words)
         assert args.seed == args.rollout_seed == 5
         typed = as_typed(words)
-        assert shlex.split(typed.replace("\\\n", "")) == ["python", "train.py", *words]
+        assert shlex.split(typed.replace("\\\n", "")) == ["slime", "train", *words]
         assert max(map(len, typed.splitlines())) < 120 + len(str(tmp_path))
 
 

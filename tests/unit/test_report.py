@@ -89,6 +89,31 @@ def test_curves_hold_the_logged_values(run_dir: Path):
     assert [(p[0], p[1]) for p in lines["train"]] == logged
 
 
+def test_lines_of_two_components_and_groups_say_what_they_count(run_dir: Path):
+    config = run_dir / "config_resolved.yaml"
+    for key, value in (("reward_key", "score"), ("eval_reward_key", "exact")):
+        with config.open("a") as file:
+            file.write(f"{key}: {{value: {value}, origin: command line}}\n")
+    page = report_of(run_dir)
+    charts = {a["aria-label"]: a for a in page.with_attribute("data-lines")}
+    lines = {line["name"] for line in json.loads(charts["Reward"]["data-lines"] or "")}
+    assert {"train (score)", "eval addition (exact)"} <= lines
+    assert "rewards all equal, of 16 groups" in " ".join(page.texts)
+
+
+def test_what_stands_out_is_said_in_words(run_dir: Path):
+    text = " ".join(report_of(run_dir).texts)
+    assert "The gradient is zero" not in text
+    lines = [
+        {"rollout_id": n, "kind": "train", "time": 1.0, "train/grad_norm": 0.0}
+        for n in range(30, 45)
+    ]
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    text = " ".join(report_of(run_dir).texts)
+    assert "What stands out" in text and "The gradient is zero." in text
+
+
 def test_time_per_phase_adds_up(run_dir: Path):
     (chart,) = report_of(run_dir).with_attribute("data-bars")
     bars = {bar["name"]: bar["seconds"] for bar in json.loads(chart["data-bars"] or "")}
@@ -248,3 +273,33 @@ def test_a_folder_that_is_no_run_gets_no_report(tmp_path: Path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 1
     assert "is not the folder of a run" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_components_hook_metrics_and_errors_are_shown(run_dir: Path):
+    """A metric that nobody foresaw has a chart of its own; the phases and known charts are not repeated."""
+    own = {"rollout/reward/format": 0.25, "rollout/reward/exact": 0.5, "mine/tool_calls": 3.0}
+    lines = [{"rollout_id": n, "kind": "rollout", "time": 1.0, **own} for n in range(2)]
+    lines.append({"rollout_id": 1, "kind": "eval", "time": 1.0, "eval/addition/reward/reward": 1.0})
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    row = SampleRow(
+        prompt="p", response="r", reward=0.5, advantage=0.0, status="failed", group_index=0, index=0,
+        prompt_length=1, response_length=1, rewards={"exact": 0.5}, error="reward: ValueError: no <b>",
+    )  # fmt: skip
+    append_samples(run_dir, 99, [row])
+    page = report_of(run_dir)
+    charts = {
+        a["aria-label"]: json.loads(a["data-lines"] or "")
+        for a in page.with_attribute("data-lines")
+    }
+    train = charts["Reward components, train"]
+    assert {line["name"]: line["points"] for line in train} == {
+        "format": [[0, 0.25], [1, 0.25]],
+        "exact": [[0, 0.5], [1, 0.5]],
+    }
+    assert charts["Reward components, eval addition"][0]["name"] == "reward"
+    assert charts["mine/tool_calls"][0]["points"] == [[0, 3.0], [1, 3.0]]
+    assert not {"rollout/reward/format", "perf/train_time", "train/loss"} & set(charts)
+    assert "eval addition/reward" not in {line["name"] for line in charts["Reward"]}
+    text = " ".join(page.texts)
+    assert "exact 0.5" in text and "reward: ValueError: no <b>" in text

@@ -65,6 +65,28 @@ def test_the_suggested_train_commands_parse(tmp_path: Path, with_export: bool):
     assert repeated.save != str(checkpoints)  # or it would write over the first run's checkpoints
 
 
+def test_after_a_collapse_a_much_smaller_learning_rate_is_suggested(tmp_path: Path):
+    run_dir = write_run(tmp_path / "run", rollouts=4, planned=4)
+    write_config(make_args(run_dir=str(run_dir), lr=10.0, num_rollout=4), run_dir)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        record = {"rollout_id": 3, "kind": "rollout", "time": 1.0, "rollout/reward_mean": 0.0}
+        file.write(json.dumps(record) + "\n")
+    repeat = commands(closing_lines(run_dir))[1]
+    assert repeat[-2:] == ["--lr", "1"]
+
+
+def test_an_adapter_is_served_beside_its_base(tmp_path: Path):
+    run_dir = write_run(tmp_path / "run", rollouts=4, planned=4)
+    flags = {"lora_rank": 4, "lora_merge_for_rollout": True, "save_hf": str(run_dir / "adapter")}
+    args = make_args(run_dir=str(run_dir), num_rollout=4, **flags)
+    write_config(args, run_dir)
+    (run_dir / "adapter").mkdir()
+    (run_dir / "adapter" / MARKER).write_text('{"rollout_id": 3, "run_dir": null}')
+    use = commands(closing_lines(run_dir))[0]
+    assert use[1:4] == ["engine", "--model-path", args.hf_checkpoint]
+    assert use[4:6] == ["--lora-path", f"mine={run_dir}/adapter"]
+
+
 def test_an_interrupted_run_is_continued_to_its_own_end(tmp_path: Path):
     """Stopped after 4 of 20 rollouts, with outputs outside the run folder and after a resume."""
     run_dir = write_run(tmp_path / "run", rollouts=4, planned=20)

@@ -52,6 +52,36 @@ def test_pass_rate_on_request_and_reward_key():
     assert metrics["rollout/pass@1"] == 0.25 and metrics["rollout/pass@2"] == 0.5
 
 
+def test_what_tools_wrote_is_not_generated():
+    args = SimpleNamespace(reward_key=None, log_passrate=False)
+    agent = sample(1.0, 5)
+    agent.loss_mask = [1, 1, 0, 0, 1]
+    metrics = rollout_metrics(args, [[agent, sample(1.0, 4)]])
+    assert metrics["rollout/tokens"] == 3 + 4 and metrics["rollout/response_len_mean"] == 4.5
+
+
+def test_components_of_dictionary_rewards():
+    """Each is the mean over the samples that have it; texts, NaN and failed samples do not count."""
+    args = SimpleNamespace(reward_key="acc", log_passrate=False)
+    rewards = [{"acc": 1, "style": 0.5, "why": "long"}, {"acc": 0, "style": np.nan}, {"acc": True}]
+    samples = [sample(reward, 1) for reward in rewards]
+    failed = sample({"acc": 9.0}, 1, Status.FAILED)
+    metrics = rollout_metrics(args, [[*samples, failed]])
+    assert metrics["rollout/reward/acc"] == metrics["rollout/reward_mean"] == 2 / 3
+    assert metrics["rollout/reward/style"] == 0.5 and "rollout/reward/why" not in metrics
+    result = EvalResult(rewards=[1, 0, 1], truncated=[False] * 3, samples=samples)
+    evaluated = eval_metrics(args, {"x": result})
+    assert evaluated["eval/x/reward/acc"] == 2 / 3 and evaluated["eval/x/reward/style"] == 0.5
+
+
+def test_the_number_of_logged_components_is_bounded():
+    args = SimpleNamespace(reward_key="0", log_passrate=False)
+    samples = [sample({str(n): 1.0 for n in range(m, m + 100)}, 1) for m in (0, 50)]
+    samples[1].reward["0"] = 1.0
+    metrics = rollout_metrics(args, [samples])
+    assert len([name for name in metrics if "/reward/" in name]) == 64
+
+
 def test_all_failed():
     args = SimpleNamespace(reward_key=None, log_passrate=True)
     metrics = rollout_metrics(args, [[sample(0.0, 1, Status.FAILED)]])

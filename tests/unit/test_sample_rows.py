@@ -6,7 +6,7 @@ import json
 
 from slime.core.types import Sample, Status
 from slime.rollout.train_data import samples_to_batch
-from slime.runlog.sample_log import batch_rows, sample_row
+from slime.runlog.sample_log import append_samples, batch_rows, read_samples, sample_row
 from tests.args import make_args
 
 
@@ -41,10 +41,22 @@ def test_rows_of_a_batch_show_reward_and_advantage_of_their_own_sample():
 def test_a_sample_that_failed_shows_no_reward():
     """Its 0 was never earned."""
     failed = sample(1, reward=0.0, status=Status.FAILED)
-    assert sample_row(failed, None, kind="eval/x").reward is None
-    assert sample_row(sample(1, reward=None), None, kind="eval/x").reward is None
-    row = sample_row(sample(1, reward={"score": 0.5}), "score", kind="eval/x")
+    assert sample_row(failed, 0.0, kind="eval/x").reward is None
+    row = sample_row(sample(1, reward={"score": 0.5}), 0.5, kind="eval/x")
     assert (row.reward, row.advantage, row.kind) == (0.5, None, "eval/x")
+    assert row.rewards == {"score": 0.5}
+
+
+def test_every_reason_of_a_failure_is_kept(tmp_path):
+    """Beside the evenly chosen rows, which may all be of samples that did not fail."""
+    samples = [sample(n, group_index=n // 4) for n in range(64)]
+    for n, error in ((17, "KeyError: 'a'"), (18, "KeyError: 'a'"), (42, "ValueError: b")):
+        samples[n].status = Status.FAILED
+        samples[n].metadata = {"error": error, "error_stage": "reward", "error_traceback": "t"}
+    rows = [sample_row(one, 1.0, kind="train") for one in samples]
+    append_samples(tmp_path, 0, rows, limit=4)
+    kept = {row.error: row.index for _, row in read_samples(tmp_path) if row.error}
+    assert kept == {"reward: KeyError: 'a'\nt": 17, "reward: ValueError: b\nt": 42}
 
 
 def test_prompts_of_messages_are_shown_and_no_label_is_none():

@@ -13,9 +13,13 @@ import pytest
 from slime.core.errors import UserError
 from slime.core.types import Sample, Status, decode_experts
 from slime.rollout.context import GenerationState, RolloutContext
+from slime.rollout.observation import add_observation
 from slime.rollout.sampling import generate, hash32
+from slime.rollout.train_data import image_columns
+from tests.args import make_args
 from tests.prompts import rollout_args
 from tests.tiny import EOS, EOS_ID
+from tests.tiny_vision import IMAGE, VISION_END, VISION_START, make_image, make_vision_checkpoint
 
 
 class Engine:
@@ -164,6 +168,18 @@ def test_a_request_that_was_aborted_by_others_is_made_again(tmp_path, keep):
     assert len(sample.rollout_log_probs) == len(sample.weight_versions) == len(begun) + 2
 
 
+def test_a_constrained_request_is_made_again_from_its_beginning(tmp_path):
+    """Engines parse what a request generates: the rest of a JSON text is no JSON text."""
+    engine = Engine(reply([60], "abort", "a"), reply([61, EOS_ID], text="b"))
+    args, state = rollout_args(tmp_path), GenerationState(keep_partial=True)
+    sample = call(args, asked(), engine, state, json_schema="{}")
+    assert [one["input_ids"] for one in engine.asked] == [[1, 2, 3]] * 2
+    assert sample.tokens == [1, 2, 3, 61, EOS_ID] and sample.response == "b"
+    state.aborting = True
+    left = call(args, asked(), Engine(reply([60], "abort", "a")), state, json_schema="{}")
+    assert left.status == Status.ABORTED and left.response_length == 0
+
+
 def test_the_end_of_a_rollout_takes_what_has_come(tmp_path):
     args, run = rollout_args(tmp_path), GenerationState()
 
@@ -210,3 +226,71 @@ def test_experts_are_asked_for_and_kept_for_replay_only(tmp_path):
             assert sample.rollout_routed_experts is None
         else:
             np.testing.assert_array_equal(sample.rollout_routed_experts, chosen)
+
+
+# ---- placeholders of images that the model itself writes
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory) -> str:
+    return str(make_vision_checkpoint(tmp_path_factory.mktemp("vision") / "m"))
+
+
+def vision_args(vision: str, **more: Any):
+    keys = {"image": "images"}
+    return make_args(hf_checkpoint=vision, multimodal_keys=keys, **more)
+
+
+@pytest.mark.parametrize("with_image", [True, False])
+def test_a_placeholder_that_the_model_writes_ends_the_response(vision, with_image):
+    """It is a stop token, and its log-prob is kept: the sample is trained on like another."""
+    args = vision_args(vision, rollout_stop_token_ids=[77])
+    sample = Sample(
+        index=1, tokens=[7, VISION_START, *[IMAGE] * 8, VISION_END] if with_image else [7]
+    )
+    sample.multimodal_inputs = {"images": [make_image()]} if with_image else None
+    engine = Engine(reply([50, IMAGE]))
+    found = call(args, sample, engine, stop_token_ids=[77])
+    assert engine.asked[0]["sampling_params"]["stop_token_ids"] == [
+        77,
+        IMAGE,
+        IMAGE + 1,
+    ]  # and videos
+    assert found.status is Status.TRUNCATED and found.tokens[-2:] == [50, IMAGE]
+    assert found.rollout_log_probs == [-0.05, -IMAGE / 1000]
+    again = call(args, found, engine)  # a partial rollout, or another turn: no request is sent
+    assert again.status is Status.TRUNCATED and len(engine.asked) == 1
+
+
+def test_an_image_that_a_tool_returned_does_not_end_the_response(vision):
+    args = vision_args(vision)
+    sample = Sample(index=1, tokens=[7])
+    sample.append_response_tokens(tokens=[50], log_probs=[-0.1])
+    place = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert add_observation(
+        args, sample, "", {"max_new_tokens": 99}, before=place, images=[make_image()]
+    )
+    engine = Engine(reply([51, EOS_ID]))
+    found = call(args, sample, engine, limit=99)
+    assert found.status is Status.COMPLETED and len(engine.asked) == 1
+    assert engine.asked[0]["input_ids"].count(IMAGE) == 8
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_sampled_placeholder_never_takes_the_features_of_an_image(vision, masked):
+    """Also where its loss mask was cleared, as for tokens of old weights."""
+    image = make_image()
+    prompt = [7, VISION_START, *[IMAGE] * 8, VISION_END, 9]
+    sample = Sample(index=0, tokens=[*prompt, 50, IMAGE], response_length=2)
+    sample.loss_mask, sample.rollout_log_probs = [0, 0] if masked else [1, 1], [0.0, 0.0]
+    sample.multimodal_inputs = {"images": [image]}
+    columns = image_columns(vision_args(vision), [sample])
+    assert columns["images"][0].tolist() == [[0, 2, 8]]
+    # 4 columns and 2 rows: text behind the image continues after 2 + 4, one by one.
+    assert columns["positions"][0][-4:, 0].tolist() == [6, 7, 8, 9]
+
+
+def test_a_model_of_text_has_no_such_stop_token(tmp_path):
+    engine = Engine(reply([50, EOS_ID]))
+    call(rollout_args(tmp_path), asked(), engine)
+    assert "stop_token_ids" not in engine.asked[0]["sampling_params"]

@@ -13,6 +13,7 @@ from slime.utils.addresses import Ports, find_ports, says_port_taken
 from slime.weights.fp8 import Fp8Format, declaration
 from tests.args import make_args
 from tests.tiny import make_tiny_checkpoint
+from tests.tiny_vision import make_vision_checkpoint
 
 OLD, NEW = "0.5.16", "0.5.23"
 
@@ -121,6 +122,16 @@ def test_a_run_with_lora_starts_servers_with_slots_for_its_adapter(version, tmp_
     assert found["--lora-backend"] == ["torch_native"]  # the others are kernels for GPUs
     merged = command(make_args(**run, lora_merge_for_rollout=True), version)
     assert not any("lora" in option for option in merged)
+
+
+@pytest.mark.parametrize("version", [OLD, NEW])
+def test_servers_of_a_run_with_images_read_them_as_the_trainer_does(version, tmp_path):
+    model = str(make_vision_checkpoint(tmp_path / "model"))
+    run = {"rollout_engine": "sglang", "hf_checkpoint": model}
+    needed = {"--disable-fast-image-processor", "--enable-precise-embedding-interpolation"}
+    assert not needed & command(make_args(**run), version).keys()
+    with_images = make_args(**run, multimodal_keys={"image": "images"})
+    assert needed <= command(with_images, version).keys()
 
 
 @pytest.mark.parametrize("version", [OLD, NEW])

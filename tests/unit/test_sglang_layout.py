@@ -121,6 +121,45 @@ def test_blocks_of_8_bits_are_summed_as_what_they_stand_for():
     assert found == [{f"{name}.weight": digest(wide)}]
 
 
+TOWER = {
+    "model.visual.blocks.0.attn.qkv.weight": (3 * HIDDEN, HIDDEN),
+    "model.visual.blocks.0.mlp.linear_fc1.bias": (WIDTH,),
+    "model.visual.blocks.0.mlp.linear_fc2.weight": (HIDDEN, WIDTH),
+    "model.visual.pos_embed.weight": (16, HIDDEN),
+    "model.language_model.norm.weight": (HIDDEN,),
+}
+
+
+@pytest.mark.parametrize("only_tower", [False, True])
+def test_a_vision_tower_keeps_its_layout_but_for_zeros_at_ends(only_tower):
+    """Positions are padded to 64, and the width of its MLPs to 32 on a CPU."""
+    named = tensors(TOWER)
+    qkv, bias, down, positions, norm = named.values()
+    language = {} if only_tower else {"model.norm.weight": digest(norm)}
+    assert served(named, only_tower=only_tower, width_multiple=32) == [
+        {
+            "visual.blocks.0.attn.qkv_proj.weight": digest(qkv),
+            "visual.blocks.0.mlp.linear_fc1.bias": digest(torch.cat([bias, torch.zeros(8)])),
+            "visual.blocks.0.mlp.linear_fc2.weight": digest(
+                torch.cat([down, torch.zeros(HIDDEN, 8)], 1)
+            ),
+            "visual.pos_embed.weight": digest(torch.cat([positions, torch.zeros(48, HIDDEN)])),
+            **language,
+        }
+    ]
+
+
+@pytest.mark.parametrize(("frozen", "only_tower"), [(True, False), (False, False), (False, True)])
+def test_a_parameter_of_the_tower_is_missed_unless_the_tower_is_frozen(frozen, only_tower):
+    sums = PredictedChecksums(Sharding(only_tower=only_tower))
+    for name, tensor in tensors(TOWER).items():
+        if not (frozen and "visual" in name):
+            sums.add(name, tensor)
+    assert sums.may_be_unsent("visual.merger.norm.weight") == frozen
+    assert sums.may_be_unsent("model.layers.0.self_attn.rotary_emb.axis_map")
+    assert sums.may_be_unsent("model.layers.0.input_layernorm.weight") == only_tower
+
+
 MODEL = ModelFacts(num_kv_heads=4)
 
 
@@ -131,6 +170,8 @@ MODEL = ModelFacts(num_kv_heads=4)
         ({"tp_size": 3}, "Qwen3ForCausalLM", MODEL, False),
         ({"tp_size": 8, "device": "cpu"}, "Qwen3ForCausalLM", MODEL, False),
         ({"tp_size": 2}, "GptOssForCausalLM", MODEL, False),
+        ({"tp_size": 1}, "Qwen3_5ForConditionalGeneration", MODEL, True),
+        ({"tp_size": 2}, "Qwen3VLForConditionalGeneration", MODEL, False),
         ({"tp_size": 2, "enable_dp_attention": True}, "Qwen3ForCausalLM", MODEL, False),
         ({"tp_size": 2, "speculative_algorithm": "EAGLE"}, "Qwen3ForCausalLM", MODEL, False),
         ({"quantization": "awq"}, "Qwen3ForCausalLM", MODEL, False),

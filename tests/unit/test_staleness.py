@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from slime.core.types import Sample
-from slime.rollout.staleness import WeightClock, is_too_stale, limit_staleness
+from slime.rollout.context import WeightClock
+from slime.rollout.samples import is_too_stale, limit_staleness
 from tests.args import make_args
 
 VERSIONS = [[3, 3, 4, 5], [5, 5], [2, 4, 4], [5]]

@@ -105,6 +105,27 @@ def test_rewards_of_a_hook_are_raw_first_and_then_what_is_trained_on():
     assert batch.rewards.tolist() == [2.0, 1.0, 0.0]
 
 
+def divided_by_zero(args, samples):
+    return [1.0, 0.0], [1.0, float("inf")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "rewards", "message"),
+    [
+        ({}, [1.0, float("nan")], "--rollout-function-path .* returned reward nan for sample 1"),
+        (
+            {"custom_reward_post_process_path": f"{__name__}.divided_by_zero"},
+            [1.0, 0.0],
+            "--custom-reward-post-process-path .*divided_by_zero returned reward inf for sample 1",
+        ),
+    ],
+)
+def test_a_reward_that_is_not_finite_is_refused_by_name(flags, rewards, message):
+    samples = [sample(i, 0, reward) for i, reward in enumerate(rewards)]
+    with pytest.raises(UserError, match=message):
+        samples_to_batch(make_args(**flags), samples)
+
+
 def last_two_backwards(args, samples):
     chosen = samples[:-3:-1]
     return {

@@ -67,7 +67,10 @@ def test_no_column_loses_what_a_row_may_hold():
         ({"loss_masks": [[1, 1], [1, 1, 1]]}, "row 1: loss_masks has 3 entries for 4"),
         ({"old_log_probs": [[0.0], [0.0] * 4]}, "row 0: old_log_probs has 1 entries for 2"),
         ({"values": [[0.0] * 3, [0.0] * 4]}, "row 0: values has 3 entries for 2"),
-        ({"routed_experts": [np.zeros((6, 1, 2)), np.zeros((4, 1, 2))]}, "row 1: experts of 4 tok"),
+        (
+            {"routed_experts": [np.zeros((6, 1, 2)), np.zeros((4, 1, 2))]},
+            "row 1: routed_experts of 4 tok",
+        ),
         (
             {"response_lens": [6, 4], "loss_masks": [[1] * 6, [1] * 4]},
             "row 0: 6 response tokens of 6",

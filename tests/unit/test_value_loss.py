@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from slime.algorithms.policy_loss import value_loss
+from slime.core.batches import add_up
 from slime.core.packing import pack, unpack
-from slime.core.train_batch import add_up
 from slime.core.types import ParallelInfo
 from tests.batches import random_batch
 

@@ -206,20 +206,23 @@ class Recording(TensorTransport):
         self.calls_at_allocate: list[int] = []
         self.engine: FakeEngine | None = None
         self.in_buffer: list[bool] = []
+        self.sent: list[object] = []
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        before = len(self._calls())
         buffer = super().allocate(nbytes)
-        self.calls_at_allocate.append(len(self._calls()) - before)
+        self.calls_at_allocate.append(len(self._calls()))
         self.given = buffer
         return buffer
 
     def _calls(self) -> list[str]:
-        """Without the two that begin an update: they are under way while the first bucket is filled."""
+        """Without those that may be under way meanwhile: the beginning of the update, buckets already sent."""
         beginning = ("/pause_generation", "/begin_weight_update")
-        return [call for call in self.engine.calls if call not in beginning]
+        calls = [call for call in self.engine.calls if call not in beginning]
+        sent = BUCKETS[: len(self.sent)]
+        return calls[len(sent) :] if calls[: len(sent)] == sent[: len(calls)] else calls
 
     def send(self, bucket) -> None:
+        self.sent.append(bucket)
         start, end = self.given.data_ptr(), self.given.data_ptr() + self.given.nbytes
         self.in_buffer += [start <= t.data_ptr() <= end - t.nbytes for _, t in bucket.tensors]
         super().send(bucket)

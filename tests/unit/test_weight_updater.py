@@ -70,6 +70,10 @@ class PlayedEngines:
 class Recorder:
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
+        self.events: list[tuple[str, dict[str, object]]] = []
+
+    def event(self, kind: str, **values: object) -> None:
+        self.events.append((kind, values))
 
     def phase(self, name: str):
         return nullcontext()

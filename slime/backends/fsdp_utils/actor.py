@@ -11,11 +11,16 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from slime.backends.backend import HFBucket, ModelName, StepResult
+from slime.backends.backend import HFBucket, ModelName, Offloaded, StepResult, return_unused
 from slime.backends.base import first_weights, teacher_weights
 from slime.backends.fsdp_utils.checkpoint import Checkpointer, is_checkpoint
 from slime.backends.fsdp_utils.expert_parallel import make_expert_groups
-from slime.backends.fsdp_utils.hf_export import export_hf, hf_buckets, whole_adapters
+from slime.backends.fsdp_utils.hf_export import (
+    export_hf,
+    hf_buckets,
+    own_adapters,
+    whole_adapters,
+)
 from slime.backends.fsdp_utils.loading import (
     ShardedModel,
     build_model,
@@ -26,9 +31,9 @@ from slime.backends.fsdp_utils.loading import (
 from slime.backends.fsdp_utils.lora import adapters_off
 from slime.backends.fsdp_utils.optimizer import ShardedOptimizer, muon_names
 from slime.backends.lora import LoraTrainRayActor
-from slime.backends.offload import Offloaded, return_unused
 from slime.backends.optim import step_optimizer
-from slime.backends.param_names import Freezing
+from slime.backends.param_names import Freezing, without_frozen_tower
+from slime.config.checks.model_types import in_tower
 from slime.core.packing import pack, unpack
 from slime.core.types import RolloutBatch, TrainBatch
 from slime.runlog.checkpoint_folder import find_checkpoint
@@ -63,6 +68,10 @@ class FSDPTrainRayActor(LoraTrainRayActor):
             args, self.mesh, trainable=True, critic=role == "critic", experts=self._experts
         )
         trained = self._trained_names()
+        # Engines have the tower of --hf-checkpoint: it is sent where the trainer's may be another one.
+        loaded = first_weights(args, role) if checkpoint is None or self.model.lora else checkpoint
+        moves = any(in_tower(name) for name in trained)
+        self._sends_tower = moves or loaded != args.hf_checkpoint
         for name, param in self.model.params.items():
             param.requires_grad_(name in trained)
         if self.model.lora is None:
@@ -87,6 +96,7 @@ class FSDPTrainRayActor(LoraTrainRayActor):
     def _trained_names(self) -> list[str]:
         """Return the parameters to train; the freeze flags do not apply to a critic."""
         names = list(self.model.params if self.model.lora is None else self.model.own)
+        names = without_frozen_tower(self.args, names)
         return names if self.role == "critic" else Freezing.of(self.args).trained(names)
 
     def _load_frozen(self, path: str) -> ShardedModel:
@@ -116,7 +126,7 @@ class FSDPTrainRayActor(LoraTrainRayActor):
         return packed.to(current_device())
 
     def log_probs(self, batch: RolloutBatch, model: ModelName) -> list[np.ndarray]:
-        """With LoRA the reference model is the base: the actor with its adapters off."""
+        """Return log-probs; with LoRA the reference model is the base, i.e. the actor without adapters."""
         if model == "ref" and self.model.lora is not None:
             with adapters_off(self.model.module):
                 return self._log_probs(batch, self.model)
@@ -201,6 +211,11 @@ class FSDPTrainRayActor(LoraTrainRayActor):
     def whole_adapters(self, dtype: torch.dtype) -> Iterator[NamedTensor]:
         return whole_adapters(self.model, dtype)
 
+    def sent_adapters(self, dtype: torch.dtype) -> Iterator[NamedTensor]:
+        if self.model.is_whole:  # the cast writes into the buffer that is sent
+            return own_adapters(self.model)
+        return self.whole_adapters(dtype)
+
     def base_buckets(self) -> Iterator[HFBucket]:
         return self.hf_buckets(merged=False)
 
@@ -209,7 +224,8 @@ class FSDPTrainRayActor(LoraTrainRayActor):
         keep = self.rank == 0 or self.args.update_weight_transport == "tensor"
         size = self.args.update_weight_buffer_size
         dtype = serving_dtype(self.args)
-        return hf_buckets(self.model, dtype, size, keep=keep, merged=merged)
+        tower = self._sends_tower
+        return hf_buckets(self.model, dtype, size, keep=keep, merged=merged, tower=tower)
 
     def export_hf(self, path: str, info: ExportInfo | None = None) -> None:
         if self.model.lora is not None:
@@ -225,6 +241,8 @@ class FSDPTrainRayActor(LoraTrainRayActor):
         """Offload parameters and optimizer state to host memory; CPU tensors stay in place."""
         if self._asleep is None:
             self.drop_gradients()
+            for model in (self.model, *self.frozen.values()):
+                model.module.features.clear()
             self._asleep = Offloaded(self._resident())
 
     def wake_up(self) -> None:

@@ -65,7 +65,7 @@ class Checkpointer:
         self._group = group
         self._pending: Future[None] | None = None
         self._background = ThreadPoolExecutor(1)
-        self._check_files = FileCheck(self._group)
+        self._files = FileCheck(self._group)
 
     def save(
         self,
@@ -122,7 +122,7 @@ class Checkpointer:
         With `adapters` only those of a model with LoRA are loaded, to resume training; without,
         its base. A critic can load an actor's checkpoint; its value head is then initialized to zero.
         """
-        self._check_files(path)
+        self._files.verify(path)
         facts = read_facts(path)
         only_own = adapters and model.lora is not None
         refuse_other_adapters(facts.lora, model.lora if only_own else None, path)
@@ -140,7 +140,7 @@ class Checkpointer:
         self, path: str, optimizer: ShardedOptimizer, *, moments: bool = True
     ) -> None:
         """Load moments, step count and RNG state; moments that were not saved stay at zero."""
-        self._check_files(path)
+        self._files.verify(path)
         facts = read_facts(path)
         moment_steps = 0
         if facts.has_optimizer and moments:

@@ -1,7 +1,7 @@
 """Gated delta nets of Hugging Face models, with a state and a convolution that start anew per sample.
 
 Hugging Face's layers see one row of tokens and would carry both over from one packed sample to the
-next. Their projections and norm stay; convolution and delta rule are slime's.
+next. Their projections stay; convolution, delta rule and the norm behind it are slime's.
 """
 
 from __future__ import annotations
@@ -9,20 +9,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from slime.algorithms.gated_delta import DeltaHeads, gated_delta_net
+from slime.algorithms.delta_kernels import gated_delta_net
+from slime.algorithms.delta_layers import (
+    conv_weight,
+    find_delta_nets,
+    finish,
+    heads_of,
+    project,
+)
 from slime.backends.kernels.packed_attention import PackedLayout
 from slime.core.errors import UserError
-
-# The classes differ in their input projections alone.
-_CLASSES = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 
 
 def pack_delta_nets(hf: nn.Module, *, padded: bool) -> int:
     """Patch the forward of every gated delta net; return their number."""
-    found = [module for module in hf.modules() if type(module).__name__ in _CLASSES]
+    found = find_delta_nets(hf)
     for module in found:
         module.forward = PackedDeltaNet(module, padded=padded)
     return len(found)
@@ -33,12 +36,7 @@ class PackedDeltaNet:
 
     def __init__(self, module: Any, *, padded: bool) -> None:
         self._module, self._padded = module, padded
-        self._heads = DeltaHeads(
-            num_key=module.num_k_heads,
-            num_value=module.num_v_heads,
-            key_dim=module.head_k_dim,
-            value_dim=module.head_v_dim,
-        )
+        self._heads = heads_of(module)
 
     def __call__(
         self,
@@ -51,13 +49,12 @@ class PackedDeltaNet:
     ) -> torch.Tensor:
         assert cache_params is None and attention_mask is None, "the trainer gives neither"
         module, shape = self._module, hidden_states.shape
-        qkv, z, b, a = self._project(hidden_states.reshape(1, -1, shape[-1]))
-        decay = -module.A_log.float().exp() * F.softplus(a.float() + module.dt_bias)
-        weight = module.conv1d.weight.squeeze(1)
+        inputs, z = project(module, hidden_states.reshape(1, -1, shape[-1]))
         lens = self._lens(shape, packed, cu_seq_lens_q)
-        out = gated_delta_net(qkv, weight, decay, b.sigmoid(), self._heads, lens)
-        normed = module.norm(out.flatten(0, 1), z.reshape(-1, self._heads.value_dim))
-        return module.out_proj(normed.reshape(*shape[:2], -1))
+        out = gated_delta_net(
+            inputs.mixed_qkv, conv_weight(module), inputs.decay, inputs.beta, self._heads, lens
+        )
+        return finish(module, out, z).reshape(*shape[:2], -1)
 
     def _lens(
         self,
@@ -76,15 +73,3 @@ class PackedDeltaNet:
             f"{type(self._module).__name__} was not told where packed samples end: use "
             "--attn-implementation slime_packed or --qkv-format bshd"
         )
-
-    def _project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return queries, keys and values of all heads side by side, z, b and a of each token."""
-        module = self._module
-        if hasattr(module, "in_proj_qkvz"):  # Qwen3-Next interleaves them by key head
-            projected = module.in_proj_qkvz(hidden), module.in_proj_ba(hidden)
-            query, key, value, z, b, a = module.fix_query_key_value_ordering(*projected)
-            qkv = torch.cat([x.flatten(2) for x in (query, key, value)], dim=-1)
-        else:
-            qkv, z = module.in_proj_qkv(hidden), module.in_proj_z(hidden)
-            b, a = module.in_proj_b(hidden), module.in_proj_a(hidden)
-        return tuple(x.squeeze(0) for x in (qkv, z, b, a))

@@ -26,10 +26,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from slime.backends.kernels.fused_ops import SCALE
 from slime.backends.kernels.grouped_linear import (
     Groups,
+    grouped_matmul,
     grouped_outer,
-    grouped_product,
     make_groups,
 )
 from slime.core.errors import UserError
@@ -104,8 +105,10 @@ def _refuse_unsupported(name: str, module: nn.Module, world_size: int) -> None:
         )
     plain = getattr(module, "has_gate", False) and not getattr(module, "is_transposed", True)
     others = [p for p, _ in module.named_parameters() if p not in _WEIGHTS]
-    if not plain or others:
+    in_fp8 = hasattr(module, _WEIGHTS[0] + SCALE)
+    if not plain or others or in_fp8:
         what = f"has {others[0]}" if others else f"is a {type(module).__name__}"
+        what += " in FP8" if in_fp8 else ""
         raise UserError(
             f"{flag}: {name} {what}, and only experts of gate_up_proj and down_proj are spread over ranks: "
             "remove it, or use --train-backend megatron"
@@ -216,14 +219,14 @@ class _ShardedGroupedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, local)
         ctx.groups, ctx.ranks, ctx.dtype = groups, ranks, dtype
-        return grouped_product(x, _gathered(local, ranks, dtype).transpose(1, 2), groups)
+        return grouped_matmul(x, _gathered(local, ranks, dtype).transpose(1, 2), groups)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, local = ctx.saved_tensors
         grad, grad_x, grad_local = grad.contiguous(), None, None
         if ctx.needs_input_grad[0]:
-            grad_x = grouped_product(grad, _gathered(local, ctx.ranks, ctx.dtype), ctx.groups)
+            grad_x = grouped_matmul(grad, _gathered(local, ctx.ranks, ctx.dtype), ctx.groups)
         if ctx.needs_input_grad[1]:
             sums = grouped_outer(grad, x, ctx.groups).float()
             grad_local = _reduced(sums, ctx.ranks).to(local.device, local.dtype)

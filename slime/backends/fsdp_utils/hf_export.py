@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 
@@ -19,10 +21,12 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from slime.backends.fsdp_utils.loading import ShardedModel, shard_of
-from slime.backends.fsdp_utils.lora import is_adapter
+from slime.backends.fsdp_utils.lora import first_row, is_adapter
 from slime.backends.fsdp_utils.lora_experts import adapter_module, adapter_path
-from slime.config.lora import LORA_A, LORA_B, LoraConfig
-from slime.config.peft_files import is_experts
+from slime.backends.kernels.fused_ops import SCALE, unpacked
+from slime.config.checks.model_types import in_tower
+from slime.config.lora import LoraConfig
+from slime.config.peft_files import GATE_UP, LORA_A, LORA_B, is_experts
 from slime.runlog.export_folder import ExportInfo
 from slime.utils.device import current_device
 from slime.weights.buckets import (
@@ -47,17 +51,21 @@ def hf_buckets(
     *,
     keep: bool,
     merged: bool = True,
+    tower: bool = True,
 ) -> Iterator[CastBucket]:
     """Yield buckets of (checkpoint name, full tensor), each up to `max_bytes` or one larger tensor.
 
     Tied weights occur once. Gathering is collective: all ranks must iterate together. A tensor may
     share memory with its parameter: read it before the next training step. With `keep=False` a rank
     yields the same number of buckets, but empty: it takes part in gathering and stores nothing.
-    Adapters are merged into the weights, or with `merged=False` left out.
+    Adapters are merged into the weights, or with `merged=False` left out; with `tower=False` so is a
+    vision tower.
     """
     lora = model.lora if merged else None
-    as_is = model.is_whole and lora is None
-    tensors = _own_tensors(model, dtype) if as_is else _gathered_tensors(model, dtype, lora)
+    as_is = model.is_whole and lora is None and model.fp8 is None
+    weights = _wanted(model, dtype, tower=tower)
+    weights = weights if lora is None else _merged(model, weights, lora)
+    tensors = _own_tensors(model, weights) if as_is else _gathered_tensors(model, weights)
     bucket: list[NamedCast] = []
     size = 0
     for name, tensor, wanted in tensors:
@@ -72,9 +80,8 @@ def hf_buckets(
         yield CastBucket(bucket)
 
 
-def _own_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedCast]:
+def _own_tensors(model: ShardedModel, weights: Iterator[NamedCast]) -> Iterator[NamedCast]:
     """Yield uncast tensors of an unsharded model: a bucket is cast as a whole later."""
-    weights = _wanted(model, dtype)
     while some := list(islice(weights, _AT_ONCE)):
         parts = local_parts(param for _, param, _ in some)
         for (name, _, wanted), part in zip(some, parts, strict=True):
@@ -82,13 +89,9 @@ def _own_tensors(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedCast]
                 yield hf_name, view, wanted
 
 
-def _gathered_tensors(
-    model: ShardedModel, dtype: torch.dtype, lora: LoraConfig | None
-) -> Iterator[NamedCast]:
-    wanted = _wanted(model, dtype) if lora is None else _merged(model, dtype, lora)
-    whole = whole_tensors(wanted)
-    for name, tensor in _hf_views(model, whole):
-        yield name, tensor, tensor.dtype
+def _gathered_tensors(model: ShardedModel, weights: Iterator[NamedCast]) -> Iterator[NamedCast]:
+    for name, tensor in _hf_views(model, whole_tensors(weights)):
+        yield name, tensor.contiguous(), tensor.dtype  # some families store experts transposed
 
 
 def _hf_views(model: ShardedModel, named: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
@@ -96,14 +99,33 @@ def _hf_views(model: ShardedModel, named: Iterable[NamedTensor]) -> Iterator[Nam
     return hf_views(named, model_type=model_type, stored=model.stored)
 
 
-def _wanted(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedCast]:
+def _wanted(model: ShardedModel, dtype: torch.dtype, *, tower: bool) -> Iterator[NamedCast]:
     hf = model.module.hf
     for name, param in model.tensors().items():
+        if not tower and in_tower(name):
+            continue
+        if name + SCALE in model.scales:
+            param = _dequantized(model, name)
         floating = param.is_floating_point()
         yield name, param, weight_dtype(hf, name, dtype) if floating else param.dtype
 
 
-def _merged(model: ShardedModel, dtype: torch.dtype, lora: LoraConfig) -> Iterator[NamedCast]:
+@torch.no_grad()
+def _dequantized(model: ShardedModel, name: str) -> DTensor:
+    """Return a parameter that is held in FP8 in the dtype that this rank computes in."""
+    param, scale, layout = model.params[name], model.scales[name + SCALE], model.fp8
+    assert layout is not None, "there are scales"
+    local, start = param.to_local().to(scale.device), first_row(param)
+    if param.ndim == 2:  # a shard may begin inside of a block
+        scale = scale.repeat_interleave(layout.block[0], dim=0)
+        layout = replace(layout, block=(1, layout.block[1]))
+    scale = scale[start : start + local.shape[0]]
+    return shard_of(param, unpacked(local, scale, layout, halves=name.endswith(GATE_UP)))
+
+
+def _merged(
+    model: ShardedModel, weights: Iterator[NamedCast], lora: LoraConfig
+) -> Iterator[NamedCast]:
     """Yield parameters with this rank's rows, or experts, of the adapters merged in.
 
     Matrices that are not sharded like the weight are gathered: A of a linear layer, or one that
@@ -111,7 +133,7 @@ def _merged(model: ShardedModel, dtype: torch.dtype, lora: LoraConfig) -> Iterat
     """
     small = ((n, p, torch.float32) for n, p in model.params.items() if _whole_for_merging(n, p))
     whole = dict(whole_tensors(small))
-    for name, param, wanted in _wanted(model, dtype):
+    for name, param, wanted in weights:
         path = adapter_path(name.removesuffix(".weight"))
         if path + LORA_A not in model.params:
             yield name, param, wanted
@@ -170,6 +192,18 @@ def whole_adapters(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedTen
     """Yield full adapters by their names in PEFT's files; all ranks must iterate together."""
     wanted = ((n, p, dtype) for n, p in model.params.items() if is_adapter(n))
     yield from to_peft((adapter_module(name), tensor) for name, tensor in whole_tensors(wanted))
+
+
+def own_adapters(model: ShardedModel) -> Iterator[NamedTensor]:
+    """Yield the adapters of an unsharded model as it trains them, by their names in PEFT's files."""
+    # Not to_local(), which costs more per parameter than all the rest of an update.
+    held = ((n, model.params[n]._local_tensor) for n in _adapter_names(tuple(model.params)))
+    yield from to_peft((adapter_module(name), tensor) for name, tensor in held)
+
+
+@lru_cache(maxsize=4)
+def _adapter_names(names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if is_adapter(name)]
 
 
 GATHER_BYTES = 64 << 20  # limit of full tensors per collective; a larger tensor has its own

@@ -7,8 +7,6 @@ its module. Tensors are broadcast one at a time; each rank keeps its shard.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -27,17 +24,19 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from slime.backends.base import first_weights
 from slime.backends.fsdp_utils.delta_net import pack_delta_nets
 from slime.backends.fsdp_utils.expert_parallel import ExpertGroups, parallelize_experts
-from slime.backends.fsdp_utils.fused_layers import fuse_mlps, fuse_norms, fuse_rotation
+from slime.backends.fsdp_utils.fp8_base import BaseFiles, base_format, quantized_parameters
 from slime.backends.fsdp_utils.lora import (
     add_adapters,
     all_adapters_used,
     copy_shard,
     first_row,
+    hold_base_in_fp8,
     initialize_adapters,
     is_adapter,
 )
@@ -49,25 +48,20 @@ from slime.backends.fsdp_utils.model import (
     check_head,
     choose_attention,
     output_layer,
+    parameters_on_meta,
     refuse_unpackable,
 )
-from slime.config.lora import (
-    LORA_A,
-    LORA_B,
-    PEFT_PREFIX,
-    WEIGHTS_FILE,
-    LoraConfig,
-    adapter_shapes,
-    refuse_other_base,
-)
-from slime.config.peft_files import is_experts
+from slime.backends.kernels.fused_ops import SCALE, fuse_mlps, fuse_norms, fuse_rope
+from slime.config.checks.model_types import in_tower, takes_images
+from slime.config.lora import LoraConfig, refuse_other_base
+from slime.config.peft_files import LORA_A, LORA_B, adapter_shapes, flat_name, is_experts
 from slime.core.errors import UserError
 from slime.data.tokenizer import load_hf_config
 from slime.utils.device import current_device, device_type
 from slime.weights.buckets import StoredNames, dtype_name, stored_names
 from slime.weights.checksum import format_checksum, tensor_checksum
-from slime.weights.fp8 import load_causal_lm
-from slime.weights.lora import from_peft, to_peft
+from slime.weights.fp8 import Fp8Format, load_causal_lm
+from slime.weights.lora import from_peft, read_peft_weights, to_peft
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -81,6 +75,7 @@ class ShardedModel:
     params: dict[str, DTensor]  # by name in the Hugging Face module; tied weights occur once
     lora: LoraConfig | None = None  # of the adapters among `params`
     stored: StoredNames = field(default_factory=StoredNames)  # names in --hf-checkpoint
+    fp8: Fp8Format | None = None  # of the frozen parameters that have `scales`
 
     @cached_property
     def own(self) -> dict[str, DTensor]:
@@ -103,10 +98,16 @@ class ShardedModel:
         return {name: tensor for name, tensor in named.items() if name != without}
 
     @cached_property
+    def scales(self) -> dict[str, torch.Tensor]:
+        """The scales of parameters that are held in FP8, by name."""
+        named = self.module.hf.named_buffers() if self.fp8 is not None else ()
+        return {name: buffer for name, buffer in named if name.endswith(SCALE)}
+
+    @cached_property
     def base_checksum(self) -> dict[str, str]:
         """Dtype and checksum of the frozen weights, which identify the base; collective when first read."""
         total = 0
-        for name, tensor in self.tensors(without=self.value_head).items():
+        for name, tensor in {**self.tensors(without=self.value_head), **self.scales}.items():
             if isinstance(tensor, DTensor):
                 local, start = tensor.to_local(), first_row(tensor) * math.prod(tensor.shape[1:])
                 total += tensor_checksum(name, local, start)
@@ -115,7 +116,8 @@ class ShardedModel:
         sums: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(sums, total)
         dtype = next(param.dtype for name, param in self.params.items() if name not in self.own)
-        return {"dtype": dtype_name(dtype), "checksum": format_checksum(sum(sums) % 2**64)}
+        kind = ("FP8 and " if self.scales else "") + dtype_name(dtype)
+        return {"dtype": kind, "checksum": format_checksum(sum(sums) % 2**64)}
 
     @cached_property
     def _buffer_names(self) -> list[str]:
@@ -153,7 +155,8 @@ def build_model(
     With `experts`, those of MoE layers are spread over the ranks of its groups.
 
     A trained model has fp32 parameters and computes in the run's precision; a frozen one, and the
-    base of a model with adapters, also has parameters in that precision.
+    base of a model with adapters, also has parameters in that precision. A base whose checkpoint is in
+    FP8 blocks stays in them.
     """
     compute_dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     lora = LoraConfig.of(args) if trainable else None
@@ -166,13 +169,17 @@ def build_model(
     hf.train(trainable)
     _no_dropout(hf)
     hf.requires_grad_(trainable)
+    stored, fp8 = _stored_names(args, hf), None if lora is None else base_format(args)
     if lora is not None:
+        if fp8 is not None:
+            names = quantized_parameters(hf, first_weights(args, "actor"), stored)
+            hold_base_in_fp8(hf, names, fp8)
         add_adapters(hf, lora)
     pack_delta_nets(hf, padded=padded)
     fuse_norms(hf)
     if device_type() == "cuda":
         fuse_mlps(hf)
-        fuse_rotation(hf)
+        fuse_rope(hf)
     head = HeadOptions(
         temperature=args.rollout_temperature, chunk_size=args.log_probs_chunk_size, padded=padded
     )
@@ -197,7 +204,7 @@ def build_model(
     _materialise(module, torch.device("cpu") if args.fsdp_cpu_offload else current_device())
     params: dict[str, DTensor] = {k: p for k, p in hf.named_parameters() if isinstance(p, DTensor)}
     initialize_adapters(params, args.seed)
-    return ShardedModel(module, params, lora, _stored_names(args, hf))
+    return ShardedModel(module, params, lora, stored, fp8)
 
 
 def _stored_names(args: Args, hf: PreTrainedModel) -> StoredNames:
@@ -213,9 +220,13 @@ def load_hf_weights(model: ShardedModel, path: str) -> None:
     source: dict[str, torch.Tensor] = {}
     targets = model.tensors(without=model.value_head)
     zero_value_head(model)
+    if model.fp8 is not None:
+        _load_fp8_weights(model, path, model.fp8)
+        return
     if dist.get_rank() == 0:
         transformers_logging.disable_progress_bar()
-        hf = load_causal_lm(path)
+        towered = _has_tower(model.module.hf)
+        hf = load_causal_lm(path, auto=AutoModelForImageTextToText if towered else None)
         source = {**dict(hf.named_parameters()), **persistent_buffers(hf)}
     described = [{name: (tensor.dtype, tensor.shape) for name, tensor in source.items()}]
     dist.broadcast_object_list(described)
@@ -224,18 +235,30 @@ def load_hf_weights(model: ShardedModel, path: str) -> None:
         _fill(target, source.pop(name, None), described[0][name][0])
 
 
+def _load_fp8_weights(model: ShardedModel, path: str, layout: Fp8Format) -> None:
+    """Load a base in FP8 tensor by tensor, without transformers, which would dequantize all of it."""
+    files = BaseFiles(model.module.hf, path, model.stored, layout)
+    targets = {**model.tensors(without=model.value_head), **model.scales}
+    for name, target in targets.items():
+        files.check(name, target, packed=name + SCALE in model.scales)
+    for name, target in targets.items():
+        reads = dist.get_rank() == 0
+        whole = files.read(name, target, packed=name + SCALE in model.scales) if reads else None
+        _fill(target, whole, target.dtype)
+
+
 def load_adapter(model: ShardedModel, path: str) -> None:
     """Load the adapters from a PEFT folder; a collective call."""
     adapters = {adapter_module(n): p for n, p in model.params.items() if is_adapter(n)}
     wanted = dict(to_peft((n, torch.empty(p.shape, device="meta")) for n, p in adapters.items()))
     refuse_other_base(
-        adapter_shapes(Path(path)), {n: list(t.shape) for n, t in wanted.items()}, path
+        adapter_shapes(Path(path)), {flat_name(n): list(t.shape) for n, t in wanted.items()}, path
     )
     # Every rank reads what all of them must refuse.
     reads = dist.get_rank() == 0 or (model.lora is not None and model.lora.experts_shared_outer)
-    source = load_file(Path(path) / WEIGHTS_FILE) if reads else {}
+    source = read_peft_weights(path) if reads else {}
     for (name, param), peft_name in zip(adapters.items(), wanted, strict=True):
-        whole = source.get(PEFT_PREFIX + peft_name)
+        whole = source.get(flat_name(peft_name))
         module = name.removesuffix(LORA_A).removesuffix(LORA_B)
         if whole is not None and is_experts(module):
             count = model.params[module].shape[0]
@@ -257,50 +280,39 @@ def finish_loading(model: ShardedModel) -> None:
 
 
 def shard_of(param: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor with the sharding of `param` and `local` as this rank's shard."""
+    """Return a DTensor with the sharding of `param` and `local` as this rank's rows of it."""
+    shape = torch.Size([param.shape[0], *local.shape[1:]])
     return DTensor.from_local(
         local,
         param.device_mesh,
         param.placements,
         run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
     )
 
 
 def _skeleton(args: Args, dtype: torch.dtype) -> PreTrainedModel:
     """Return the Hugging Face model with parameters on the meta device and real buffers."""
-    config = load_hf_config(args.hf_checkpoint)
+    config: Any = load_hf_config(args.hf_checkpoint)
     vars(config).pop("quantization_config", None)  # FP8 weights are trained dequantized
     attention = choose_attention(args.attn_implementation, padded=args.qkv_format == "bshd")
-    with _parameters_on_meta():
+    family: Any = AutoModelForCausalLM
+    own: Any = attention
+    if takes_images(config.model_type, bool(args.multimodal_keys)):
+        family = AutoModelForImageTextToText
+        # Patches of an image see all others of it: not the attention of packed samples.
+        own = {"": attention, "text_config": attention, "vision_config": "sdpa"}
+    with parameters_on_meta():
         try:
-            return AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, dtype=dtype, trust_remote_code=False
+            return family.from_config(
+                config, attn_implementation=own, dtype=dtype, trust_remote_code=False
             )
         except (ImportError, ValueError) as error:  # not installed, or not for this model
             raise UserError(
                 f"{args.hf_checkpoint} cannot be built as a causal model with attention {attention}: "
                 f"{error}"
             ) from None
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Create parameters on the meta device. Buffers stay real: those computed by the constructor
-    (such as RoPE frequencies) are in no checkpoint."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(self, name, param)
-
-    nn.Module.register_parameter = register_on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
 
 
 def _shard(module: PackedCausalLM, **options: Any) -> None:
@@ -310,8 +322,16 @@ def _shard(module: PackedCausalLM, **options: Any) -> None:
 
 
 def _decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
-    names = set(hf._no_split_modules or ())
-    return [module for module in hf.modules() if type(module).__name__ in names]
+    """Return what is gathered layer by layer; a vision tower is not, see `image_inputs`."""
+    kinds = set(hf._no_split_modules or ())
+    named = hf.named_modules()
+    return [
+        module for name, module in named if type(module).__name__ in kinds and not in_tower(name)
+    ]
+
+
+def _has_tower(hf: PreTrainedModel) -> bool:
+    return hasattr(hf.base_model, "visual")
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:

@@ -3,7 +3,7 @@
 A target layer keeps its name and its frozen weight, and gets two trained matrices below it, so that
 names of base weights stay those of the checkpoint and names of adapters are PEFT's without a prefix::
 
-    model.layers.0.self_attn.q_proj.weight          [out, in]     frozen, in the compute dtype
+    model.layers.0.self_attn.q_proj.weight          [out, in]     frozen, in the compute dtype or in FP8
     model.layers.0.self_attn.q_proj.lora_A.weight   [rank, in]    trained, fp32
     model.layers.0.self_attn.q_proj.lora_B.weight   [out, rank]   trained, fp32
 
@@ -22,10 +22,35 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from slime.backends.fsdp_utils.lora_experts import ExpertAdapter, adapt_experts, expert_modules
-from slime.config.lora import LORA_A, LORA_B, LoraConfig
+from slime.backends.fsdp_utils.fp8_base import hold_in_fp8
+from slime.backends.fsdp_utils.lora_experts import (
+    ExpertAdapter,
+    adapt_experts,
+    adapter_module,
+    expert_modules,
+    is_plain,
+    patch_experts,
+)
+from slime.backends.kernels.fused_ops import SCALE, base_linear
+from slime.config.checks.model_types import in_tower
+from slime.config.lora import LoraConfig
+from slime.config.peft_files import LORA_A, LORA_B, flat_name, is_experts
 from slime.core.errors import UserError
+from slime.weights.fp8 import Fp8Format
 from slime.weights.lora import initial_a
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer whose weight is held in FP8."""
+
+    def __init__(self, base: nn.Linear, layout: Fp8Format) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        hold_in_fp8(self, "weight", layout)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return base_linear(self, input)
 
 
 class LoraLinear(nn.Linear):
@@ -39,6 +64,11 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
+        if isinstance(base, Fp8Linear):
+            self.register_buffer(
+                "weight" + SCALE, base.get_buffer("weight" + SCALE), persistent=False
+            )
+            self.fp8 = base.fp8
         options = {"bias": False, "device": base.weight.device, "dtype": torch.float32}
         self.lora_A = nn.Linear(base.in_features, config.rank, **options)
         self.lora_B = nn.Linear(config.rank, base.out_features, **options)
@@ -46,35 +76,54 @@ class LoraLinear(nn.Linear):
         self.enabled = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        output = F.linear(input, self.weight, self.bias)
+        output = base_linear(self, input)
         if not self.enabled:
             return output
         if self.dropout and torch.is_grad_enabled():
             input = F.dropout(input, self.dropout)
-        return output + self.lora_B(self.lora_A(input)) * self.scaling
+        # One matmul that adds to `output`: B's product alone would be written, scaled and read again.
+        low = (self.lora_A(input) * self.scaling).flatten(0, -2)  # [T, rank]
+        added = torch.addmm(output.flatten(0, -2), low, self.lora_B.weight.t())
+        return added.view_as(output)
 
 
 def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
     """Replace the target layers; the base is frozen and only adapters require gradients."""
     head = hf.get_output_embeddings()
     linear = {
-        name: module
+        flat_name(name): module
         for name, module in hf.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
+        if isinstance(module, nn.Linear) and module is not head and not in_tower(name)
     }
     hf.requires_grad_(False)
-    experts = expert_modules(hf)
+    experts = {flat_name(name): module for name, module in expert_modules(hf).items()}
+    owners = {
+        child: (parent, leaf) for parent in hf.modules() for leaf, child in parent.named_children()
+    }
     for name in config.targets(linear, experts):
         if name in experts:
             adapt_experts(experts[name], name.rpartition(".")[2], config)
             continue
-        if type(linear[name]) is not nn.Linear:
+        if type(linear[name]) not in (nn.Linear, Fp8Linear):
             raise UserError(
                 f"--lora-target-modules: {name} is a {type(linear[name]).__name__}, whose forward an adapter "
                 "would replace: name other modules"
             )
-        parent, _, leaf = name.rpartition(".")
-        setattr(hf.get_submodule(parent), leaf, LoraLinear(linear[name], config))
+        parent, leaf = owners[linear[name]]
+        setattr(parent, leaf, LoraLinear(linear[name], config))
+
+
+def hold_base_in_fp8(hf: PreTrainedModel, names: list[str], layout: Fp8Format) -> None:
+    """Hold these parameters in FP8, where their layers are of a kind that dequantizes them."""
+    head = hf.get_output_embeddings()  # its weight is read, not called
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        module, (parent, _, own) = hf.get_submodule(owner), owner.rpartition(".")
+        if is_experts(name) and is_plain(module):
+            patch_experts(module)
+            hold_in_fp8(module, leaf, layout)
+        elif type(module) is nn.Linear and module is not head:
+            setattr(hf.get_submodule(parent), own, Fp8Linear(module, layout))
 
 
 def is_adapter(name: str) -> bool:
@@ -90,7 +139,7 @@ def initialize_adapters(params: dict[str, DTensor], seed: int) -> None:
         if name.endswith(LORA_B):
             param.to_local().zero_()
         else:
-            copy_shard(param, initial_a(name, param.shape, seed))
+            copy_shard(param, initial_a(adapter_module(name), param.shape, seed))
 
 
 @torch.no_grad()
@@ -130,7 +179,7 @@ def all_adapters_used(module: nn.Module) -> Iterator[None]:
     layers = {n: layer for n, layer in module.named_modules() if isinstance(layer, kinds)}
     used: set[str] = set()
     hooks = [
-        layer.lora_B.register_forward_hook(lambda *_, name=name: used.add(name))
+        layer.lora_A.register_forward_hook(lambda *_, name=name: used.add(name))
         for name, layer in layers.items()
     ]
     try:

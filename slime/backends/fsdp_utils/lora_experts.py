@@ -12,12 +12,15 @@ shards weights and adapters alike, by experts::
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from slime.backends.fsdp_utils.fp8_base import matrix_shape
+from slime.backends.kernels.fused_ops import SCALE, fp8_matmul
 from slime.backends.kernels.grouped_linear import Groups, grouped_linear, make_groups
 from slime.config.lora import LoraConfig
 from slime.config.peft_files import DOWN, EXPERTS, GATE_UP, is_experts
@@ -43,14 +46,15 @@ class ExpertMatrices(nn.Module):
 class ExpertAdapter(nn.Module):
     """The adapter of one parameter of the experts: scaling * B A x for each token of each expert."""
 
-    def __init__(self, weight: torch.Tensor, leaf: str, config: LoraConfig) -> None:
+    def __init__(self, experts: nn.Module, leaf: str, config: LoraConfig) -> None:
         super().__init__()
-        count, rows, columns = weight.shape
+        count, rows, columns = matrix_shape(experts, leaf)
         a, b = [count, config.rank, columns], [count, rows, config.rank]
         if config.experts_shared_outer:
             a, b = (a[1:], b) if leaf == GATE_UP else (a, b[1:])
-        self.lora_A = ExpertMatrices(*a, device=weight.device)
-        self.lora_B = ExpertMatrices(*b, device=weight.device)
+        device = experts.get_parameter(leaf).device
+        self.lora_A = ExpertMatrices(*a, device=device)
+        self.lora_B = ExpertMatrices(*b, device=device)
         self.scaling = config.scaling
         self.enabled = True
 
@@ -70,22 +74,32 @@ def expert_modules(hf: nn.Module) -> dict[str, nn.Module]:
 
 def adapt_experts(module: Any, leaf: str, config: LoraConfig) -> None:
     """Add an adapter of one parameter and patch the module's forward."""
-    plain = getattr(module, "has_gate", False) and not (
-        getattr(module, "is_transposed", True)
-        or getattr(module, "has_bias", True)
-        or getattr(module, "has_post_expert_norm", False)
-    )
-    if not plain:
+    if not is_plain(module):
         raise UserError(
             f"--lora-target-modules: {type(module).__name__} has biases, transposed weights or norms, with "
             "which adapters of experts are not supported: name other modules"
         )
+    patch_experts(module)
+    module.lora[leaf] = ExpertAdapter(module, leaf, config)
+
+
+def is_plain(module: Any) -> bool:
+    """Return whether experts are two matmuls and a gate, without biases, transposed weights or norms."""
+    return getattr(module, "has_gate", False) and not (
+        getattr(module, "is_transposed", True)
+        or getattr(module, "has_bias", True)
+        or getattr(module, "has_post_expert_norm", False)
+    )
+
+
+def patch_experts(module: Any) -> None:
+    """Make the module compute with adapters and with weights in FP8."""
     if not hasattr(module, _CHILD):
         module.lora = nn.ModuleDict()
         module.forward = _ForwardWithAdapters(module)
-    module.lora[leaf] = ExpertAdapter(getattr(module, leaf), leaf, config)
 
 
+@lru_cache(maxsize=1 << 16)  # asked for every matrix in every update
 def adapter_module(name: str) -> str:
     """Return `...experts.gate_up_proj` for the module of its adapter; others are returned as they are."""
     return name.replace(f".{EXPERTS}.{_CHILD}.", f".{EXPERTS}.")
@@ -100,7 +114,10 @@ def adapter_path(module: str) -> str:
 
 
 class _ForwardWithAdapters:
-    """The experts' forward with grouped matmuls, equal to Hugging Face's bit for bit while B is zero."""
+    """The experts' forward with grouped matmuls, equal to Hugging Face's bit for bit while B is zero.
+
+    It is also that of experts in FP8 without adapters.
+    """
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -109,7 +126,8 @@ class _ForwardWithAdapters:
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         module = self._module
-        if not any(adapter.enabled for adapter in module.lora.values()):
+        in_fp8 = hasattr(module, GATE_UP + SCALE) or hasattr(module, DOWN + SCALE)
+        if not in_fp8 and not any(adapter.enabled for adapter in module.lora.values()):
             return type(module).forward(module, hidden_states, top_k_index, top_k_weights)
         top = top_k_index.shape[-1]
         experts, order = torch.sort(top_k_index.reshape(-1))
@@ -123,8 +141,11 @@ class _ForwardWithAdapters:
         return out[back].view(-1, top, out.shape[-1]).sum(dim=1).to(hidden_states.dtype)
 
     def _project(self, leaf: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
-        weight = getattr(self._module, leaf)
+        weight, adapters = getattr(self._module, leaf), self._module.lora
         x = x.to(weight.dtype)
-        out = F.grouped_mm(x, weight.transpose(1, 2), offs=groups.ends)
-        adapters = self._module.lora
-        return out + adapters[leaf](x, groups) if leaf in adapters else out
+        if hasattr(self._module, leaf + SCALE):
+            out = fp8_matmul(self._module, leaf, x, groups.ends)
+        else:
+            out = F.grouped_mm(x, weight.transpose(1, 2), offs=groups.ends)
+        adapted = leaf in adapters and adapters[leaf].enabled
+        return out + adapters[leaf](x, groups) if adapted else out

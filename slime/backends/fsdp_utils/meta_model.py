@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from slime.backends.fsdp_utils.expert_parallel import make_expert_groups
 from slime.backends.fsdp_utils.loading import build_model
 from slime.backends.fsdp_utils.optimizer import muon_names
+from slime.backends.kernels.fused_ops import SCALE
 from slime.backends.model_size import RankModel
-from slime.backends.param_names import Freezing
+from slime.backends.param_names import Freezing, without_frozen_tower
 from slime.utils.device import use_device
 
 if TYPE_CHECKING:
@@ -31,17 +32,20 @@ def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) 
         local = {name: param.to_local() for name, param in model.params.items()}
         buffers = list(model.module.hf.buffers())
         matrices = muon_names(model.module.hf, model.params)
-    trained = set(local) if critic else set(Freezing.of(args).trained(list(local)))
+        in_fp8 = {name: t.nbytes for name, t in local.items() if name + SCALE in model.scales}
+        elements = {name: in_fp8.get(name, t.numel()) for name, t in local.items()}
+    names = without_frozen_tower(args, list(local))
+    trained = set(names) if critic else set(Freezing.of(args).trained(names))
     trained = trained if model.lora is None else set(model.own)
     once = _with_one_moment(args, trained, matrices)
     stateless = args.optimizer == "sgd" and not args.sgd_momentum
     twice = set() if stateless else trained - once
-    config: Any = model.module.hf.config
+    config: Any = model.module.hf.config.get_text_config()
     layers = config.num_hidden_layers
     return RankModel(
         rank=rank,
-        parameters=sum(t.numel() for t in local.values()),
-        expert_parameters=sum(t.numel() for n, t in local.items() if ".experts." in n),
+        parameters=sum(elements.values()),
+        expert_parameters=sum(count for n, count in elements.items() if ".experts." in n),
         trained_parameters=sum(t.numel() for n, t in local.items() if n in trained),
         weight_sizes=dict(Counter(t.nbytes for t in local.values())),
         weight_storages=[sum(t.nbytes for t in [*local.values(), *buffers])],
@@ -53,6 +57,7 @@ def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) 
         moe_layers=layers if _num_experts(config) else 0,
         has_embedding=True,
         has_head=True,
+        fp8_parameters=sum(in_fp8.values()),
     )
 
 

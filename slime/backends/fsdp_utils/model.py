@@ -7,6 +7,8 @@ which every model forwards to its attention function.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from slime.algorithms.log_probs import log_probs_from_hidden
+from slime.backends.backend import FeatureCache, run_tower
 from slime.backends.kernels.packed_attention import PackedLayout, attend_packed, packed_layout
 from slime.config.checks.model_types import has_linear_attention, packing_obstacle
 from slime.core.errors import ConfigError, UserError
@@ -43,6 +46,7 @@ class PackedCausalLM(nn.Module):
         super().__init__()
         self.hf = hf
         self.head = head
+        self.features = FeatureCache()  # of a frozen vision tower
 
     def forward(
         self,
@@ -77,12 +81,17 @@ class PackedCausalLM(nn.Module):
 
     def _hidden(self, batch: TrainBatch) -> torch.Tensor:
         """Return the last hidden state of each token: [T, H]."""
-        return self.hf.base_model(**self._inputs(batch)).last_hidden_state.flatten(0, 1)
+        model: Any = self.hf.base_model
+        inputs = self._inputs(batch)
+        if hasattr(model, "visual"):
+            inputs = image_inputs(model, batch, inputs, self.features)
+            model = model.language_model
+        return model(**inputs).last_hidden_state.flatten(0, 1)
 
     def _inputs(self, batch: TrainBatch) -> dict[str, Any]:
         """Return the model's inputs; right padding needs no mask under causal attention."""
         rows = len(batch.rows) if self.head.padded else 1
-        config = self.hf.config
+        config = self.hf.config.get_text_config()
         linear = has_linear_attention(config.model_type)
         keywords = attention_keywords(config._attn_implementation, batch, linear)
         return {
@@ -112,6 +121,53 @@ class PackedCritic(PackedCausalLM):
         hidden = self._hidden(batch)
         weight = output_layer(self.hf).weight  # [1, H]
         return F.linear(hidden.float(), weight.float()).squeeze(1) * batch.loss_mask, None
+
+
+def image_inputs(
+    model: Any, batch: TrainBatch, inputs: dict[str, Any], cache: FeatureCache
+) -> dict[str, Any]:
+    """Return the inputs of the language model, in which features of images replace their tokens.
+
+    FSDP gathers the vision tower with the embeddings and not block by block, so ranks with and without
+    images in a micro-batch run the same collectives.
+    """
+    embeds = model.get_input_embeddings()(inputs["input_ids"])  # [1, T, H]
+    inputs = {**inputs, "input_ids": None}
+    if batch.mrope_positions is not None:  # dense masks come from the first of the four
+        positions = torch.cat([batch.position_ids[:, None], batch.mrope_positions], dim=1)
+        inputs["position_ids"] = positions.T.unsqueeze(1)  # [4, 1, T]
+    if batch.pixel_values is None or batch.image_mask is None:
+        return {**inputs, "inputs_embeds": embeds + _no_features(model.visual).to(embeds.dtype)}
+    features, deepstack = _features(model.visual, batch, embeds.dtype, cache)
+    mask = batch.image_mask.unsqueeze(0)  # [1, T]
+    inputs["inputs_embeds"] = embeds.masked_scatter(mask.unsqueeze(-1), features)
+    if deepstack:
+        inputs |= {"visual_pos_masks": mask, "deepstack_visual_embeds": deepstack}
+    return inputs
+
+
+def _features(
+    tower: Any, batch: TrainBatch, dtype: torch.dtype, cache: FeatureCache
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return [image tokens, H] in packed order, and the same of each deepstack layer."""
+    assert batch.pixel_values is not None and batch.image_grids is not None
+    if any(param.requires_grad for param in tower.parameters()):
+        found = run_tower(tower, batch.pixel_values.to(dtype), batch.image_grids)
+    else:
+        found = cache.features(tower, batch, dtype)
+    sizes = (batch.image_grids.prod(-1) // tower.spatial_merge_size**2).tolist()
+
+    def packed(features: torch.Tensor) -> torch.Tensor:
+        images = features.to(dtype).split(sizes)
+        return torch.cat([images[number] for number in batch.image_order or ()])
+
+    return packed(found[0]), [packed(layer) for layer in found[1:]]
+
+
+def _no_features(tower: nn.Module) -> torch.Tensor:
+    """Return 0, with a zero gradient for each trained parameter: FSDP reduces the same on every rank."""
+    zero = torch.zeros((), device=next(tower.parameters()).device)
+    return zero + sum(p.flatten()[0].float() * 0 for p in tower.parameters() if p.requires_grad)
 
 
 def output_layer(hf: PreTrainedModel) -> nn.Linear:
@@ -152,6 +208,24 @@ def choose_attention(requested: str | None, *, padded: bool = False) -> str:
             f"one of {', '.join(known)}"
         )
     return requested
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Create parameters on the meta device. Buffers stay real: those computed by the constructor
+    (such as RoPE frequencies) are in no checkpoint."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
 
 
 def refuse_unpackable(hf: PreTrainedModel) -> None:

@@ -47,14 +47,14 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, groups: Groups, *weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.groups, ctx.weights = groups, weights
-        return grouped_product(x, _together(weights).transpose(1, 2), groups)
+        return grouped_matmul(x, _together(weights).transpose(1, 2), groups)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), groups, weights = ctx.saved_tensors, ctx.groups, ctx.weights
         grad = grad.contiguous()
         grad_x = (
-            grouped_product(grad, _together(weights), groups) if ctx.needs_input_grad[0] else None
+            grouped_matmul(grad, _together(weights), groups) if ctx.needs_input_grad[0] else None
         )
         if not any(ctx.needs_input_grad[2:]):
             return grad_x, None, *[None for _ in weights]
@@ -77,7 +77,7 @@ class _ExpertRows(torch.autograd.Function):
         return None, *grouped_outer(grad.contiguous(), ones, ctx.groups)[..., 0].unbind()
 
 
-def grouped_product(x: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.Tensor:
+def grouped_matmul(x: torch.Tensor, matrices: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Multiply [T, K] by [E, K, N], each group by its own matrix: [T, N]."""
     if _is_aligned(x.dtype, *matrices.shape[1:]):
         return F.grouped_mm(x, matrices, offs=groups.ends)

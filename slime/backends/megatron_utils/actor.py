@@ -14,11 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slime.backends.backend import HFBucket, ModelName, StepResult
+from slime.backends.backend import HFBucket, ModelName, Offloaded, StepResult, return_unused
 from slime.backends.base import first_weights, teacher_weights
 from slime.backends.lora import LoraTrainRayActor
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
-from slime.backends.offload import Offloaded, return_unused
 from slime.backends.optim import lr_schedule, step_optimizer
 from slime.config import hook_types
 from slime.config.flags.spec import option_of
@@ -27,7 +26,7 @@ from slime.core.types import RolloutBatch, TrainBatch
 from slime.runlog.checkpoint_folder import find_checkpoint, read_meta
 from slime.runlog.export_folder import ExportInfo
 from slime.utils.device import current_device
-from slime.utils.load_function import load_function
+from slime.utils.load_function import load_hook
 from slime.weights.buckets import NamedTensor
 from slime.weights.hf_folder import FILE_BYTES, write_hf_folder
 from slime.weights.sync import serving_dtype
@@ -50,6 +49,7 @@ from slime.backends.megatron_utils.model import (  # noqa: E402
     build_chunks,
     drop_fp8_copies,
     freeze,
+    resident_tensors,
     wrap_chunks,
 )
 from slime.backends.megatron_utils.model_config import (  # noqa: E402
@@ -388,13 +388,11 @@ class MegatronTrainRayActor(LoraTrainRayActor):
             self._asleep = None
 
     def _resident(self) -> Iterator[torch.Tensor]:
-        for chunk in self.model:
-            yield from chunk.parameters()
-            yield from chunk.module.buffers()
+        yield from resident_tensors(self.chunks)
         yield from self.optimizer.tensors()
 
     def _hook(self, flag: str, protocol: type, *values: object) -> None:
         path = getattr(self.args, flag)
         if path is not None:
             option = option_of(flag)
-            load_function(path, flag=option, protocol=protocol)(*values)
+            load_hook(path, flag=option, protocol=protocol)(*values)

@@ -71,7 +71,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
 
 def install_adam() -> None:
-    """Make megatron use it, unless TransformerEngine's FusedAdam and a GPU are available."""
+    """Make megatron use GroupStepAdamW, unless TransformerEngine's FusedAdam and a GPU are available."""
     if has_te() and device_type() == "cuda":
         install_fused_state()
         return

@@ -12,7 +12,12 @@ from megatron.core.activations import quick_gelu
 from transformers import PretrainedConfig
 
 from slime.backends.megatron_utils.rope import Rope, read_rope
-from slime.config.checks.model_types import LATENT, check_model_type
+from slime.config.checks.model_types import (
+    DELTA_OPTIONS,
+    LATENT,
+    check_delta_net,
+    check_model_type,
+)
 from slime.core.errors import ConfigError, UserError
 
 
@@ -56,7 +61,8 @@ def _common(config: PretrainedConfig) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_query_groups": getattr(config, "num_key_value_heads", None) or heads,
         "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "ffn_hidden_size": config.intermediate_size,
+        "ffn_hidden_size": getattr(config, "intermediate_size", None)
+        or config.moe_intermediate_size,
         "layernorm_epsilon": config.rms_norm_eps,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -85,6 +91,14 @@ _ABSENT: dict[str, Any] = {
     "moe_router_topk_scaling_factor": None,
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
+    "layernorm_zero_centered_gamma": False,
+    "attention_output_gate": False,
+    "linear_attention_freq": None,
+    "linear_conv_kernel_dim": None,
+    "linear_key_head_dim": None,
+    "linear_value_head_dim": None,
+    "linear_num_key_heads": None,
+    "linear_num_value_heads": None,
 }
 
 
@@ -128,14 +142,34 @@ def _qwen3_moe(config: PretrainedConfig, model: Architecture) -> None:
     model.fields |= _softmax_moe(config)
 
 
+def _qwen3_5(config: PretrainedConfig, model: Architecture) -> None:
+    """Set the fields of gated delta nets, gated attention and zero-centred norms."""
+    check_delta_net(config.to_dict())
+    if config.attention_bias:
+        raise _unsupported(config, "attention_bias", True, "false")
+    model.fields |= {
+        "qk_layernorm": True,
+        "layernorm_zero_centered_gamma": True,
+        "attention_output_gate": True,
+        # Not experimental_attention_variant, with which megatron-core refuses context parallelism.
+        "linear_attention_freq": [int(kind == "linear_attention") for kind in config.layer_types],
+        **{name: getattr(config, name) for name in DELTA_OPTIONS},
+    }
+
+
+def _qwen3_5_moe(config: PretrainedConfig, model: Architecture) -> None:
+    _qwen3_5(config, model)
+    model.fields |= _softmax_moe(config) | {
+        "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
+        "moe_shared_expert_gate": True,
+    }
+
+
 def _softmax_moe(config: PretrainedConfig) -> dict[str, Any]:
     """Return the fields of Qwen's router, a softmax over all experts; some layers may be dense."""
+    dense, every = getattr(config, "mlp_only_layers", ()), getattr(config, "decoder_sparse_step", 1)
     sparse = [
-        int(
-            layer not in config.mlp_only_layers
-            and config.num_experts > 0
-            and (layer + 1) % config.decoder_sparse_step == 0
-        )
+        int(layer not in dense and config.num_experts > 0 and (layer + 1) % every == 0)
         for layer in range(config.num_hidden_layers)
     ]
     return {
@@ -144,7 +178,7 @@ def _softmax_moe(config: PretrainedConfig) -> dict[str, Any]:
         "moe_router_topk": config.num_experts_per_tok,
         "moe_router_score_function": "softmax",
         # Softmax over the top-k logits equals softmax over all, renormalised over the top-k.
-        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
         "moe_layer_freq": sparse,
     }
 
@@ -287,6 +321,19 @@ def layer_pattern(text: str | int | list[int], num_layers: int) -> list[int]:
     return pattern
 
 
+def linear_pattern(given: list[int], num_layers: int) -> list[int]:
+    """Return 1 for each layer with linear attention, from --linear-attention-freq.
+
+    One number N means that every N-th layer has full attention; more are the pattern itself.
+
+    >>> linear_pattern([4], 4)
+    [1, 1, 1, 0]
+    """
+    if len(given) != 1 or given[0] < 1:
+        return given
+    return [int((layer + 1) % given[0] > 0) for layer in range(num_layers)]
+
+
 def _repeated(part: str, text: str) -> list[int]:
     match = _PATTERN_PART.fullmatch(part)
     if match is None:
@@ -312,4 +359,9 @@ _FAMILIES: dict[str, Callable[[PretrainedConfig, Architecture], None]] = {
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _glm4_moe_lite,
     "deepseek_v3": _deepseek_v3,
+    "qwen3_vl_text": _qwen3,
+    "qwen3_vl_moe_text": _qwen3_moe,
+    "qwen3_next": _qwen3_5_moe,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5_moe,
 }

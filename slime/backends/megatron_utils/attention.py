@@ -78,7 +78,7 @@ class PackedAttention(MegatronModule):
         if packed_seq_params is not None:
             return self._attend(query, key, value, packed_seq_params).flatten(1)
         length, count = query.shape[:2]
-        rows = self._padded_rows(length, count, query.device)
+        rows = padded_rows(length, count, self._groups.cp, query.device)
         query, key, value = (
             x.transpose(0, 1).reshape(-1, *x.shape[2:]) for x in (query, key, value)
         )
@@ -129,12 +129,6 @@ class PackedAttention(MegatronModule):
         whole = gather_from_sequence_parallel_region(local, group=self._groups.cp)
         return whole.index_select(0, segments.kv_index)
 
-    def _padded_rows(self, length: int, count: int, device: torch.device) -> PackedRows:
-        """Return padded samples as packed ones of equal length; causal masks hide right padding."""
-        group = self._groups.cp
-        parallel = ParallelInfo(cp_rank=group.rank(), cp_size=group.size())
-        return packed_rows([length * group.size()] * count, parallel, device)
-
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
     """Return how many tokens a query of this layer attends to, itself included; None: all."""
@@ -156,6 +150,8 @@ class ContextSegments:
         q_lens   = (1, 1, 1, 1)      two chunks of each sample
         k_lens   = (1, 4, 1, 4)      a chunk attends to its sample up to its own end
         kv_index                     indices of those keys among the gathered ones, 10 in all
+        gathered = [0, 3, 4, 7, 1, 2, 5, 6]   token of the whole samples at each gathered index
+        place    = [0, 4, 5, 1, 2, 6, 7, 3]   gathered index of each token
     """
 
     q_lens: tuple[int, ...]
@@ -163,15 +159,19 @@ class ContextSegments:
     kv_index: torch.Tensor  # [sum of k_lens]
     cu_q: torch.Tensor  # [segments + 1] int32
     cu_k: torch.Tensor
+    gathered: torch.Tensor  # [T of all ranks]
+    place: torch.Tensor
 
 
 @dataclass
 class PackedRows(PackedSeqParams):
     """PackedSeqParams of megatron's layers, with the fields of `PackedAttention` and `Replay`."""
 
+    lens: tuple[int, ...] = ()  # of the samples over all context ranks, with padding
     layout: PackedLayout | None = None  # without context parallelism
     segments: ContextSegments | None = None  # with it
-    position_ids: torch.Tensor | None = None  # [T], for RoPE looked up per token
+    position_ids: torch.Tensor | None = None  # [T] or [T, 3], for RoPE looked up per token
+    images: Any = None  # vision.ImageFeatures, on the first pipeline stage
     routed_experts: torch.Tensor | None = None  # [T, layers, experts per token], to replay
     recorded: dict[int, torch.Tensor] | None = None  # experts chosen, by layer
 
@@ -190,9 +190,16 @@ def packed_rows(lens: list[int], parallel: ParallelInfo, device: torch.device) -
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max(lens),
         max_seqlen_kv=max(lens),
+        lens=tuple(lens),
         layout=layout,
         segments=segments,
     )
+
+
+def padded_rows(length: int, count: int, group: Any, device: torch.device) -> PackedRows:
+    """Return padded samples as packed ones of equal length; causal layers ignore right padding."""
+    parallel = ParallelInfo(cp_rank=group.rank(), cp_size=group.size())
+    return packed_rows([length * group.size()] * count, parallel, device)
 
 
 def context_segments(
@@ -200,7 +207,7 @@ def context_segments(
 ) -> ContextSegments:
     rank, size = parallel.cp_rank, parallel.cp_size
     gathered = np.concatenate([zigzag_index(lens, r, size) for r in range(size)])
-    place = np.empty_like(gathered)  # index of each token of the full column among the gathered
+    place = np.empty_like(gathered)
     place[gathered] = np.arange(len(gathered))
     q_lens, k_lens, index = [], [], []
     for start, length in zip(np.cumsum(lens) - lens, lens, strict=True):
@@ -215,6 +222,8 @@ def context_segments(
         kv_index=torch.from_numpy(np.concatenate(index)).to(device),
         cu_q=_offsets(q_lens, device),
         cu_k=_offsets(k_lens, device),
+        gathered=torch.from_numpy(gathered).to(device),
+        place=torch.from_numpy(place).to(device),
     )
 
 

@@ -48,6 +48,7 @@ from slime.backends.megatron_utils.mtp import (
 )
 from slime.backends.megatron_utils.parallel import restore_rng, rng_state, unwrapped
 from slime.backends.megatron_utils.patches import patch_checkpoints
+from slime.backends.megatron_utils.vision import refuse_dropped_tower
 from slime.config.lora import refuse_other_adapters
 from slime.core.errors import ConfigError, UserError
 from slime.runlog.checkpoint_files import record_checksums
@@ -99,7 +100,7 @@ class Checkpointer:
         self._model_type = model_type
         self._adapters, self._base = adapters, {"path": base}
         self._calls = AsyncCallsQueue()
-        self._check_files = FileCheck()
+        self._files = FileCheck()
 
     def save(
         self,
@@ -190,13 +191,14 @@ class Checkpointer:
         *,
         moments: bool = True,
     ) -> CheckpointFacts:
-        self._check_files(path)
+        self._files.verify(path)
         facts = read_facts(path)
         refuse_other_adapters(facts.lora, adapters and adapters.lora, str(path))
         if not moments:
             facts = replace(facts, has_optimizer=False)
         with_optimizer = optimizer if facts.has_optimizer else None
         stored = _shapes_in(path)
+        refuse_dropped_tower([unwrapped(chunk) for chunk in chunks], stored, path)
         if adapters is not None:
             refuse_other_base_weights(facts.base, adapters.base_checksum, path)
             _refuse_other_modules(adapters, path, stored)
@@ -290,7 +292,7 @@ def _state(
     *,
     stored: Shapes | None = None,
 ) -> dict[str, Any]:
-    """Return the state to save or, with `stored`, to load from a checkpoint with these tensors.
+    """Return the sharded state dict to save or, with `stored` (a checkpoint's tensors), to load into.
 
     With `adapters` it is their state, else that of all other parameters.
     """
@@ -353,10 +355,10 @@ def _refuse_other_sizes(
 
 def _refuse_other_modules(adapters: ModelAdapters, path: str | Path, stored: Shapes) -> None:
     """Raise if the checkpoint has more adapters; one that it lacks is refused by its shape."""
-    names = [key for key in stored if ADAPTERS in key and not key.startswith("optimizer.")]
-    if len(names) > len(adapters.map.names):
+    held = [k for k in stored if k.endswith(".lora_A") and not k.startswith("optimizer.")]
+    if len(held) > len(adapters.map.modules):
         raise UserError(
-            f"{path} was saved with adapters of other modules ({len(names) // 2}) than this run has "
+            f"{path} was saved with adapters of other modules ({len(held)}) than this run has "
             f"({len(adapters.map.modules)}): choose --lora-target-modules as then"
         )
 

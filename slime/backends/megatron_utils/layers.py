@@ -16,16 +16,26 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
 
+from slime.backends.kernels.fused_ops import rms_norm, zero_centered_norm
 from slime.backends.layer_summary import layer_summary
 from slime.backends.megatron_utils.attention import PackedAttention, uses_te_attention
+from slime.backends.megatron_utils.delta_net import GatedAttention, PackedDeltaNet
 from slime.backends.megatron_utils.mlp import GroupedExperts
 
 
@@ -60,15 +70,32 @@ def block_spec(
         vp_stage=vp_stage,
     )
     assert spec.layer_specs is not None, "one per layer of the chunk"
-    own: dict[int, ModuleSpec] = {}
-    for layer in spec.layer_specs:
-        if id(layer) not in own:
-            own[id(layer)] = _with_own_modules(copy.deepcopy(layer), config, te=te)
+    own: dict[tuple[int, bool], ModuleSpec] = {}
+    layers = []
+    for number, layer in zip(_layer_numbers(config, vp_stage), spec.layer_specs, strict=True):
+        key = id(layer), is_linear(config, number)
+        if key not in own:
+            own[key] = _with_own_modules(copy.deepcopy(layer), config, te=te, linear=key[1])
             if te and split_norms:
-                _split_norms(own[id(layer)])
-    layers = [own[id(layer)] for layer in spec.layer_specs]
+                _split_norms(own[key])
+        layers.append(own[key])
     norm: Any = spec.layer_norm if te else RMSNorm  # a class; megatron-core's annotation lacks it
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def is_linear(config: TransformerConfig, number: int) -> bool:
+    """Return whether a layer, numbered from 0, has linear attention: a gated delta net."""
+    pattern = config.linear_attention_freq
+    return isinstance(pattern, list) and bool(pattern[number])
+
+
+def _layer_numbers(config: TransformerConfig, vp_stage: int | None) -> list[int]:
+    """Return the numbers, from 0, of the layers of one model chunk of this pipeline rank."""
+    layout: Any = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
 
 
 def layers_line(config: TransformerConfig) -> str:
@@ -82,10 +109,13 @@ def layers_line(config: TransformerConfig) -> str:
         post_norms=isinstance(config, GptConfig) and config.post_norms,
         fp8=(str(config.fp8), str(config.fp8_recipe)) if config.fp8 else None,
         te_flash=backend == "flash" and uses_te_attention(config),
+        delta_nets=config.linear_attention_freq is not None,
     )
 
 
-def _with_own_modules(layer: ModuleSpec, config: TransformerConfig, *, te: bool) -> ModuleSpec:
+def _with_own_modules(
+    layer: ModuleSpec, config: TransformerConfig, *, te: bool, linear: bool
+) -> ModuleSpec:
     parts: Any = layer.submodules
     if isinstance(config, GptConfig) and config.post_norms:
         layer.module = PostNormLayer
@@ -93,6 +123,10 @@ def _with_own_modules(layer: ModuleSpec, config: TransformerConfig, *, te: bool)
     attention = parts.self_attention.submodules
     if not uses_te_attention(config):
         attention.core_attention = PackedAttention
+    if config.attention_output_gate:
+        parts.self_attention.module = GatedAttention
+    if linear:
+        parts.self_attention = _delta_net(attention)
     if te:
         return layer
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -104,6 +138,21 @@ def _with_own_modules(layer: ModuleSpec, config: TransformerConfig, *, te: bool)
     if parts.mlp.module is MoELayer:
         parts.mlp.submodules.experts.module = GroupedExperts
     return layer
+
+
+def _delta_net(attention: Any) -> ModuleSpec:
+    """Return the spec of a gated delta net with the linear layers of this spec of attention.
+
+    The norm of its output is not zero-centred, whatever the other norms are.
+    """
+    return ModuleSpec(
+        module=PackedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=attention.linear_qkv,
+            out_norm=ModuleSpec(module=RMSNorm, params={"zero_centered": False}),
+            out_proj=attention.linear_proj,
+        ),
+    )
 
 
 def _split_norms(layer: ModuleSpec) -> None:
@@ -118,6 +167,7 @@ def _split_norms(layer: ModuleSpec) -> None:
     attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
     for owner, linear, place, norm in (
         (attention, "linear_qkv", parts, "input_layernorm"),
+        (attention, "in_proj", parts, "input_layernorm"),
         (attention, "linear_q_up_proj", attention, "q_layernorm"),
         (attention, "linear_kv_up_proj", attention, "kv_layernorm"),
         (mlp, "linear_fc1", parts, "pre_mlp_layernorm"),
@@ -128,13 +178,23 @@ def _split_norms(layer: ModuleSpec) -> None:
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm like megatron's, with support for sequence parallelism."""
+    """RMSNorm like megatron's, with support for sequence parallelism.
+
+    A zero-centred norm multiplies by 1 + weight.
+    """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-6,
+        zero_centered: bool | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
         self.eps = eps
+        centered = config.layernorm_zero_centered_gamma if zero_centered is None else zero_centered
+        self._norm = zero_centered_norm if centered else rms_norm
         device = torch.cuda.current_device()
         weight = torch.ones(hidden_size, dtype=config.params_dtype, device=device)
         self.weight = torch.nn.Parameter(weight)
@@ -142,7 +202,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self._norm(x, self.weight, self.eps)
 
 
 class LatentNorm(RMSNorm):

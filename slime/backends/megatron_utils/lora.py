@@ -8,7 +8,7 @@ low-rank activations A x are what ranks exchange, so an adapter adds little comm
     replicated        h = A x, A replicated    y = B h, B replicated           (projections of MLA)
 
 With sequence parallelism the replicated matrix sees a rank's sequence shard, and Megatron sums its
-gradient over the tensor ranks like that of a norm.
+gradient over the tensor ranks like that of a norm. Experts: `lora_experts.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.gpt import GPTModel
+from megatron.core.ssm.gated_delta_net import (
+    _split_tensor_factory,  # pyright: ignore[reportPrivateUsage]
+)
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
@@ -44,13 +49,20 @@ from slime.backends.megatron_utils.hf_weights.local_weights import (
 )
 from slime.backends.megatron_utils.hf_weights.mappings import Mapping
 from slime.backends.megatron_utils.hf_weights.rules import WeightMap
+from slime.backends.megatron_utils.hf_weights.sections import Sections
 from slime.backends.megatron_utils.layers import ValueHead
-from slime.backends.megatron_utils.parallel import rng_tracker, tensor_group
-from slime.config.lora import LORA_B, LoraConfig, refuse_other_base
+from slime.backends.megatron_utils.lora_experts import ExpertAdapters, adapt_experts
+from slime.backends.megatron_utils.parallel import (
+    decoder_layers,
+    rng_tracker,
+    tensor_group,
+)
+from slime.config.lora import LoraConfig, refuse_other_base
+from slime.config.peft_files import DOWN, GATE_UP, LORA_A, LORA_B, flat_name, peft_modules
 from slime.core.errors import ConfigError, UserError
 from slime.weights.buckets import NamedTensor, dtype_name
 from slime.weights.checksum import RunningChecksums, format_checksum
-from slime.weights.lora import initial_a, read_peft_weights
+from slime.weights.lora import by_modules, by_weights, initial_a, read_peft_weights, to_peft
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -164,6 +176,7 @@ class ModelAdapters:
             chunk.requires_grad_(False)
             for weight in list(local_weights([chunk], weights, current_layout())):
                 _add(chunk, weight, lora, wanted)
+            _add_experts(chunk, lora, wanted)
             if getattr(chunk, "pre_process", False):
                 # Recomputed layers get gradients only if their input requires one.
                 chunk.embedding.register_forward_hook(_require_gradient)
@@ -173,7 +186,7 @@ class ModelAdapters:
             f"{number}.{name}": module
             for number, chunk in enumerate(chunks)
             for name, module in chunk.named_modules()
-            if isinstance(module, LinearAdapters)
+            if isinstance(module, (LinearAdapters, ExpertAdapters))
         }
 
     # ---- passes
@@ -218,12 +231,12 @@ class ModelAdapters:
         """Initialize A as PEFT does and B to zero; every rank computes the whole A of its shards."""
         layout = current_layout()
         for weight in self._local():
-            mapping, shard = weight.match.rule.mapping, layout.shard(weight.match)
+            mapping, shard = weight.match.rule.mapping, layout.shard(weight.match.rule)
             (name,) = weight.match.hf_names
             if name.endswith(LORA_B):
                 weight.tensor.zero_()
                 continue
-            shape = mapping.whole_shape(tuple(weight.tensor.shape), shard.size)
+            shape = mapping.whole_shape(tuple(weight.tensor.shape), shard)
             whole = TensorsReader({name: initial_a(name, shape, seed)})
             mapping.fill(weight.tensor, whole, [name], shard)
 
@@ -231,17 +244,22 @@ class ModelAdapters:
         """Load the adapters of a PEFT folder."""
         tensors = read_peft_weights(path)
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-        wanted = {name: shapes.get(name, []) for name in self.map.names}
-        refuse_other_base(shapes, wanted, path)
-        load_hf(self._chunks, self.map.weights, TensorsReader(tensors))
+        modules = {name: module for module, name in peft_modules(self.map.modules).items()}
+        names = [name + side for name in modules for side in (LORA_A, LORA_B)]
+        refuse_other_base(shapes, {name: shapes.get(name, []) for name in names}, path)
+        held = dict(by_modules(tensors, modules, self.lora))
+        load_hf(self._chunks, self.map.weights, TensorsReader(held))
 
     def whole(self, dtype: torch.dtype | None = None) -> Iterator[NamedTensor]:
-        """Yield full adapters by Hugging Face name; all ranks must iterate together."""
-        return export_hf(self._chunks, self.map.weights, dtype)
+        """Yield full adapters by their names in PEFT's files; all ranks must iterate together."""
+        return to_peft(self._whole(dtype))
 
     def merge(self) -> Merge:
         """Gather all adapters, to merge them into weights."""
-        return Merge(dict(self.whole()), self.lora.scaling)
+        return Merge(dict(by_weights(self._whole(), self._base.model_type)), self.lora.scaling)
+
+    def _whole(self, dtype: torch.dtype | None = None) -> Iterator[NamedTensor]:
+        return export_hf(self._chunks, self.map.weights, dtype)
 
     @cached_property
     def base_checksum(self) -> dict[str, str]:
@@ -270,7 +288,7 @@ class ModelAdapters:
 
 def _add(chunk: GPTModel, weight: LocalWeight, lora: LoraConfig, wanted: set[str]) -> None:
     """Add adapters to the linear layer with this weight, if one of its modules is wanted."""
-    modules = [name.removesuffix(".weight") for name in weight.match.hf_names]
+    modules = [flat_name(name).removesuffix(".weight") for name in weight.match.hf_names]
     parts = {module.rpartition(".")[2]: module in wanted for module in modules}
     if not any(parts.values()):
         return
@@ -284,6 +302,13 @@ def _add(chunk: GPTModel, weight: LocalWeight, lora: LoraConfig, wanted: set[str
     sequence = config.sequence_parallel
     linear.lora = LinearAdapters(lora, weight.tensor, parts, mapping, sequence_parallel=sequence)
     linear.register_forward_hook(_add_output)
+
+
+def _add_experts(chunk: GPTModel, lora: LoraConfig, wanted: set[str]) -> None:
+    for layer in decoder_layers(chunk):
+        for leaf in (GATE_UP, DOWN):
+            if f"model.layers.{layer.layer_number - 1}.mlp.experts.{leaf}" in wanted:
+                adapt_experts(layer.mlp.experts, leaf, lora)
 
 
 def _add_output(linear: Any, inputs: tuple[Any, ...], output: Any) -> Any:
@@ -300,7 +325,23 @@ def _require_gradient(_: nn.Module, inputs: object, output: torch.Tensor) -> Non
 
 def _sharded(weight: LocalWeight, param: torch.Tensor) -> Any:
     mapping = weight.match.rule.mapping
+    if weight.match.rule.all_experts:
+        return _sharded_experts(weight.name, param, mapping.dim)
     if mapping.dim is None:
         return make_sharded_tensor_for_checkpoint(param, weight.name)
     tensor = make_tp_sharded_tensor_for_checkpoint(param, weight.name, mapping.dim)
+    if isinstance(mapping, Sections):
+        sizes = mapping.local_sizes(tensor_group().size())
+        return _split_tensor_factory(tensor, sizes, [str(i) for i in range(len(sizes))], 0)
     return apply_swiglu_sharded_factory(tensor, ()) if is_gate_up(mapping) else tensor
+
+
+def _sharded_experts(name: str, param: torch.Tensor, dim: int | None) -> ShardedTensor:
+    """Return one tensor with all experts: dimension 0 is sharded over the expert ranks."""
+    layout = current_layout()
+    places = [(0, layout.expert.rank, layout.expert.size)]
+    if dim is not None:
+        places.append((dim, layout.expert_tensor.rank, layout.expert_tensor.size))
+    copy = 0 if dim is not None else layout.expert_tensor.rank
+    replica = (0, copy, parallel_state.get_expert_data_parallel_rank())
+    return ShardedTensor.from_rank_offsets(name, param, *places, replica_id=replica)

@@ -6,8 +6,8 @@ megatron-core's SequentialMLP, which computes them one after another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,13 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from slime.backends.kernels.fused_ops import swiglu
 from slime.backends.kernels.grouped_linear import Groups, expert_rows, grouped_linear, make_groups
 from slime.backends.megatron_utils.parallel import all_layers
+from slime.config.peft_files import DOWN, GATE_UP
 from slime.utils.compiled import compiled_on_gpu
+
+if TYPE_CHECKING:
+    from slime.backends.megatron_utils.lora_experts import ExpertAdapters
+
+_LINEAR = {GATE_UP: "linear_fc1", DOWN: "linear_fc2"}
 
 
 def use_gated_mlps(model: GPTModel) -> None:
@@ -33,14 +39,19 @@ def use_gated_mlps(model: GPTModel) -> None:
 
 
 class GatedMLP(MLP):
-    """Recompute silu(gate) * up in the backward pass from its inputs, which are saved anyway."""
+    """Recompute silu(gate) * up in the backward pass from its inputs, which are saved anyway.
+
+    In FP8 the second linear layer saves a quantized copy of it, so nothing is left to discard.
+    """
 
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if per_token_scale is not None or not torch.is_grad_enabled():
+        if per_token_scale is not None:
             return super().forward(hidden_states, per_token_scale, **more)
         both, _ = self.linear_fc1(hidden_states)
+        if self.config.fp8 or not torch.is_grad_enabled():
+            return self.linear_fc2(_swiglu(both))
         kept = CheckpointWithoutOutput()
         product = kept.checkpoint(_swiglu, both)
         output, bias = self.linear_fc2(product)
@@ -57,6 +68,7 @@ class GroupedExperts(SequentialMLP):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.lora: ExpertAdapters | None = None
         self.local_experts = _ReversedModuleList(self.local_experts)
         for linear in self._linears("linear_fc2"):
             if linear.bias is not None:
@@ -80,14 +92,11 @@ class GroupedExperts(SequentialMLP):
         return output[: len(permuted_local_hidden_states)], None
 
     def _compute(self, hidden: torch.Tensor, groups: Groups, probs: torch.Tensor) -> torch.Tensor:
-        first, second = self._linears("linear_fc1"), self._linears("linear_fc2")
-        both = grouped_linear(hidden, groups, [linear.weight for linear in first])
-        biases = [linear.bias for linear in first if linear.bias is not None]
-        if biases:
+        both = self._project(GATE_UP, hidden, groups)
+        if biases := self._biases("linear_fc1"):
             both = both + expert_rows(groups, biases)
-        output = self._second(both, probs, groups, [linear.weight for linear in second])
-        biases = [linear.bias for linear in second if linear.bias is not None]
-        if biases:
+        output = self._second(both, probs, groups)
+        if biases := self._biases("linear_fc2"):
             rows = expert_rows(groups, biases)
             output = output + (rows * probs[:, None]).to(output.dtype)
         return output
@@ -95,19 +104,25 @@ class GroupedExperts(SequentialMLP):
     def _linears(self, name: str) -> list[_Linear]:
         return [getattr(expert, name) for expert in self.local_experts]
 
-    def _second(
-        self,
-        both: torch.Tensor,
-        probs: torch.Tensor,
-        groups: Groups,
-        weights: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
+    def _biases(self, name: str) -> list[torch.Tensor]:
+        return [linear.bias for linear in self._linears(name) if linear.bias is not None]
+
+    def weights(self, leaf: str) -> list[torch.Tensor]:
+        """Return what Hugging Face holds in one parameter of this name."""
+        return [linear.weight for linear in self._linears(_LINEAR[leaf])]
+
+    def _project(self, leaf: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+        output = grouped_linear(x, groups, self.weights(leaf))
+        added = None if self.lora is None else self.lora(leaf, x, groups)
+        return output if added is None else output + added
+
+    def _second(self, both: torch.Tensor, probs: torch.Tensor, groups: Groups) -> torch.Tensor:
         """Apply the second linear layers; recompute their input in the backward pass."""
         if not torch.is_grad_enabled():
-            return grouped_linear(self._activate(both, probs), groups, weights)
+            return self._project(DOWN, self._activate(both, probs), groups)
         kept = CheckpointWithoutOutput()
         product = kept.checkpoint(self._activate, both, probs)
-        output = grouped_linear(product, groups, weights)
+        output = self._project(DOWN, product, groups)
         kept.discard_output_and_register_recompute(output)
         return output
 

@@ -29,11 +29,12 @@ from slime.backends.megatron_utils.rope import (
     has_packed_rotary,
     install_fused_rotation,
 )
+from slime.backends.megatron_utils.vision import attach_tower, frozen_tower
 from slime.backends.param_names import Freezing, names_of, refuse_nothing_trained
 from slime.config import hook_types
 from slime.core.types import LossOutput, MetricSum, TrainBatch
 from slime.utils.device import current_device
-from slime.utils.load_function import load_function
+from slime.utils.load_function import load_hook
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -45,14 +46,14 @@ def build_chunks(
     """Return this pipeline rank's model chunks, one per virtual stage; weights are loaded later."""
     provider = None
     if args.custom_model_provider_path is not None:
-        provider = load_function(
+        provider = load_hook(
             args.custom_model_provider_path,
             flag="--custom-model-provider-path",
             protocol=hook_types.ModelProvider,
         )
     stages = range(config.virtual_pipeline_model_parallel_size or 1)
     virtual = config.virtual_pipeline_model_parallel_size is not None
-    return [
+    chunks = [
         _build(
             config,
             options,
@@ -63,6 +64,8 @@ def build_chunks(
         )
         for stage in stages
     ]
+    attach_tower(args, config, chunks)
+    return chunks
 
 
 def freeze(args: Args, chunks: Sequence[torch.nn.Module], weights: WeightMap) -> None:
@@ -143,19 +146,20 @@ def _build(
         if options.rotary_frequencies is not None:
             device = model.rotary_pos_emb.inv_freq.device
             model.rotary_pos_emb.inv_freq = torch.tensor(options.rotary_frequencies, device=device)
-    _replace_modules(model, config, value_head=critic and last)
+    _replace_modules(model, config, options, value_head=critic and last)
     return model
 
 
-def _replace_modules(model: Any, config: TransformerConfig, *, value_head: bool) -> None:
+def _replace_modules(
+    model: Any, config: TransformerConfig, options: GptOptions, *, value_head: bool
+) -> None:
     """Replace modules that a layer spec cannot name, and let the last stage return hidden states."""
     if value_head:
         model.output_layer = ValueHead(config)
     if has_packed_rotary(config):
         install_fused_rotation()
-        model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
-    if not config.fp8:  # FP8 linear layers save a quantized copy of their input instead
-        use_gated_mlps(model)
+        model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb, options.rotary_sections)
+    use_gated_mlps(model)
     model.to(current_device())  # routers are created on the CPU
     # Log-probs are computed from hidden states in chunks, so the last stage returns no logits.
     model._postprocess = _hidden_states
@@ -281,6 +285,12 @@ class HostWeights:
     def update(self) -> None:
         """Replace the copy by the current weights of the chunks."""
         self._copy = _to_host(self._chunks)
+
+
+def resident_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield what the chunks hold on the device, the frozen vision tower included."""
+    yield from _tensors(chunks)
+    yield from frozen_tower(chunks)
 
 
 def _tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:

@@ -25,7 +25,12 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig, Qwen2Config
 
-from slime.backends.megatron_utils.architecture import Architecture, architecture, layer_pattern
+from slime.backends.megatron_utils.architecture import (
+    Architecture,
+    architecture,
+    layer_pattern,
+    linear_pattern,
+)
 from slime.backends.megatron_utils.layers import GptConfig, yarn_mscale
 from slime.config.checks.precision_checks import FUSIONS
 from slime.config.flags.registry import all_flags
@@ -49,6 +54,7 @@ class GptOptions:
     rotary_base: float
     rotary_percent: float
     rotary_frequencies: tuple[float, ...] | None  # None: from rotary_base
+    rotary_sections: tuple[int, int, int] | None = None  # of RoPE in images
 
 
 class MimoConfig(Qwen2Config):
@@ -62,7 +68,14 @@ def read_config(folder: str | Path) -> PretrainedConfig:
     raw = json.loads((Path(folder) / "config.json").read_text())
     if raw.get("model_type") == "mimo":
         return MimoConfig.from_dict({"attention_bias": True, **raw})
-    return load_hf_config(folder)
+    config = load_hf_config(folder)
+    text = config.get_text_config()
+    if text is not config:  # beside a vision tower; settings of both may be outside
+        text.dtype = text.dtype or config.dtype
+        # A default of Qwen3-VL's text config says true; transformers ties by the outer config.
+        inner = not config.model_type.startswith("qwen3_vl") and text.tie_word_embeddings
+        text.tie_word_embeddings = bool(inner or config.tie_word_embeddings)
+    return text
 
 
 def model_config(hf_config: PretrainedConfig, args: Args) -> TransformerConfig:
@@ -144,6 +157,7 @@ def gpt_options(hf_config: PretrainedConfig, args: Args) -> GptOptions:
         rotary_base=model.rope.base,
         rotary_percent=model.rope.percent,
         rotary_frequencies=model.rope.frequencies,
+        rotary_sections=model.rope.sections,
     )
 
 
@@ -163,11 +177,13 @@ def padded_vocab_size(vocab_size: int, args: Args) -> int:
 def check_flags(model: Architecture, args: Args) -> None:
     """Raise ConfigError if a flag that the user gave contradicts the model's config."""
     for name, wanted in model_flags(model).items():
-        given = getattr(args, name)
+        given: Any = getattr(args, name)
         if args.origin(name) not in ("command line", "config") or given is None:
             continue
         if name == "moe_layer_freq":
             given = layer_pattern(given, model.fields["num_layers"])
+        if name == "linear_attention_freq" and isinstance(given, list):
+            given = linear_pattern(given, model.fields["num_layers"])
         if not _same(given, wanted) and not _means_nothing(name, given, model):
             option = all_flags()[name].option
             there = "absent" if wanted is None else wanted
@@ -205,6 +221,9 @@ def model_flags(model: Architecture) -> dict[str, Any]:
         "rope_scaling_factor": model.rope.factor if model.rope.kind == "llama3" else 8.0,
         "position_embedding_type": _position_embedding(model),
         "use_rotary_position_embeddings": True,
+        "experimental_attention_variant": (
+            "gated_delta_net" if fields["linear_attention_freq"] is not None else None
+        ),
         "post_self_attn_layernorm": model.post_norms,
         "post_mlp_layernorm": model.post_norms,
     }
@@ -218,8 +237,8 @@ def transformer_impl(args: Args) -> str:
     asked = args.transformer_impl
     if asked == "transformer_engine" and (error := te_error()):
         raise ConfigError(
-            f"--transformer-impl transformer_engine: it cannot be imported ({error}): leave the flag "
-            "out, or see `slime doctor`"
+            f"--transformer-impl transformer_engine: it cannot be imported ({error}): remove the "
+            "flag, or see `slime doctor`"
         )
     if asked:
         return asked
@@ -346,6 +365,7 @@ _NOT_FROM_FLAGS = {
     "calculate_per_token_loss",
     "virtual_pipeline_model_parallel_size",
     "moe_layer_freq",
+    "experimental_attention_variant",
     "multi_latent_attention",
     "moe_grouped_gemm",  # experts are always grouped, with or without TransformerEngine
 }

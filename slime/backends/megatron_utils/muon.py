@@ -18,7 +18,9 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from slime.backends.megatron_utils.parallel import all_gather
 from slime.backends.optim import QUINTIC, blend_momentum, muon_scale, orthogonalize
 
-_MARKS = ("is_qkv", "expert_tp")  # set on parameters by megatron-core's `muon`
+SPLIT_ROWS = "muon_rows"  # on a fused weight: rows of each kind, of a group of heads or of all
+# Set on parameters by megatron-core's `muon`, and by layers whose rows it does not know.
+_MARKS = ("is_qkv", "expert_tp", SPLIT_ROWS)
 
 
 class TensorParallelMuon(torch.optim.Optimizer):
@@ -46,7 +48,7 @@ class TensorParallelMuon(torch.optim.Optimizer):
         self._precision, self._num_steps = fp32_matmul_prec, num_ns_steps
         self._scale_mode, self._extra_scale = scale_mode, extra_scale_factor
         self._qkv_shapes = qkv_split_shapes
-        self._is_split = lambda param: split_qkv and is_qkv_fn(param)
+        self._is_split = lambda p: split_qkv and (is_qkv_fn(p) or hasattr(p, SPLIT_ROWS))
         defaults = {"momentum_beta": momentum_beta, "use_nesterov": use_nesterov}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **defaults})
 
@@ -70,12 +72,15 @@ class TensorParallelMuon(torch.optim.Optimizer):
         param.add_(update, alpha=-group["lr"])
 
     def _split_qkv(self, param: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        """Orthogonalize Q, K and V, whose rows are interleaved by query group, separately."""
+        """Orthogonalize Q, K and V, whose rows are interleaved by query group, separately.
+
+        The same holds for the gates of gated attention and for the projections of a gated delta net.
+        """
         if not self._is_split(param):
             return self._scaled(param, update)
-        columns = update.shape[1]
-        heads = update.view(-1, sum(self._qkv_shapes), columns)
-        parts = [part.reshape(-1, columns) for part in heads.split(self._qkv_shapes, dim=1)]
+        columns, shapes = update.shape[1], getattr(param, SPLIT_ROWS, self._qkv_shapes)
+        heads = update.view(-1, sum(shapes), columns)
+        parts = [part.reshape(-1, columns) for part in heads.split(shapes, dim=1)]
         done = [self._scaled(param, part).view(len(heads), -1, columns) for part in parts]
         return torch.cat(done, dim=1).view_as(update)
 

@@ -181,7 +181,9 @@ def make_optimizer(config: OptimizerConfig, chunks: list[Any], kind: str) -> Cha
     gloo_groups = device_type() == "cuda"
     if kind in ("muon", "dist_muon"):
         return make_muon(config, chunks, gloo_groups=gloo_groups, spread=kind == "dist_muon")
-    with refusals_of_megatron():
+    # Without gradients the shards of fp32 parameters, which are views, are leaves: an optimizer in host
+    # memory takes no others.
+    with refusals_of_megatron(), torch.no_grad():
         chain: Any = get_megatron_optimizer(config, chunks, use_gloo_process_groups=gloo_groups)
     if kind == "sgd":
         for optimizer in chain.chained_optimizers:

@@ -16,7 +16,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.attention import PackedRows, packed_rows
+from slime.backends.megatron_utils.parallel import unwrapped
 from slime.backends.megatron_utils.rope import has_packed_rotary
+from slime.backends.megatron_utils.vision import add_images
 from slime.core.types import ParallelInfo, TrainBatch
 from slime.utils.device import current_device
 
@@ -139,6 +141,8 @@ class Passes:
         rows = packed_rows(lens, self._parallel, batch.tokens.device)
         position_ids = F.pad(batch.position_ids, (0, extra))
         rows.position_ids = position_ids
+        if batch.mrope_positions is not None:
+            rows.position_ids = F.pad(batch.mrope_positions, (0, 0, 0, extra))
         if self._angles_by_token:
             # None is the default of megatron-core's fields, whatever their annotation.
             rows.cu_seqlens_q = rows.cu_seqlens_kv = None  # pyright: ignore[reportAttributeAccessIssue]
@@ -176,6 +180,8 @@ class Passes:
 def _forward(chunk: Any, inputs: Inputs, ahead: torch.Tensor | None = None) -> torch.Tensor:
     """Return the hidden states; with `ahead` those of multi-token-prediction layers after them."""
     further = {} if ahead is None else {"labels": ahead}
+    if inputs.rows is not None and inputs.batch.pixel_values is not None:
+        add_images(unwrapped(chunk), inputs.batch, inputs.rows, inputs.tokens.shape[1])
     return chunk(
         input_ids=inputs.tokens,
         position_ids=inputs.position_ids,

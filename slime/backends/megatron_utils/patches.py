@@ -35,6 +35,8 @@ def patch_megatron() -> None:
         utils.get_te_version = lambda: Version("0.0.0")
     _patch_recomputation()
     _patch_expert_state()
+    _patch_host_optimizer()
+    _patch_buckets()
     patch_checkpoints()
 
 
@@ -94,6 +96,25 @@ def _patch_recomputation() -> None:
     random.CheckpointWithoutOutput.__init__ = init
 
 
+def _patch_host_optimizer() -> None:
+    """Patch HybridDeviceOptimizer, which looks for the fp32 copy of parameters that are fp32 already.
+
+    Adapters are: their copy in host memory, if any, is what the optimizer updates.
+    """
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    def load_masters(self: Any) -> None:
+        for param, state in self.state.items() if self.param_update_in_fp32 else ():
+            self.param_to_inner_param[param].data.copy_(state["master_param"])
+
+    def copy_params(self: Any) -> None:
+        for param, inner in self.param_to_inner_param.items():
+            inner.data.copy_(param)
+
+    HybridDeviceOptimizer._update_fp32_params_by_new_state = load_masters
+    HybridDeviceOptimizer.update_fp32_param_by_new_param = copy_params
+
+
 def _patch_expert_state() -> None:
     """Replace the pickled `_extra_state` of grouped experts, which is not saved, by empty tensors.
 
@@ -107,6 +128,29 @@ def _patch_expert_state() -> None:
 
     if transformer_engine.TEGroupedLinear is not None:
         transformer_engine.TEGroupedLinear._split_extra_state = split
+
+
+def _patch_buckets() -> None:
+    """Count the padding behind each bucket of gradients as part of it.
+
+    megatron-core saves the optimizer state of a buffer without the padding between its buckets, but
+    slices it by positions with padding. Where a bucket ends at an odd number of elements, as with the
+    small parameters of gated delta nets, the weights behind it would be saved shifted.
+    """
+    from megatron.core.distributed import param_and_grad_buffer
+
+    original = param_and_grad_buffer._ParamAndGradBuffer.__init__
+    if hasattr(original, "patched"):
+        return
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.numel_unpadded = self.numel
+        for bucket in self.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+
+    init.patched = True  # type: ignore[attr-defined]
+    param_and_grad_buffer._ParamAndGradBuffer.__init__ = init
 
 
 @functools.cache

@@ -6,6 +6,7 @@ sequence length works. MLA is the exception: it uses megatron-core's formulas.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +36,7 @@ class Rope:
     frequencies: tuple[float, ...] | None = None
     attention_factor: float = 1.0  # scales cosine and sine
     yarn: dict[str, Any] = field(default_factory=dict)  # megatron-core's fields, for MLA
+    sections: tuple[int, int, int] | None = None  # frequencies of time, row and column in images
 
 
 def read_rope(config: PretrainedConfig, *, latent: bool) -> Rope:
@@ -43,7 +45,7 @@ def read_rope(config: PretrainedConfig, *, latent: bool) -> Rope:
     kind = given.get("rope_type", "default")
     check_rope(config.model_type, kind)
     base, percent = float(given["rope_theta"]), float(given.get("partial_rotary_factor") or 1.0)
-    rope = Rope(base=base, percent=percent, kind=kind)
+    rope = Rope(base=base, percent=percent, kind=kind, sections=_sections(config, given))
     if kind == "default":
         return rope
     rope = replace(rope, factor=float(given["factor"]))
@@ -54,6 +56,19 @@ def read_rope(config: PretrainedConfig, *, latent: bool) -> Rope:
     return replace(
         rope, frequencies=tuple(frequencies.tolist()), attention_factor=float(factor or 1.0)
     )
+
+
+def _sections(config: PretrainedConfig, given: dict[str, Any]) -> tuple[int, int, int] | None:
+    """Return the frequencies of each direction in an image; they are interleaved: t, h, w, t, h, w."""
+    if not given.get("mrope_section"):
+        return None
+    if not given.get("mrope_interleaved", True):
+        raise UserError(
+            "config.json of --hf-checkpoint says mrope_interleaved false: the Megatron backend trains "
+            f"{config.model_type} only with true. Use --train-backend fsdp"
+        )
+    time, rows, columns = given["mrope_section"]
+    return time, rows, columns
 
 
 def _yarn(config: PretrainedConfig, given: dict[str, Any]) -> dict[str, Any]:
@@ -103,9 +118,10 @@ class PackedRotary(torch.nn.Module):
     layer, for queries and for keys. With one angle per token it skips both.
     """
 
-    def __init__(self, inner: torch.nn.Module) -> None:
+    def __init__(self, inner: torch.nn.Module, sections: Sequence[int] | None = None) -> None:
         super().__init__()
         self.inner = inner
+        self._sections = sections
         self._positions: torch.Tensor | None = None
 
     def get_rotary_seq_len(self, *args: Any) -> int:
@@ -119,7 +135,26 @@ class PackedRotary(torch.nn.Module):
         positions, self._positions = self._positions, None
         if positions is None:
             return angles
-        return angles[:, 0].index_select(0, positions)  # [T, 1, D]
+        if positions.ndim == 1:
+            return angles[:, 0].index_select(0, positions)  # [T, 1, D]
+        if self._sections is None:
+            raise UserError(
+                "config.json of --hf-checkpoint has no mrope_section in rope_parameters, which images need"
+            )
+        axes = _axes(self._sections, angles.shape[-1]).to(positions.device)
+        columns = torch.arange(len(axes), device=positions.device)
+        return angles[:, 0, 0][positions[:, axes], columns].unsqueeze(1)
+
+
+def _axes(sections: Sequence[int], width: int) -> torch.Tensor:
+    """Return for each column of the angles whether it turns by time (0), row (1) or column (2).
+
+    Sections (4, 2, 2) of 16 columns: 0 1 2 0 1 2 0 0, twice.
+    """
+    half = torch.zeros(width // 2, dtype=torch.long)
+    for axis in (1, 2):
+        half[axis : 3 * sections[axis] : 3] = axis
+    return half.repeat(2)
 
 
 def install_fused_rotation() -> None:

@@ -29,7 +29,7 @@ TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Replay:
-    """Replace the top-k of a router; `rows` are those of the last layer call."""
+    """Replace the top-k of one layer's router; `rows`, shared by all, are those of the latest layer call."""
 
     rows: PackedRows | None = None
 

@@ -14,11 +14,11 @@ import sys
 from dataclasses import dataclass
 
 from slime.config.arguments import Args
-from slime.config.checks.file_checks import weight_shapes
 from slime.config.flags.engine_options import known_version, sglang_argv
 from slime.config.flags.registry import all_flags, read_table
 from slime.config.installed import SGLangInstall, find_sglang
 from slime.config.lora import served_modules
+from slime.config.peft_files import decoder_shapes
 from slime.utils.addresses import Ports
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -33,6 +33,12 @@ _ON_CPU = {
     "max_total_tokens": 65536,
     "skip_server_warmup": True,
     "sleep_on_idle": True,  # otherwise an idle scheduler busy-waits on a whole core
+}
+# SGLang's defaults resize images with torchvision, which rounds differently from Pillow, and look the
+# tower's position embeddings up at other coordinates than Hugging Face's model.
+_WITH_IMAGES = {
+    "disable_fast_image_processor": True,
+    "enable_precise_embedding_interpolation": True,
 }
 
 
@@ -92,6 +98,7 @@ def _defaults(args: Args, *, index: int, on_gpu: bool, label: str | None) -> dic
     """Return defaults of slime that differ from SGLang's; the user's `--sglang-*` override them."""
     return {
         **({} if on_gpu else _ON_CPU),
+        **(_WITH_IMAGES if args.multimodal_keys else {}),
         "dtype": _DTYPES[args.precision],
         "random_seed": args.rollout_seed + index,
         **({} if label is None else {"weight_version": label}),
@@ -102,7 +109,7 @@ def _defaults(args: Args, *, index: int, on_gpu: bool, label: str | None) -> dic
 def _lora(args: Args, *, on_gpu: bool) -> dict[str, object]:
     """Return the slots of the run's adapter; a matrix that fits none must not be skipped."""
     return {
-        "lora_target_modules": served_modules(args, weight_shapes(args.hf_checkpoint)),
+        "lora_target_modules": served_modules(args, decoder_shapes(args.hf_checkpoint)),
         "lora_strict_loading": True,
         **({} if on_gpu else {"lora_backend": "torch_native"}),
     }

@@ -16,8 +16,26 @@ widths of queries and of keys, F the MLP's, all over TP; H over TP under sequenc
 
 Attention scores are never materialised. An expert saves input, gate and up of every routed token.
 
+Gated attention (Qwen3-Next, Qwen3.5) adds the gate, its sigmoid in fp32 and the gated output: 4 q. A
+gated delta net, with v the width of values and m that of queries, keys and values:
+
+    projections           m + v       one tensor: queries, keys, values and gates
+    convolution's input     m         a copy; the scan is recomputed from it
+    output, norm, gated   3 v
+
+In its backward pass the recomputed scan holds about 22 m at once. Where flash-linear-attention is installed,
+its kernels recompute nothing: they save queries, keys and values (m) and the inverse of each chunk's system
+(v / 2, with heads of 128) too, and hold about 10 m at once. Layers of both kinds are averaged.
+
 LoRA adds the output of A, i.e. the rank, for every module with an adapter. A module with an adapter saves
-its input, so FSDP's MLP then keeps silu(gate) and silu(gate) * up too: 4 F.
+its input, so FSDP's MLP then keeps silu(gate) and silu(gate) * up too: 4 F. Its backward pass holds most when
+silu(gate) and up get their gradients. By then the down projection has released silu(gate) * up:
+
+    saved               3 F         gate, silu(gate), up
+    gradients           3 F         of silu(gate) * up, of silu(gate), of up
+
+which is 2 F more than the layer has saved. The gradient of its output is one more H, which is counted as the
+input of a recomputed layer that is also a boundary. Adapters of experts and Megatron's: 6 F, an estimate.
 
 TransformerEngine's layers save the same, but a norm that is fused into a linear layer (all but
 those before experts) is not recomputed. In FP8 a linear layer saves its input in one byte per
@@ -36,6 +54,8 @@ from slime.config.arguments import Args
 from slime.config.installed import is_installed
 
 _FP8_SHARE = 0.5  # of an element of two bytes
+_SCAN = 22  # of the width of its input: the intermediate results of a gated delta net
+_KERNEL_SCAN = 10  # the same by flash-linear-attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +97,11 @@ def layer_cost(
     fp8 = _FP8_SHARE if te and args.fp8_format else 0.0
     normed = hidden * (fp8 or 1.0)  # what a linear layer saves of the norm's output
     norms = 0.0 if "layernorm" in recomputed and not te else normed
-    attention = norms + _attention(shape, sizes, megatron=megatron, repeats_keys=repeats_keys)
+    kernels = args.precision == "bf16" and is_installed("fla")
+    attention = norms + _mixer(shape, sizes, megatron=megatron, repeats_keys=repeats_keys)
+    if kernels:
+        linear = shape.delta_qkv + shape.delta_values / 2
+        attention += shape.delta_share * linear / sizes.tp
     attention += fp8 * shape.heads * (shape.v_dim or shape.head_dim) / sizes.tp
     before_mlp = hidden + norms  # the norm before it: in and out
     before_moe = hidden + (0.0 if "layernorm" in recomputed else hidden)
@@ -88,13 +112,20 @@ def layer_cost(
     if adapters is not None:
         attention += adapters.modules * adapters.rank
         dense += 2 * shape.ffn if adapters.in_mlp and not megatron else 0.0
+    scan = (_KERNEL_SCAN if kernels else _SCAN) * shape.delta_qkv / sizes.tp
     widest = max(shape.ffn / sizes.tp, shape.experts_per_token * shape.expert_ffn / sp)
+    if adapters is None:
+        working = 4 * widest + 2 * shape.hidden
+    elif megatron or shape.num_experts:
+        working = 6 * widest + 2 * shape.hidden
+    else:
+        working = (2 if adapters.in_mlp else 4) * widest
     return LayerCost(
         dense=SavedPerLayer(boundary=hidden, attention=attention, mlp=dense),
         moe=SavedPerLayer(
             boundary=hidden, attention=attention, mlp=moe if shape.num_experts else 0
         ),
-        backward=(4 if adapters is None else 6) * widest + 2 * shape.hidden,
+        backward=max(working, scan + 2 * shape.hidden),
     )
 
 
@@ -115,6 +146,7 @@ def layers_line(args: Args, shape: Shape) -> str:
         experts=bool(shape.num_experts),
         post_norms=shape.post_norms,
         fp8=(args.fp8_format, args.fp8_recipe) if args.fp8_format else None,
+        delta_nets=bool(shape.delta_share),
     )
 
 
@@ -122,6 +154,16 @@ def _recomputed(args: Args) -> set[str]:
     if args.train_backend == "fsdp" or args.recompute_granularity != "selective":
         return set()
     return set(args.recompute_modules or ["core_attn"])
+
+
+def _mixer(shape: Shape, sizes: Sizes, *, megatron: bool, repeats_keys: bool) -> float:
+    """Return the elements of attention or, averaged over the layers, of a hybrid model's two kinds."""
+    full = _attention(shape, sizes, megatron=megatron, repeats_keys=repeats_keys)
+    if not shape.delta_share:
+        return full
+    gated = full + 4 * shape.heads * shape.head_dim / sizes.tp
+    linear = (2 * shape.delta_qkv + 4 * shape.delta_values) / sizes.tp
+    return shape.delta_share * linear + (1 - shape.delta_share) * gated
 
 
 def _attention(shape: Shape, sizes: Sizes, *, megatron: bool, repeats_keys: bool) -> float:

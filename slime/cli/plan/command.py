@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slime.cli.plan.plan import Plan, find_advice, make_plan, plan_json
+from slime.cli.plan.plan import Plan, build_model, find_advice, make_plan, plan_json
 from slime.cli.plan.render import print_plan, write_page
 from slime.cli.plan.request import PlanOptions, machine_of, planned_args, split_options
 from slime.config.arguments import Args, parse_args, print_resolved, read_given, resolve
@@ -16,6 +17,7 @@ from slime.config.flags.draft import Draft
 from slime.config.flags.registry import own_flags
 from slime.config.installed import count_gpus, is_installed
 from slime.core.errors import ConfigError, UserError
+from slime.utils.printable import safe_text
 
 _USAGE = """usage: slime plan [OPTIONS] FLAGS OF train.py
        slime plan --suggest --gpus N MODEL_ARGS
@@ -38,6 +40,7 @@ def main(argv: list[str]) -> int:
         print(_USAGE)
         return 0 if argv else 2
     options, rest = split_options(argv)
+    options.refuse(("every_value",), "--dry-run")
     if options.suggest:
         from slime.cli.plan.suggest import suggest
 
@@ -79,36 +82,60 @@ def is_dry_run(argv: list[str] | None) -> bool:
     return bool(read_given(words)[0].get("dry_run"))
 
 
-def dry_run(argv: list[str] | None, check_start: Callable[[Args], None]) -> int:
-    """Resolve the flags, check what a start would check, print the plan.
+def dry_run(argv: list[str] | None, check_start: Callable[[Args], list[str]]) -> int:
+    """Resolve the flags, check what a start would check, and print both.
 
-    If this machine has no GPU and the run needs some, it is resolved for a machine with GPUs.
+    The memory plan is printed where there are GPUs, and for a run that is meant for another machine: one
+    that needs GPUs which this machine lacks, names a model that does not exist here, or gives the sizes of a
+    machine.
     """
     options, rest = split_options(sys.argv[1:] if argv is None else argv)
+    options.refuse(("as_json", "suggest", "html"), "slime plan")
     refused = None
     try:
         resolved = parse_args([*rest, "--dry-run"])
     except ConfigError as error:
         refused = error
         resolved = _resolve_with_gpus(rest, error)
-    else:
-        print_resolved(resolved)
-    check_start(resolved)
-    with planned_args(rest, options) as args:
-        if refused is not None:
-            print(f"Not for this machine, which has no GPU ({refused}); for one that has:\n")
-            print_resolved(args)
+        print(safe_text(f"Not for this machine, which has no GPU ({refused}); for one that has:\n"))
+    print_resolved(resolved, every=options.every_value)
+    checked = check_start(resolved)
+    config = Path(resolved.hf_checkpoint).expanduser() / "config.json"
+    here = refused is None and not options.describes_machine and config.is_file()
+    shown = nullcontext(resolved) if here else planned_args(rest, options)
+    with shown as args:
+        model = _build(args, options, with_plan=not here or count_gpus() > 0)
+    lines = ["Checked", *(f"  {line}" for line in ("flags", *checked, model.line))]
+    if not options.every_value:
+        lines += ["", "Defaults are not shown: --dry-run --all prints every value."]
+    print(safe_text("\n" + "\n".join(lines)))
+    if model.plan is not None:
         print("\nPlan\n" if count_gpus() else "\nPlan for GPUs, of which this machine has none\n")
-        try:
-            _need_megatron(args.train_backend)
-            plan = _with_best_advice(make_plan(args, machine_of(options)), options)
-        except ConfigError:  # the run would refuse it too
-            raise
-        except UserError as error:
-            print(f"  no memory plan: {error}")
-            return 0
-        print_plan(plan)
+        print_plan(model.plan)
     return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Built:
+    line: str  # what to tell the user
+    plan: Plan | None = None
+
+
+def _build(args: Args, options: PlanOptions, *, with_plan: bool) -> _Built:
+    """Build the model without weights, as a trainer would, and plan the run if that is asked for."""
+    try:
+        _need_megatron(args.train_backend)
+        if not with_plan:
+            count, plan = build_model(args), None
+        else:
+            plan = _with_best_advice(make_plan(args, machine_of(options)), options)
+            count = plan.count
+    except ConfigError:  # the run would refuse it too
+        raise
+    except UserError as error:
+        return _Built(line=f"model      not built, no memory plan: {error}")
+    whole = count.whole.total
+    return _Built(line=f"model      built without weights, {whole:,} parameters", plan=plan)
 
 
 def _resolve_with_gpus(words: list[str], refused: ConfigError) -> Args:

@@ -16,6 +16,7 @@ _DEFAULT_FRACTION = 0.85
 _DEFAULT_CHUNK = 8192
 _DEFAULT_SLOTS = 8  # adapters of an engine, of SGLang too
 _DEFAULT_RUNNING = 256  # running requests of the embedded engine
+_STATE_SHARE = 0.9 / 1.9  # of the cache is for recurrent states, in both engines
 _GRAPH_ROW = 2 << 20  # bytes that SGLang reserves per row of its largest CUDA graph
 _SCALE_BYTES = 4 / (128 * 128)
 _MATRICES = ("attention", "kv", "latent", "mlp", "shared", "experts")
@@ -35,6 +36,19 @@ class KVCache:
     @property
     def holds_one(self) -> bool:
         return self.tokens >= self.longest_request
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """Recurrent states of one engine: of running requests, of padding, and saved for prefixes."""
+
+    each: int  # bytes on one GPU
+    running: int
+    saved: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.each * (self.running + 1 + self.saved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,23 +77,32 @@ class Engine:
         return max(self.tp // self.dp, 1)
 
     def weights(self) -> int:
-        element = 1 + _SCALE_BYTES if self.shape.fp8 else self._element
+        element = 1 + _SCALE_BYTES if self._in_fp8 else self._element
         size = 0.0
         for part, count in self.whole.by_part.items():
             each = element if part in _MATRICES else self._element
             size += count / self._split(part) * each
         return int(size / (self.args.sglang_pp_size or 1))
 
+    @property
+    def _in_fp8(self) -> bool:
+        """Whether weights are served in FP8: the embedded engine dequantizes them when it loads."""
+        return self.shape.fp8 and self.args.rollout_engine != "slime"
+
     def static(self) -> list[Item]:
         """Return weights and KV cache, which --sglang-mem-fraction-static bounds."""
         cache = self.cache().bytes_per_gpu
         note = f"fraction {self.fraction:g}" + ("" if self._fraction_given else ", the default")
-        kind = "fp8" if self.shape.fp8 else self.args.precision
+        kind = "fp8" if self._in_fp8 else self.args.precision
         items = [
             Item(name="engine weights", nbytes=self.weights(), note=kind),
             Item(name="adapter slots", nbytes=self.slots(), note=f"{self._num_slots} slots"),
             Item(name="KV cache", nbytes=cache, note=note),
         ]
+        states = self.states()
+        if states is not None:
+            kept = f"{states.running} requests, {states.saved} prefixes"
+            items.append(Item(name="recurrent states", nbytes=states.nbytes, note=kept))
         return [item for item in items if item.nbytes or item.name != "adapter slots"]
 
     def slots(self) -> int:
@@ -107,13 +130,31 @@ class Engine:
     def fraction(self) -> float:
         return self.args.sglang_mem_fraction_static or _DEFAULT_FRACTION
 
-    def cache(self) -> KVCache:
-        per_token = self._bytes_per_token()
+    def _free(self) -> float:
+        """Return the bytes for the KV cache and recurrent states."""
         overheads = sum(item.nbytes for item in self.overhead())
         if self.args.rollout_engine == "slime":  # its fraction is of the whole GPU
-            free = self.capacity * self.fraction - self.weights() - self.slots() - overheads
-        else:
-            free = (self.capacity - overheads) * self.fraction - self.weights() - self.slots()
+            return self.capacity * self.fraction - self.weights() - self.slots() - overheads
+        return (self.capacity - overheads) * self.fraction - self.weights() - self.slots()
+
+    def states(self) -> States | None:
+        """Return the states that the embedded engine allocates, and about those of SGLang."""
+        shape = self.shape
+        if not shape.linear_layers:
+            return None
+        layers = -(-shape.linear_layers // (self.args.sglang_pp_size or 1))
+        size = 4 * shape.state_size + self._element * shape.window_size
+        each = layers * size // self.attention_tp
+        rows = max(int(self._free() * _STATE_SHARE) // each - 1, 1)
+        cached = not self.args.sglang_disable_radix_cache
+        most = min(max(rows // 2, 1) if cached else rows, _DEFAULT_RUNNING)
+        running = self.args.sglang_max_running_requests or most
+        saved = min(max(rows - running, 0), running) if cached else 0
+        return States(each=each, running=running, saved=saved)
+
+    def cache(self) -> KVCache:
+        per_token, states = self._bytes_per_token(), self.states()
+        free = self._free() - (0 if states is None else states.nbytes)
         page = self.args.sglang_page_size or 1
         tokens = max(int(free // per_token) // page * page, 0)
         if self.args.sglang_max_total_tokens:
@@ -134,6 +175,9 @@ class Engine:
         return min(-(-samples // engines), self.args.sglang_server_concurrency)
 
     def _most_running(self) -> int:
+        states = self.states()
+        if states is not None:
+            return states.running
         given = self.args.sglang_max_running_requests
         return given or (_DEFAULT_RUNNING if self.args.rollout_engine == "slime" else 1 << 30)
 
@@ -167,7 +211,8 @@ class Engine:
     def _bytes_per_token(self) -> int:
         dtype = str(self.args.sglang_kv_cache_dtype or "auto")
         element = 1 if dtype.startswith("fp8") else self._element
-        layers = -(-self.shape.layers // (self.args.sglang_pp_size or 1))
+        attending = self.shape.layers - self.shape.linear_layers
+        layers = -(-attending // (self.args.sglang_pp_size or 1))
         if self.shape.latent:
             return layers * (self.shape.kv_lora + self.shape.rope_dim) * element
         heads = max(self.shape.kv_heads / self.attention_tp, 1)

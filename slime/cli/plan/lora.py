@@ -53,20 +53,16 @@ def adapter_cost(args: Args, count: ModelCount, layers: int) -> AdapterCost | No
     )
 
 
-def lora_values(args: Args, shape: Shape) -> dict[str, Any]:
+def lora_values(shape: Shape) -> dict[str, Any]:
     """Return the flags that make a run of full training one of LoRA with FSDP, by name.
 
-    Experts are left out; engines that could not keep the base are sent merged weights.
+    Experts are left out; engines are sent the adapter alone.
     """
     values: dict[str, Any] = {"train_backend": "fsdp", "gradient_checkpointing": True}
     values |= {"lora_rank": 16, "lora_alpha": 32.0}
     if shape.num_experts:
         values["lora_target_modules"] = list(_LATENT_MODULES if shape.latent else _MODULES)
-    if args.colocate or args.rollout_engine != "slime" or args.actor_num_nodes > 1:
-        values["lora_merge_for_rollout"] = True
-    else:
-        values |= {"sglang_enable_lora": True, "sglang_max_lora_rank": values["lora_rank"]}
-    return values
+    return values | {"sglang_enable_lora": True, "sglang_max_lora_rank": values["lora_rank"]}
 
 
 def typed_lora(values: dict[str, Any]) -> list[str]:

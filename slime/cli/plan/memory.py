@@ -42,7 +42,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """Host memory of the machine that needs most."""
+    """Host memory of the node that needs most."""
 
     node: int
     items: list[Item] = field(default_factory=list)

@@ -37,6 +37,17 @@ class Shape:
     rope_dim: int = 0
     v_dim: int = 0
     fp8: bool = False
+    linear_layers: int = 0  # gated delta nets: a state per request, no keys and values per token
+    delta_qkv: int = 0  # width of queries, keys and values of one of them
+    delta_values: int = 0
+    delta_heads: int = 0  # of keys
+    state_size: int = 0  # elements of the state of one of them, in fp32
+    window_size: int = 0  # inputs of its convolution that are kept, in the model's dtype
+
+    @property
+    def delta_share(self) -> float:
+        """The share of layers that are gated delta nets; the others have gated attention."""
+        return self.linear_layers / self.layers
 
     @property
     def qk_dim(self) -> int:
@@ -78,6 +89,7 @@ def shape_of(config: dict[str, Any], *, fp8: bool = False) -> Shape:
         shared_ffn=_shared(config, width) if experts else 0,
         fp8=fp8,
         **_latent(config),
+        **_delta_nets(config),
     )
 
 
@@ -97,6 +109,26 @@ def _latent(config: dict[str, Any]) -> dict[str, Any]:
         "qk_nope": config["qk_nope_head_dim"],
         "rope_dim": config["qk_rope_head_dim"],
         "v_dim": config["v_head_dim"],
+    }
+
+
+def _delta_nets(config: dict[str, Any]) -> dict[str, Any]:
+    if not config.get("linear_num_value_heads"):
+        return {}
+    layers, interval = config["num_hidden_layers"], config.get("full_attention_interval") or 4
+    kinds = config.get("layer_types")
+    keys, values = (
+        [config[f"linear_num_{kind}_heads"], config[f"linear_{kind}_head_dim"]]
+        for kind in ("key", "value")
+    )
+    width = 2 * keys[0] * keys[1] + values[0] * values[1]
+    return {
+        "linear_layers": kinds.count("linear_attention") if kinds else layers - layers // interval,
+        "delta_qkv": width,
+        "delta_values": values[0] * values[1],
+        "delta_heads": keys[0],
+        "state_size": values[0] * keys[1] * values[1],
+        "window_size": (config["linear_conv_kernel_dim"] - 1) * width,
     }
 
 
@@ -150,7 +182,10 @@ def write_config(config: dict[str, Any], folder: Path) -> Path:
 def _model_type(given: dict[str, Any]) -> str:
     """Return the model family whose layers have these parts."""
     sparse = given.get("num_experts") is not None
+    delta_nets = given.get("linear_attention_freq") is not None
     signs = (
+        ("qwen3_next", sparse and delta_nets),  # Qwen3.5 with experts has the same layers
+        ("qwen3_5_text", delta_nets),
         ("deepseek_v3", given.get("multi_latent_attention")),
         ("gpt_oss", given.get("softmax_type") == "learnable"),
         ("glm4_moe", sparse and given.get("moe_router_score_function") == "sigmoid"),
@@ -226,6 +261,29 @@ def _qwen2_moe(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen3_next(given: dict[str, Any]) -> dict[str, Any]:
+    return {**_qwen2_moe(given), **_delta_nets_of(given)}
+
+
+def _delta_nets_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of gated delta nets, with megatron-core's defaults."""
+    sizes = {
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    }
+    pattern, found = (
+        given["linear_attention_freq"],
+        {n: given.get(n) or d for n, d in sizes.items()},
+    )
+    if len(pattern) == 1:  # every N-th layer has full attention
+        return {"full_attention_interval": pattern[0], **found}
+    kinds = ["linear_attention" if linear else "full_attention" for linear in pattern]
+    return {"layer_types": kinds, **found}
+
+
 def _sigmoid_moe(given: dict[str, Any]) -> dict[str, Any]:
     shared, width = given.get("moe_shared_expert_intermediate_size"), given["moe_ffn_hidden_size"]
     return {
@@ -277,6 +335,8 @@ def _gpt_oss(given: dict[str, Any]) -> dict[str, Any]:
 _EXTRA = {
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _delta_nets_of,
     "glm4_moe": _glm4_moe,
     "deepseek_v3": _deepseek_v3,
     "gpt_oss": _gpt_oss,

@@ -97,6 +97,14 @@ def make_plan(args: Args, machine: Machine) -> Plan:
     return plan
 
 
+def build_model(args: Args) -> ModelCount:
+    """Build the model of a run without weights and count it; raise UserError if it is refused."""
+    count = _with_served(count_models([_request(args)])[0], args)
+    if isinstance(count, UserError):
+        raise count
+    return count
+
+
 def make_plans(many: list[Args], machine: Machine) -> list[Plan | UserError]:
     """Plan several configurations; one process counts the parameters of all their models."""
     requests = [_request(args) for args in many]
@@ -197,7 +205,7 @@ def _lora_advice(plan: Plan, machine: Machine) -> list[Advice]:
     """Propose LoRA where no other change fits and the trainer is already the one that honours it."""
     if plan.args.lora_rank or plan.args.train_backend != "fsdp":
         return []
-    values = lora_values(plan.args, plan.shape)
+    values = lora_values(plan.shape)
     other = make_plans([plan.args.replace(**values)], machine)[0]
     if isinstance(other, UserError):
         return []

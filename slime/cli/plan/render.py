@@ -42,7 +42,11 @@ def summary_lines(plan: Plan) -> list[str]:
     lines = [
         f"model      {plan.shape.model_type}, {whole / 1e9:.2f}B parameters ({whole:,})",
         f"trainer    {sizes.world} GPUs = TP {sizes.tp} x PP {sizes.pp} x CP {sizes.cp} x DP {sizes.dp}"
-        + (f"; experts EP {sizes.ep} x TP {sizes.etp} x DP {sizes.expert_dp}" if _moe(plan) else "")
+        + (
+            f"; experts EP {sizes.ep} x TP {sizes.etp} x DP {sizes.expert_dp}"
+            if plan.shape.num_experts
+            else ""
+        )
         + f" on {len({p.node for p in plan.layout.ranks})} machines, {plan.args.train_backend}",
         *_layer_lines(plan),
         *_group_lines(plan.layout),
@@ -67,10 +71,6 @@ def _layer_lines(plan: Plan) -> list[str]:
     if plan.args.train_backend != "megatron":
         return []
     return [f"layers     {layers_line(plan.args, plan.shape)}"]
-
-
-def _moe(plan: Plan) -> bool:
-    return bool(plan.shape.num_experts)
 
 
 def _group_lines(layout: ClusterLayout) -> list[str]:

@@ -33,6 +33,19 @@ class PlanOptions:
     as_json: bool = False
     html: str | None = None
     suggest: bool = False
+    every_value: bool = False  # of --dry-run: print defaults too
+
+    @property
+    def describes_machine(self) -> bool:
+        return (self.gpu_memory, self.host_memory, self.gpus) != (None, None, None)
+
+    def refuse(self, names: tuple[str, ...], command: str) -> None:
+        """Raise ConfigError if an option is given that belongs to another command."""
+        for option, name in (*_SWITCHES.items(), ("--html", "html")):
+            if name in names and getattr(self, name):
+                raise ConfigError(
+                    f"{option} is an option of {command}: remove it, or use {command}"
+                )
 
 
 _NUMBERS = {
@@ -41,7 +54,7 @@ _NUMBERS = {
     "--host-memory": "host_memory",
     "--gpus": "gpus",
 }
-_SWITCHES = {"--json": "as_json", "--suggest": "suggest"}
+_SWITCHES = {"--json": "as_json", "--suggest": "suggest", "--all": "every_value"}
 
 
 def split_options(argv: list[str]) -> tuple[PlanOptions, list[str]]:
@@ -134,10 +147,10 @@ def _assume(given: dict[str, Any], origins: dict[str, Origin]) -> list[str]:
     given.update(missing)
     for name in missing:
         origins.setdefault(name, "derived")
-    told = ("rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len")
+    shown = ("rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len")
     return [
         f"{option_of(name)} is not given: {missing[name]} assumed"
-        for name in told
+        for name in shown
         if name in missing
     ]
 

@@ -80,34 +80,52 @@ def suggest(argv: list[str], options: PlanOptions) -> int:
             raise ConfigError(
                 "--suggest chooses equal engines: remove --sglang-config and --prefill-num-servers"
             )
-        found = find_suggestions(args, machine) or suggest_lora(args, machine)
-    _show(found, options)
+        failures: list[UserError] = []
+        found = find_suggestions(args, machine, failures) or suggest_lora(args, machine, failures)
+    if failures and not found:
+        raise UserError(
+            f"--suggest: no layout fits, and {len(failures)} could not be planned. The first: {failures[0]}"
+        )
+    _show(found, failures, options)
     return 0 if found else 1
 
 
-def find_suggestions(args: Args, machine: Machine) -> list[Suggestion]:
-    """Return the layouts that fit, best first."""
+def find_suggestions(
+    args: Args, machine: Machine, failures: list[UserError] | None = None
+) -> list[Suggestion]:
+    """Return the layouts that fit, best first; errors of those that cannot be planned go to `failures`."""
     shape = read_shape(args.hf_checkpoint)
     engine = _engine_size(args, shape, machine)
     layouts = _layouts(args, shape, machine)[:_MOST_BUILT]
     plans = make_plans([args.replace(**layout, **engine) for layout in layouts], machine)
     found = []
     for plan in plans:
-        if not isinstance(plan, UserError):
-            suggestion = _least_effort(plan, machine)
-            found += [suggestion] if suggestion else []
+        if isinstance(plan, UserError):
+            _note(plan, failures)
+        elif suggestion := _least_effort(plan, machine):
+            found.append(suggestion)
     return sorted(found, key=_rank)
 
 
-def suggest_lora(args: Args, machine: Machine) -> list[Suggestion]:
+def _note(error: UserError, failures: list[UserError] | None) -> None:
+    if failures is not None:
+        failures.append(error)
+
+
+def suggest_lora(
+    args: Args, machine: Machine, failures: list[UserError] | None = None
+) -> list[Suggestion]:
     """Return LoRA on the same GPUs if it fits and the run trains all weights."""
     if args.lora_rank:
         return []
     shape = read_shape(args.hf_checkpoint)
-    values = lora_values(args, shape)
+    values = lora_values(shape)
     engine = _engine_size(args, shape, machine)
     plan = make_plans([args.replace(**_layout(shape, 1, 1, 1), **values, **engine)], machine)[0]
-    if isinstance(plan, UserError) or plan.verdict != "fits":
+    if isinstance(plan, UserError):
+        _note(plan, failures)
+        return []
+    if plan.verdict != "fits":
         return []
     return [Suggestion(plan=plan, effort=len(_STEPS), lora=tuple(typed_lora(values)))]
 
@@ -165,7 +183,8 @@ def _layouts(args: Args, shape: Shape, machine: Machine) -> list[dict[str, Any]]
 
 def _possible(shape: Shape, tp: int, pp: int) -> bool:
     keys = shape.latent or shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
-    return keys and shape.heads % tp == 0 and _last_stage(shape.layers, pp) > 0
+    heads = shape.heads % tp == 0 and shape.delta_heads % tp == 0
+    return keys and heads and _last_stage(shape.layers, pp) > 0
 
 
 def _last_stage(layers: int, pp: int) -> int:
@@ -222,9 +241,11 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _show(found: list[Suggestion], options: PlanOptions) -> None:
+def _show(found: list[Suggestion], failures: list[UserError], options: PlanOptions) -> None:
     if options.as_json:
-        print(json.dumps({"version": 1, "suggestions": [_json(s) for s in found]}, indent=1))
+        errors = {"failures": [str(error) for error in failures]} if failures else {}
+        document = {"version": 1, "suggestions": [_json(s) for s in found], **errors}
+        print(json.dumps(document, indent=1))
         return
     console = wide_console()
     if not found:
@@ -241,6 +262,12 @@ def _show(found: list[Suggestion], options: PlanOptions) -> None:
         table.add_row(str(number), *_cells(suggestion))
     console.print(table)
     console.print("the first one:  " + " ".join(found[0].flags), highlight=False, soft_wrap=True)
+    if failures:
+        console.print(
+            f"{len(failures)} more could not be planned. The first: {failures[0]}",
+            highlight=False,
+            soft_wrap=True,
+        )
     if found[0].lora:
         console.print(
             "training all weights does not fit; with these flags leave MODEL_ARGS out, since FSDP reads the "

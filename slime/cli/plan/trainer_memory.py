@@ -103,7 +103,7 @@ class Trainer:
     def update(self) -> list[Item]:
         """Return the buckets: one being gathered, one being sent (two with tensor transport).
 
-        An adapter that is sent alone is gathered as a whole, then copied to host memory.
+        An adapter that is sent alone is gathered as a whole, into memory that engines read.
         """
         if self.count.adapters is not None and served_adapter(self.args):
             size = adapter_bytes(self.args, self.count.adapters)
@@ -139,7 +139,8 @@ class Trainer:
     def _dtype_note(self) -> str:
         if self.args.lora_rank:
             sharded = "" if self._is_megatron else ", sharded"
-            return f"{self.args.precision}{sharded}; adapters fp32"
+            base = "fp8" if self._base_in_fp8 else self.args.precision
+            return f"{base}{sharded}; adapters fp32"
         return self.args.precision if self._is_megatron else "fp32, sharded"
 
     def _optimizer(self, rank: RankModel) -> tuple[int, int]:
@@ -211,16 +212,22 @@ class Trainer:
     def _gathered(self, *, training: bool) -> list[Item]:
         """Return what FSDP gathers: all parameters on one rank, else two layers and the head.
 
-        With LoRA one rank gathers by layers too, and only adapters have gradients.
+        With LoRA one rank copies layer by layer too, without a collective to prefetch the next by, and only
+        adapters have gradients.
         """
         if self._is_megatron:
             return []
         whole = self.count.whole
-        parts = whole.total
+        parts = whole.total * self._element
         if self.sizes.world > 1 or self.args.lora_rank:
-            layer = self._gathered_layer() + self._adapter_layer()
-            parts = 2 * layer + self._outside_layers()
-        items = [Item(name="gathered parameters", nbytes=parts * self._element)]
+            base = 1 if self._base_in_fp8 else self._element
+            layer = self._gathered_layer() * base + self._adapter_layer() * self._element
+            at_once = 2 if self.sizes.world > 1 else 1
+            parts = at_once * layer + self._outside_layers() * self._element
+        items = [Item(name="gathered parameters", nbytes=parts)]
+        if self._base_in_fp8:
+            size = self._largest_matrix() * (4 + self._element)
+            items.append(Item(name="matrix being dequantized", nbytes=size, note="in fp32"))
         if training:
             own = self.count.ranks[0].trained_parameters
             here = 0 if self.args.fsdp_cpu_offload else own * 4
@@ -228,6 +235,17 @@ class Trainer:
             work = 0 if self.sizes.world == 1 or self.args.lora_rank else whole_ones * 4
             items.append(Item(name=GRADIENTS, nbytes=here + work, note="fp32, until the step"))
         return items
+
+    @property
+    def _base_in_fp8(self) -> bool:
+        """Whether the frozen base of a run with LoRA is held in FP8 blocks."""
+        return self.count.ranks[0].fp8_parameters > 0
+
+    def _largest_matrix(self) -> int:
+        """Return the elements of the largest weight that one matmul takes: all experts are one."""
+        shape = self.shape
+        widest = max(shape.ffn, shape.heads * shape.head_dim)
+        return shape.hidden * max(widest, 2 * shape.expert_ffn * shape.num_experts)
 
     def _adapter_layer(self) -> int:
         adapters = self.count.adapters
@@ -262,7 +280,7 @@ def moments_name(args: Args) -> str:
 
 
 def frozen_models(args: Args) -> list[str]:
-    """With LoRA the reference is the base itself."""
+    """Return the models beside the actor that are not trained; with LoRA the reference is the base itself."""
     names = ["reference"] if (args.use_kl_loss or args.kl_coef) and not args.lora_rank else []
     return [*names, "teacher"] if args.use_opd and args.opd_type == "megatron" else names
 

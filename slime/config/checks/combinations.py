@@ -18,6 +18,7 @@ from slime.config.flags.draft import (
 from slime.config.flags.registry import all_flags, own_flags
 from slime.config.flags.spec import option_of
 from slime.config.lora import check_lora
+from slime.config.peft_files import names_experts
 from slime.config.reward_types import check_grading, reward_type
 from slime.core.errors import ConfigError
 
@@ -41,6 +42,7 @@ def check_all(draft: Draft) -> None:
     check_algorithm(draft)
     check_distillation(draft)
     check_lora(draft)
+    check_megatron_adapters(draft)
     check_optimizer(draft)
     check_optimizer_kind(draft)
     check_critic(draft)
@@ -307,10 +309,39 @@ def _check_pattern(draft: Draft, name: str, known: set[str]) -> None:
         ) from None
 
 
+def check_megatron_adapters(draft: Draft) -> None:
+    """Refuse what adapters, or those of experts, cannot have on Megatron."""
+    aware = draft["use_precision_aware_optimizer"]
+    if draft["lora_rank"] and draft["optimizer_cpu_offload"] and not aware:
+        raise ConfigError(
+            "--optimizer-cpu-offload with --lora-rank: megatron-core could not load such moments from a "
+            "checkpoint: add --use-precision-aware-optimizer"
+        )
+    named = [name for name in draft["lora_target_modules"] if names_experts(name)]
+    if not draft["lora_rank"] or not named or draft["train_backend"] != "megatron":
+        return
+    what = f"with --lora-target-modules {named[0]}"
+    if draft["transformer_impl"] == "transformer_engine":
+        raise ConfigError(
+            f"--transformer-impl transformer_engine {what}: only the experts of slime's own layers have "
+            "adapters: use --transformer-impl local"
+        )
+    if draft["optimizer"] in ("muon", "dist_muon"):
+        raise ConfigError(
+            f"--optimizer {draft['optimizer']} {what}: megatron-core's Muon does not update matrices of "
+            "several experts in one parameter: use --optimizer adam"
+        )
+
+
 def check_modes(draft: Draft) -> None:
     if draft["debug_train_only"] and draft["debug_rollout_only"]:
         raise ConfigError(
             "--debug-rollout-only and --debug-train-only are mutually exclusive: remove one"
+        )
+    if draft["num_rollout"] == 0 and not (draft["debug_rollout_only"] and draft["eval_interval"]):
+        raise ConfigError(
+            "--num-rollout must be at least 1: 0 evaluates only, with --debug-rollout-only and "
+            "--eval-interval (slime eval)"
         )
     if draft["eval_interval"] and not draft["eval_datasets"] and not _custom_eval(draft):
         raise ConfigError("--eval-interval needs data: give --eval-prompt-data NAME PATH")

@@ -79,13 +79,13 @@ def _check_one(draft: Draft, *, updated: bool) -> None:
 
 
 def _check_served(draft: Draft) -> None:
-    """Refuse models that the embedded engine would refuse only when it starts."""
-    model_type = read_hf_config(draft).get("model_type")
-    trained = draft["train_backend"] != "megatron"  # which has a refusal of its own
-    if trained and has_linear_attention(model_type) and draft["rollout_num_gpus"] != 0:
+    """Refuse what the embedded engine would refuse for this model only when it starts."""
+    config, algorithm = read_hf_config(draft), draft["sglang_speculative_algorithm"]
+    if algorithm and has_linear_attention(config.get("model_type")):
         raise ConfigError(
-            f"--rollout-engine slime does not serve models of type {model_type}: it has no recurrent "
-            "states for gated delta nets yet: use --rollout-engine sglang"
+            f"--sglang-speculative-algorithm {algorithm}: models of type {config['model_type']} have "
+            "recurrent layers, whose states the embedded engine cannot take back when a draft token is "
+            "rejected: remove it"
         )
 
 

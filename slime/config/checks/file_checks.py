@@ -71,9 +71,10 @@ def _check_prompts(draft: Draft) -> None:
     built_in = draft["data_source_path"] == flags["data_source_path"].default and draft[
         "rollout_function_path"
     ] in (flags["rollout_function_path"].default, SFT_ROLLOUT)
-    if not specs and built_in and not draft["load_debug_rollout_data"]:
+    needed = draft["num_rollout"] and not draft["load_debug_rollout_data"]
+    if not specs and built_in and needed:
         raise ConfigError("--prompt-data is missing: give a jsonl or parquet file with prompts")
-    for spec in specs:
+    for spec in specs if draft.origins.get("prompt_data") != "derived" else ():  # by a plan
         need_data(spec, draft, "--prompt-data")
 
 
@@ -89,13 +90,13 @@ def _check_packages(draft: Draft) -> None:
 
 def read_hf_config(draft: Draft) -> dict[str, Any]:
     """Return the text model's part of config.json, read as plain JSON; empty if there is no file."""
-    config = _read_config_json(draft)
+    config = read_config_json(draft)
     return config.get("text_config", config)
 
 
 def read_quantization(draft: Draft) -> dict[str, Any]:
     """Return quantization_config of config.json, which may be beside or in the text model's part."""
-    for config in (_read_config_json(draft), read_hf_config(draft)):
+    for config in (read_config_json(draft), read_hf_config(draft)):
         if isinstance(config.get("quantization_config"), dict):
             return config["quantization_config"]
     return {}
@@ -118,7 +119,8 @@ def foreign_quantization(declared: dict[str, Any]) -> str | None:
     return f"{f'INT{bits}' if bits else 'quantized'} weights ({method})"
 
 
-def _read_config_json(draft: Draft) -> dict[str, Any]:
+def read_config_json(draft: Draft) -> dict[str, Any]:
+    """Return config.json as plain JSON; empty if there is no file."""
     folder = draft["hf_checkpoint"]
     path = Path(folder) / "config.json" if folder else None
     if path is None or not path.is_file():

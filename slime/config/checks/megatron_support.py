@@ -44,15 +44,12 @@ REFUSED: tuple[Reason, ...] = (
     Reason(
         why="the Megatron backend trains none of the models that have it",
         flags=(
-            "experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim",
+            "dsa_indexer_n_heads", "dsa_indexer_head_dim",
             "dsa_indexer_topk", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss",
-            "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim",
-            "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
             "is_hybrid_model", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups",
             "mamba_num_heads", "use_mamba_mem_eff_path", "mrope_section", "moe_latent_size",
             "heterogeneous_block_specs", "apply_residual_connection_post_layernorm",
-            "apply_layernorm_1p", "qk_l2_norm", "no_rope_freq", "attention_output_gate",
-            "use_fused_weighted_squared_relu",
+            "qk_l2_norm", "no_rope_freq", "use_fused_weighted_squared_relu",
         ),
     ),
     Reason(

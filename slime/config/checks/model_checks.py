@@ -5,9 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from slime.config.checks.file_checks import read_hf_config
+from slime.config.checks.file_checks import read_hf_config, read_quantization
 from slime.config.checks.megatron_support import asks_for_something, check_megatron_flags
-from slime.config.checks.model_types import MTP, check_fsdp_type, check_model_type, check_rope
+from slime.config.checks.model_types import (
+    MTP,
+    check_delta_layout,
+    check_fsdp_type,
+    check_model_type,
+    check_rope,
+    family_of,
+)
 from slime.config.checks.precision_checks import check_fp8, check_kernels, check_precision_aware
 from slime.config.flags.draft import Draft
 from slime.config.flags.registry import all_flags
@@ -50,6 +57,7 @@ def check_model(draft: Draft) -> None:
     check_against_config(draft, config)
     check_expert_flags(draft, config)
     check_parallel(draft, config)
+    check_delta_layout(draft, config)
     check_mtp(draft, config)
     check_precision_aware(draft)
     check_fp8(draft, config)
@@ -88,6 +96,15 @@ def check_fsdp_experts(draft: Draft, config: dict[str, Any]) -> None:
             f"--expert-model-parallel-size {ep} with --train-backend fsdp: experts with adapters are not "
             "spread over ranks: remove it, or remove experts from --lora-target-modules"
         )
+    if (
+        draft["lora_rank"]
+        and not draft["ref_load"]
+        and read_quantization(draft).get("weight_block_size")
+    ):
+        raise ConfigError(
+            f"--expert-model-parallel-size {ep} with --train-backend fsdp and --lora-rank: experts that stay "
+            "in FP8 are not spread over ranks: remove it, or give bf16 weights with --ref-load"
+        )
     if config.get("model_type") == "gpt_oss":
         raise ConfigError(
             f"--expert-model-parallel-size {ep} with --train-backend fsdp: experts with biases are not "
@@ -116,7 +133,7 @@ def check_spec(draft: Draft, config: dict[str, Any]) -> None:
 def _warn_about_name(draft: Draft, model_type: str | None) -> None:
     """Say that --model-name does not choose the type of the model, if it names another."""
     name = draft["model_name"]
-    if name and model_type and _letters(model_type) not in _letters(name):
+    if name and model_type and _letters(family_of(model_type)) not in _letters(name):
         draft.warn(
             f"--model-name {name} only names the run's folder: the model is of type {model_type}, as "
             "config.json of --hf-checkpoint says"
@@ -297,7 +314,7 @@ def check_replay(draft: Draft, config: dict[str, Any]) -> None:
 
 
 def _check_replayed_experts(draft: Draft, name: str) -> None:
-    """A router that is computed again on its own does not know its micro-batch."""
+    """Refuse recomputing the routers alone with pipeline stages: they would not know their micro-batch."""
     again = draft["recompute_granularity"] == "selective" and "moe" in (
         draft["recompute_modules"] or ()
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+from slime.config.checks.file_checks import read_config_json, read_quantization
 from slime.config.flags.draft import Draft
 from slime.config.installed import is_installed
 from slime.core.errors import ConfigError
@@ -20,6 +23,11 @@ TRAINED = (
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "qwen3_next",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
 )
 MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mimo")  # may have multi-token-prediction layers
 LATENT = ("deepseek_v3", "glm4_moe_lite")  # multi-head latent attention
@@ -28,24 +36,20 @@ LATENT = ("deepseek_v3", "glm4_moe_lite")  # multi-head latent attention
 _READ_AS = {"kimi_k2": "deepseek_v3"}
 _ROPES = ("default", "linear", "llama3", "yarn")
 _PACKED_LAYERS = {"full_attention", "sliding_attention"}
-# Text models with gated delta nets, for which the FSDP backend has layers that know sample borders.
+# Text models with gated delta nets, for which both trainers have layers that know sample borders.
 _DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_DELTA_OPTIONS = {
+DELTA_OPTIONS = (
     "linear_conv_kernel_dim",
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_num_key_heads",
     "linear_num_value_heads",
-}
-_VISION = "its vision tower and positions in images are missing"
-_DELTA_NET = "its gated delta net layers and gated attention are missing"
+)
+_ALWAYS_VISION = ("qwen3_vl", "qwen3_vl_moe")  # transformers has no model of their text alone
+VISION = (*_ALWAYS_VISION, "qwen3_5", "qwen3_5_moe")  # models with a vision tower
+TOWER = "model.visual."  # prefix of the names of its tensors and modules
 _INDEXED = "its sparse attention, in which an indexer chooses the tokens that each token attends to, is missing"
 _MISSING = {
-    "qwen3_vl": _VISION,
-    "qwen3_vl_moe": _VISION,
-    "qwen3_next": _DELTA_NET,
-    "qwen3_5": _DELTA_NET,
-    "qwen3_5_moe": _DELTA_NET,
     "glm_moe_dsa": _INDEXED,
     "deepseek_v32": _INDEXED,
 }
@@ -67,10 +71,69 @@ def check_fsdp_type(draft: Draft, config: dict[str, Any]) -> None:
     model_type = config.get("model_type") or ""
     if has_linear_attention(model_type):
         check_delta_net(config)
-    if family_of(model_type) in _MISSING:
+    if has_linear_attention(model_type) or family_of(model_type) in (*_MISSING, *_ALWAYS_VISION):
         refusal = fsdp_refusal(model_type, padded=draft["qkv_format"] == "bshd")
         if refusal is not None:
             raise ConfigError(refusal)
+
+
+def check_images(draft: Draft) -> None:
+    """Refuse images that the model, or the run's layout, does not take."""
+    keys, limits = draft["multimodal_keys"], draft["limit_mm_data_per_request"]
+    if not keys:
+        return
+    config, problem = read_config_json(draft), None
+    if set(keys) != {"image"} or not isinstance(keys["image"], str):
+        problem = 'expected {"image": KEY}: only images are trained with'
+    elif limits and (set(limits) != {"image"} or type(limits["image"]) is not int):
+        problem = '--limit-mm-data-per-request is {"image": NUMBER}'
+    elif config and (config.get("model_type") not in VISION or "vision_config" not in config):
+        known = ", ".join(VISION)
+        problem = f"--hf-checkpoint is a {config.get('model_type')} model; images are trained with {known}"
+    elif draft["qkv_format"] == "bshd":
+        problem = "images are trained in packed sequences: remove --qkv-format bshd"
+    elif read_quantization(draft):
+        problem = "--hf-checkpoint holds FP8 weights: give the model's bf16 weights"
+    elif draft["use_opd"]:
+        problem = "--use-opd: teachers get tokens and no images: remove one of them"
+    elif draft["train_backend"] == "megatron":
+        problem = _megatron_obstacle(draft)
+    if problem is not None:
+        raise ConfigError(f"--multimodal-keys: {problem}")
+
+
+def _megatron_obstacle(draft: Draft) -> str | None:
+    """Return which option of Megatron does not go with images."""
+    if draft["apply_rope_fusion"] or draft["attention_backend"] in ("fused", "unfused", "flash"):
+        return "positions in images need one angle per token: remove --apply-rope-fusion and --attention-backend"
+    if draft["freeze_vision_tower"]:
+        return None
+    if draft["recompute_granularity"] == "full":
+        return "a trained tower's features do not pass recomputed layers: use --recompute-granularity selective"
+    if draft["optimizer"] in ("muon", "dist_muon"):
+        return f"--optimizer {draft['optimizer']} is not for a trained tower: use --optimizer adam"
+    return None
+
+
+def takes_images(model_type: str, images: bool) -> bool:
+    """Return whether a run with or without images has the vision tower, and not the text model alone."""
+    return model_type in VISION and (images or model_type in _ALWAYS_VISION)
+
+
+def has_tower(args: Any) -> bool:
+    """Return whether the trained model is the vision-language model of --hf-checkpoint."""
+    config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
+    return takes_images(config.get("model_type") or "", bool(args.multimodal_keys))
+
+
+def trains_tower(args: Any) -> bool:
+    """Return whether the vision tower is trained with the language model."""
+    return bool(args.multimodal_keys) and not args.freeze_vision_tower
+
+
+def in_tower(name: str) -> bool:
+    """Return whether a tensor or module belongs to a vision tower: "model.visual.blocks.0.attn.qkv"."""
+    return name.startswith(TOWER)
 
 
 def read_as(model_type: str) -> str:
@@ -80,7 +143,7 @@ def read_as(model_type: str) -> str:
 
 def check_delta_net(config: dict[str, Any]) -> None:
     """Raise ConfigError for options of gated delta nets and gated attention that slime does not have."""
-    unknown = sorted(k for k in config if k.startswith("linear_") and k not in _DELTA_OPTIONS)
+    unknown = sorted(k for k in config if k.startswith("linear_") and k not in DELTA_OPTIONS)
     keys, values = (config.get(f"linear_num_{kind}_heads") for kind in ("key", "value"))
     problem = None
     if unknown:
@@ -100,9 +163,37 @@ def check_delta_net(config: dict[str, Any]) -> None:
         )
 
 
+def check_delta_layout(draft: Draft, config: dict[str, Any]) -> None:
+    """Raise ConfigError for gated delta nets that Megatron cannot train with these flags.
+
+    Context ranks exchange tokens for heads, so they share the heads of a tensor rank.
+    """
+    kind, variant = config.get("model_type"), draft["experimental_attention_variant"]
+    if variant == "dsa" or (variant and kind and not has_linear_attention(kind)):
+        raise ConfigError(
+            f"--experimental-attention-variant {variant}: the model of --hf-checkpoint ({kind}) has no such "
+            "layers: remove it"
+        )
+    if not has_linear_attention(kind):
+        return
+    check_delta_net(config)
+    tp, cp = draft["tensor_model_parallel_size"], draft["context_parallel_size"]
+    heads = config.get("linear_num_key_heads") or 16
+    if heads % (tp * cp):
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} = {tp * cp} does not divide the "
+            f"{heads} key heads of the model's gated delta nets (linear_num_key_heads): choose sizes that do"
+        )
+    if draft["mtp_num_layers"]:
+        raise ConfigError(
+            f"--mtp-num-layers {draft['mtp_num_layers']}: the MTP layers of {kind} (mtp.* in --hf-checkpoint) "
+            "have no layer here, nor in transformers, so they are copied to exports unchanged: remove it"
+        )
+
+
 def has_linear_attention(model_type: str | None) -> bool:
     """Return whether models of this type have gated delta nets, which must be told of sample borders."""
-    return model_type in _DELTA_NETS
+    return model_type in _DELTA_NETS or f"{model_type}_text" in _DELTA_NETS
 
 
 def family_of(model_type: str) -> str:
@@ -119,6 +210,8 @@ def fsdp_refusal(model_type: str, *, padded: bool) -> str | None:
     refusal = f"--train-backend fsdp does not train models of type {model_type}: "
     if read_as(model_type) not in CONFIG_MAPPING:
         return f"{refusal}transformers {__version__} does not have them"
+    if family_of(model_type) in _ALWAYS_VISION:
+        return f"{refusal}on padded rows: remove --qkv-format bshd" if padded else None
     config_class = CONFIG_MAPPING[read_as(model_type)]
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return f"{refusal}transformers {__version__} has no causal language model for them"
@@ -136,7 +229,7 @@ def packing_obstacle(config: Any, model_class: Any) -> str | None:
     known = _PACKED_LAYERS | (
         {"linear_attention"} if has_linear_attention(config.model_type) else set()
     )
-    layers = set(getattr(config, "layer_types", None) or ()) - known
+    layers = set(getattr(config.get_text_config(), "layer_types", None) or ()) - known
     if layers:
         return f"has layers of type {', '.join(sorted(layers))}"
     if has_linear_attention(config.model_type):

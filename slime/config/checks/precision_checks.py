@@ -131,7 +131,7 @@ def fp8_refusal(recipe: str, capability: tuple[int, int] | None, cuda: str | Non
 
 
 def _check_sizes(draft: Draft, config: dict[str, Any], recipe: str) -> None:
-    """FP8 matmuls take rows of 16 entries, with mxfp8 of 32."""
+    """Check that rows have a multiple of 16 entries, with mxfp8 of 32, as FP8 matmuls need."""
     unit = 32 if recipe == "mxfp8" else 16
     for key, cut in _CUT_BY.items():
         size, ranks = config.get(key), draft[cut] if cut else 1
@@ -223,7 +223,7 @@ def check_fusions(draft: Draft) -> None:
 
 
 def check_flex_dispatcher(draft: Draft) -> None:
-    """DeepEP and HybridEP are one package, which moves tokens between GPUs."""
+    """Check the flex MoE token dispatcher; both of its backends, DeepEP and HybridEP, are in package deep_ep."""
     if draft["moe_token_dispatcher_type"] != "flex":
         return
     option = "--moe-token-dispatcher-type flex"

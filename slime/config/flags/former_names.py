@@ -6,7 +6,7 @@ that can be honoured belongs among the flags, not here.
 
 from __future__ import annotations
 
-_LAYERS = "remove it: the layers follow config.json, and no model that is trained has them"
+_LAYERS = "remove it: the layers follow config.json"
 _SETTING = "put it into the file of --custom-config-path, from which hooks read it"
 _PROFILER = "use --profile-target, whose traces hold the memory too"
 _TEACHER = (
@@ -28,7 +28,6 @@ FORMER_NAMES: dict[str, str] = {
     "--allgather-cp": "remove it: --cp-comm-type says how context-parallel ranks exchange keys",
     "--enable-experimental": "remove it: no experimental function of megatron-core is used",
     "--padded-vocab-size": "use --make-vocab-size-divisible-by",
-    "--multimodal-keys": "remove it: rows are text; models with images are not trained",
     "--megatron-deepgemm-forward-layers": _GEMM,
     "--megatron-deepgemm-forward-modules": _GEMM,
     "--megatron-deepgemm-moe-forward-layers": _GEMM,

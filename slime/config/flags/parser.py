@@ -121,22 +121,34 @@ class _Parser(argparse.ArgumentParser):
 
 
 @cache
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, help_all: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of all flags; without `help_all` its help has slime's own only."""
     parser = _Parser(
         prog=_program(),
         usage="%(prog)s [--config FILE] [--flag value ...]",
         description="Train a language model by reinforcement learning.",
-        epilog="Flags of Megatron, SGLang and its router keep the defaults of those packages.",
+        epilog="Flags of Megatron, SGLang and its router keep the defaults of those packages"
+        + ("." if help_all else "; --help-all shows them too."),
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=40, width=110),
     )
+    text = "show the flags of Megatron, SGLang and its router too and exit"
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help=text)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for flag in all_flags().values():
         if flag.group not in groups:
             groups[flag.group] = parser.add_argument_group(flag.group)
-        _add(groups[flag.group], flag)
+        _add(groups[flag.group], flag, shown=help_all or flag.family == "slime")
     return parser
+
+
+class _HelpAll(argparse.Action):
+    """Print the help of all flags, those of Megatron, SGLang and its router included, and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        _parser(help_all=True).print_help()
+        parser.exit()
 
 
 def _program() -> str:
@@ -144,8 +156,8 @@ def _program() -> str:
     return script if script in ("train.py", "train_async.py") else "slime train"
 
 
-def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
-    text = _help(flag)
+def _add(group: argparse._ArgumentGroup, flag: Flag, *, shown: bool) -> None:
+    text = _help(flag) if shown else argparse.SUPPRESS
     if flag.kind != "bool":
         metavar = (
             flag.name.upper() if not flag.choices else "{" + ",".join(map(str, flag.choices)) + "}"
@@ -155,8 +167,8 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
         return
     group.add_argument(*flag.options, dest=flag.name, action="store_true", help=text)
     if flag.off_options:
-        shown = f"turns {flag.option} off" if flag.default else argparse.SUPPRESS
-        group.add_argument(*flag.off_options, dest=flag.name, action="store_false", help=shown)
+        text = f"turns {flag.option} off" if shown and flag.default else argparse.SUPPRESS
+        group.add_argument(*flag.off_options, dest=flag.name, action="store_false", help=text)
 
 
 def _help(flag: Flag) -> str:

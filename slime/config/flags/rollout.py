@@ -12,6 +12,7 @@ from slime.config.reward_types import REWARD_TYPES, Grading
 
 PLAIN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout"
+DEFAULT_STALENESS = 1  # updates that fully asynchronous generation may run ahead
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
 PLAIN_SOURCE = "slime.rollout.data_source.RolloutDataSource"
@@ -70,8 +71,8 @@ class Rollout:
         None,
         "prompts taken from the data source at a time, whenever kept and running groups together "
         "are fewer than --rollout-batch-size; once the batch is full the other groups are aborted "
-        "and go back to the data source. Fully asynchronous rollouts: maximum number of running "
-        "groups. Default: --rollout-batch-size",
+        "and go back to the data source. Default: --rollout-batch-size. Fully asynchronous rollouts: maximum "
+        "number of running groups; default: --rollout-batch-size x (--max-weight-staleness + 1)",
         unless=_SFT,
     )
     dynamic_sampling_filter_path: str | None = flag(
@@ -163,7 +164,9 @@ class Data:
         "slime.rollout.data_source.RolloutDataSourceWithBuffer", "class that provides the prompts"
     )
     prompt_data: list[str] | None = flag(
-        None, "jsonl or parquet: path, path@[0:100], path:weight=2, or reasoning-gym:<task>"
+        None,
+        "jsonl or parquet: path, path@[0:100], path:weight=2, reasoning-gym:<task>, or a dataset of the Hugging "
+        "Face Hub, such as openai/gsm8k",
     )
     apply_chat_template: bool = flag(False, "render the prompt with the tokenizer's chat template")
     apply_chat_template_kwargs: dict[str, Any] = flag(
@@ -177,6 +180,21 @@ class Data:
     label_key: str | None = flag(None, "key of the label in the data")
     metadata_key: str = flag("metadata", "key of the metadata in the data")
     tool_key: str = flag("tools", "key of the tools that are passed to the chat template")
+    multimodal_keys: dict[str, Any] = flag(
+        {},
+        'train with images: {"image": KEY}, the key of a row\'s images. The prompt has one <image> per '
+        "image, or messages with parts of type image, which may hold their image themselves",
+    )
+    limit_mm_data_per_request: dict[str, Any] = flag(
+        {},
+        'maximum number of images of one sample, {"image": 4}; default: no limit',
+        needs="multimodal_keys",
+    )
+    allowed_local_media_path: str | None = flag(
+        None,
+        "folder below which rows may name images, besides that of their data file; / allows all files",
+        needs="multimodal_keys",
+    )
     rollout_batch_size: int = flag(
         None, "prompts per rollout", min=1, required="the number of prompts per rollout"
     )
@@ -301,6 +319,11 @@ class Reward:
         None,
         "fn(args, sample) -> reward, async or not; with --group-rm fn(args, samples) -> list of "
         "rewards",
+    )
+    reward_num_threads: int = flag(
+        32,
+        "calls of a --custom-rm-path that is no async function which run at once, each in a thread",
+        min=1,
     )
     custom_reward_post_process_path: str | None = flag(
         None,

@@ -63,13 +63,18 @@ class Mode:
     )
     dry_run: bool = flag(
         False,
-        "resolve and check flags, hooks and files as a start would, print every value with its "
-        "origin, the placement and the memory plan, and start nothing",
+        "resolve and check flags, hooks and files as a start would, print what was set, derived and "
+        "checked, the placement and, for GPUs, the memory plan, and start nothing; with --all every value",
     )
     run_dir: str = flag(
         None,
         "folder for the resolved config, metrics, logs and report; default: "
         "runs/<model>-<date>-<time>",
+    )
+    watch: bool = flag(
+        False,
+        "serve a live page of the run on this machine while it runs, and print its URL; the same "
+        "as slime watch RUN_DIR",
     )
     train_async: bool = flag(
         False,
@@ -240,6 +245,12 @@ class Tracking:
         needs="use_tensorboard",
     )
     log_passrate: bool = flag(False, "log pass@k of the training rollouts")
+    log_samples: int = flag(
+        8,
+        "samples of each rollout and of each evaluation dataset whose text and tokens the run folder "
+        "keeps; the numbers of all samples are kept in any case",
+        min=0,
+    )
     save_debug_rollout_data: str | None = flag(
         None, "write every rollout to this path; '{rollout_id}' is replaced by the rollout's number"
     )

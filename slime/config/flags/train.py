@@ -21,7 +21,8 @@ class Model:
 
     hf_checkpoint: str = flag(
         None,
-        "folder of the model in Hugging Face format: config, tokenizer, initial weights",
+        "folder of the model in Hugging Face format: config, tokenizer, initial weights; or its id on the Hub, "
+        "such as Qwen/Qwen3-0.6B",
         required="the folder of the model",
     )
     model_name: str | None = flag(
@@ -61,6 +62,11 @@ class Model:
     freeze_params_name_list: list[str] | None = flag(
         None,
         "regular expressions; parameters whose HF or Megatron name matches one are not trained",
+    )
+    freeze_vision_tower: bool = flag(
+        True,
+        "do not train the vision tower of a model that takes images; --no-freeze-vision-tower trains it",
+        needs="multimodal_keys",
     )
     qkv_format: Literal["thd", "bshd"] = flag("thd", "packed sequences (thd) or padded ones (bshd)")
     data_pad_size_multiplier: int | None = flag(
@@ -144,7 +150,6 @@ class Lora:
         False,
         "the experts of a layer share lora_A of gate_up_proj and lora_B of down_proj (SGLang's shared "
         "outer LoRA); the other matrices are per expert",
-        backend="fsdp",
         requires=_LORA,
     )
     lora_use_rslora: bool = flag(
@@ -167,7 +172,11 @@ class Lora:
 class Batches:
     """Length of the training and batches."""
 
-    num_rollout: int = flag(None, "number of rollouts; or give --num-epoch", min=1)
+    num_rollout: int = flag(
+        None,
+        "number of rollouts; or give --num-epoch; 0 with --debug-rollout-only: evaluate only",
+        min=0,
+    )
     num_epoch: int | None = flag(
         None, "passes over the data; --num-rollout, where both are given, counts", min=1
     )
@@ -184,7 +193,7 @@ class Batches:
     )
     num_steps_per_rollout: int = flag(None, "optimizer steps per rollout", min=1)
     micro_batch_size: int = flag(
-        1, "samples per forward pass, without --use-dynamic-batch-size", min=1
+        1, "samples per forward pass; turns the default --use-dynamic-batch-size off", min=1
     )
     ref_micro_batch_size: int | None = flag(
         None,
@@ -197,13 +206,13 @@ class Batches:
     )
     use_dynamic_batch_size: bool = flag(
         False,
-        "fill each micro-batch up to --max-tokens-per-gpu; does not change the loss",
-        requires=is_set("max_tokens_per_gpu", note="give the token budget"),
+        "fill each micro-batch up to --max-tokens-per-gpu; does not change the loss. Default: on, unless "
+        "--micro-batch-size or --qkv-format bshd is given",
     )
     max_tokens_per_gpu: int | None = flag(
         None,
         "tokens per GPU and micro-batch; with context parallelism every rank of the group adds "
-        "this many",
+        "this many. A longer sample is a micro-batch of its own. Default: 4096",
         min=1,
         needs="use_dynamic_batch_size",
     )

@@ -36,7 +36,7 @@ static inline float inverse_rms(const float *x, long size, float eps) {
 
 /* hidden += delta (if there is one); out = weight * hidden / rms(hidden) */
 void add_rms_norm(float *hidden, const float *delta, const float *weight, float *out, long tokens,
-                  long size, float eps) {
+                  long size, float eps, float plus) {
 #pragma omp parallel for if (tokens * size > MIN_PARALLEL)
     for (long t = 0; t < tokens; t++) {
         float *h = hidden + t * size, *o = out + t * size;
@@ -45,7 +45,7 @@ void add_rms_norm(float *hidden, const float *delta, const float *weight, float 
             for (long i = 0; i < size; i++) h[i] += d[i];
         }
         float scale = inverse_rms(h, size, eps);
-        for (long i = 0; i < size; i++) o[i] = h[i] * scale * weight[i];
+        for (long i = 0; i < size; i++) o[i] = h[i] * scale * (weight[i] + plus);
     }
 }
 
@@ -66,13 +66,14 @@ static inline void norm_and_rotate(float *x, const float *weight, float eps, con
 /* Apply QK norm (if there are weights) and RoPE to queries and keys in place; store keys and values. */
 void rope_store(float *qkv, long tokens, long query_heads, long key_heads, long dim,
                 const float *cosines, const float *sines, const float *query_norm,
-                const float *key_norm, float eps, const int32_t *positions, const int32_t *rows,
-                const int32_t *page_table, long width, long page_size, float *keys, float *values) {
+                const float *key_norm, float eps, const int32_t *angles, const int32_t *positions,
+                const int32_t *rows, const int32_t *page_table, long width, long page_size,
+                float *keys, float *values) {
     long stride = (query_heads + 2 * key_heads) * dim, size = key_heads * dim;
 #pragma omp parallel for if (tokens * stride > MIN_PARALLEL)
     for (long t = 0; t < tokens; t++) {
         long position = positions[t];
-        const float *cosine = cosines + position * dim, *sine = sines + position * dim;
+        const float *cosine = cosines + angles[t] * dim, *sine = sines + angles[t] * dim;
         float *query = qkv + t * stride, *key = query + query_heads * dim, *value = key + size;
         for (long h = 0; h < query_heads; h++)
             norm_and_rotate(query + h * dim, query_norm, eps, cosine, sine, dim);

@@ -10,6 +10,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from slime.algorithms.delta_layers import (
+    DeltaInputs,
+    continue_tokens,
+    delta_gates,
+    gated_norm,
+)
+from slime.algorithms.gated_delta import DeltaHeads
 from slime.engine.kernels.interface import (
     AdapterRows,
     Heads,
@@ -23,13 +30,14 @@ from slime.engine.kernels.interface import (
 )
 from slime.engine.kernels.lora import add_lora
 from slime.engine.scheduler.sampling import uniforms
+from slime.engine.state_cache import StateCache
 
 SOURCE = Path(__file__).with_name("cpu.c")
 _P, _L, _F = c_void_p, c_long, c_float
 _FEW_ROWS = 32  # up to which adapters are faster in one C kernel than in BLAS, call by call
 _SIGNATURES = {
-    "add_rms_norm": [_P, _P, _P, _P, _L, _L, _F],
-    "rope_store": [_P, _L, _L, _L, _L, _P, _P, _P, _P, _F, _P, _P, _P, _L, _L, _P, _P],
+    "add_rms_norm": [_P, _P, _P, _P, _L, _L, _F, _F],
+    "rope_store": [_P, _L, _L, _L, _L, _P, _P, _P, _P, _F, _P, _P, _P, _P, _L, _L, _P, _P],
     "attend": [_P, _L, _L, _L, _L, _P, _P, _P, _L, _L, _P, _P, _F, _L, _P],
     "add_lora": [*[_P] * 8, *[_L] * 5],
     "silu_mul": [_P, _P, _L, _L],
@@ -47,7 +55,12 @@ class CpuKernels:
         self._library = library
 
     def add_rms_norm(
-        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+        self,
+        hidden: torch.Tensor,
+        delta: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        zero_centred: bool = False,
     ) -> torch.Tensor:
         out = torch.empty_like(hidden)
         self._library.add_rms_norm(
@@ -57,6 +70,7 @@ class CpuKernels:
             out.data_ptr(),
             *hidden.shape,
             eps,
+            float(zero_centred),
         )
         return out
 
@@ -87,6 +101,12 @@ class CpuKernels:
             *(parts, columns, weights.b.shape[2], x.shape[1], len(x)),
         )
 
+    def silu_mul_lora(
+        self, gate_up: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: AdapterRows
+    ) -> torch.Tensor:
+        self.add_lora(gate_up, x, weights, rows)
+        return self.silu_mul(gate_up)
+
     def rope_store(
         self,
         qkv: torch.Tensor,
@@ -96,6 +116,7 @@ class CpuKernels:
         rotary: Rotary,
         norm: QueryKeyNorm | None,
     ) -> None:
+        norm = None if norm is None else norm.plain()
         self._library.rope_store(
             qkv.data_ptr(),
             qkv.shape[0],
@@ -107,6 +128,7 @@ class CpuKernels:
             None if norm is None else norm.query.data_ptr(),
             None if norm is None else norm.key.data_ptr(),
             0.0 if norm is None else norm.eps,
+            (tokens.positions if tokens.angles is None else tokens.angles).data_ptr(),
             *_place(tokens, pages),
             pages.keys.data_ptr(),
             pages.values.data_ptr(),
@@ -135,6 +157,37 @@ class CpuKernels:
             window or 0,
             out.data_ptr(),
         )
+        return out
+
+    def gate_heads(self, x: torch.Tensor, gates: torch.Tensor, dim: int) -> torch.Tensor:
+        gate = gates[:, : 2 * x.shape[1]].unflatten(1, (-1, 2 * dim))[:, :, dim:]
+        return x * gate.flatten(1).sigmoid()
+
+    def add_gated(self, x: torch.Tensor, gate: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+        return x + gate.sigmoid() * (parts.sum(0) if parts.ndim == 3 else parts)
+
+    def delta_gates(
+        self, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return delta_gates(a, b, a_log, dt_bias)
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return gated_norm(x, gate.reshape(x.shape), weight, eps).flatten(1)
+
+    def continue_rows(
+        self,
+        inputs: DeltaInputs,
+        weight: torch.Tensor,
+        heads: DeltaHeads,
+        states: StateCache,
+        layer: int,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Take one token of each row; steps on a CPU have a plan and do not come here."""
+        out, state = continue_tokens(inputs, weight, heads, states.read(layer, rows.long()))
+        states.write(layer, rows.long(), state)
         return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

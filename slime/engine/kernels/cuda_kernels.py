@@ -13,8 +13,11 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from slime.algorithms.delta_layers import DeltaInputs
+from slime.algorithms.gated_delta import DeltaHeads
 from slime.engine.kernels import (
     triton_attention,
+    triton_delta,
     triton_elementwise,
     triton_lora,
     triton_matmuls,
@@ -33,6 +36,7 @@ from slime.engine.kernels.interface import (
 )
 from slime.engine.kernels.triton_experts import CudaExperts
 from slime.engine.kernels.triton_launch import dot_precision, pdl_options, shared_memory
+from slime.engine.state_cache import StateCache
 
 _LOG2E = math.log2(math.e)
 _PROGRAMS = 1024  # of a decode attention launch: several per SM
@@ -46,7 +50,12 @@ class CudaKernels:
     experts: MoeKernels | None = CudaExperts()
 
     def add_rms_norm(
-        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+        self,
+        hidden: torch.Tensor,
+        delta: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        zero_centred: bool = False,
     ) -> torch.Tensor:
         out = torch.empty_like(hidden)
         tokens, size = hidden.shape
@@ -61,6 +70,7 @@ class CudaKernels:
             SIZE=size,
             BLOCK=block,
             SPLIT_K=0 if delta is None else delta.numel() // hidden.numel(),
+            ZERO_CENTRED=zero_centred,
             num_warps=_warps(block // 256),
             **pdl_options(),
         )
@@ -87,6 +97,11 @@ class CudaKernels:
     ) -> None:
         triton_lora.add_lora(out, x, weights, rows)
 
+    def silu_mul_lora(
+        self, gate_up: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: AdapterRows
+    ) -> torch.Tensor:
+        return triton_lora.silu_mul_lora(gate_up, x, weights, rows)
+
     def rope_store(
         self,
         qkv: torch.Tensor,
@@ -101,6 +116,7 @@ class CudaKernels:
             qkv,
             tokens.rows,
             tokens.positions,
+            tokens.positions if tokens.angles is None else tokens.angles,
             pages.table,
             pages.keys,
             pages.values,
@@ -108,6 +124,7 @@ class CudaKernels:
             rotary.sines,
             qkv if norm is None else norm.query,
             qkv if norm is None else norm.key,
+            qkv if norm is None or norm.order is None else norm.order,
             0.0 if norm is None else norm.eps,
             pages.table.shape[1],
             QUERY_HEADS=heads.num_query,
@@ -118,6 +135,7 @@ class CudaKernels:
             HALF_BLOCK=triton.next_power_of_2(heads.dim // 2),
             PAGE=pages.page_size,
             NORM=norm is not None,
+            ORDERED=norm is not None and norm.order is not None,
             num_warps=_warps(heads_block * heads.dim // 512),
             **pdl_options(),
         )
@@ -137,6 +155,33 @@ class CudaKernels:
         else:
             _attend_tiles(qkv, tokens, heads, pages, scale, window, out)
         return out
+
+    def gate_heads(self, x: torch.Tensor, gates: torch.Tensor, dim: int) -> torch.Tensor:
+        return triton_elementwise.gate_heads(x, gates, dim)
+
+    def add_gated(self, x: torch.Tensor, gate: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+        return triton_elementwise.add_gated(x, gate, parts)
+
+    def delta_gates(
+        self, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return triton_delta.delta_gates(a, b, a_log, dt_bias)
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return triton_delta.gated_norm(x, gate, weight, eps)
+
+    def continue_rows(
+        self,
+        inputs: DeltaInputs,
+        weight: torch.Tensor,
+        heads: DeltaHeads,
+        states: StateCache,
+        layer: int,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        return triton_delta.continue_rows(inputs, weight, heads, states, layer, rows)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         tokens, width = gate_up.shape

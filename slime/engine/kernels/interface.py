@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+
+from slime.algorithms.delta_layers import DeltaInputs
+from slime.algorithms.gated_delta import DeltaHeads
+from slime.engine.state_cache import StateCache
+
+if TYPE_CHECKING:
+    from slime.engine.models.delta_net import StatePlan
 
 
 @dataclass(kw_only=True, eq=False)
@@ -18,6 +25,21 @@ class Tokens:
     rows: torch.Tensor  # [T] int32
     tiles: torch.Tensor | None = None  # [N, 2] int32: first token and count of runs of one request
     adapters: AdapterRows | None = None  # None: the base alone
+    # How recurrent layers cut the tokens; None: tokens of a row stand side by side, and `continue_rows`
+    # finds out by itself, in a CUDA graph.
+    states: StatePlan | None = None
+    angles: torch.Tensor | None = None  # [T] int32: rows of the RoPE table; None: `positions`
+    rope: torch.Tensor | None = None  # [T, 3] int64, RoPE positions of a forward with images
+    images: ImageInputs | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class ImageInputs:
+    """The hidden states of the I image tokens of a forward, and what is added to them behind the first layers."""
+
+    at: torch.Tensor  # [I] int64, which of the tokens they are
+    embeddings: torch.Tensor  # [I, H]
+    deepstack: list[torch.Tensor]  # [I, H] for each of the first layers
 
 
 @dataclass(kw_only=True, eq=False)
@@ -102,6 +124,16 @@ class QueryKeyNorm:
     query: torch.Tensor  # [dim]
     key: torch.Tensor
     eps: float
+    # Which weight belongs to each dimension of a head; such weights are stored minus one.
+    order: torch.Tensor | None = None
+
+    def plain(self) -> QueryKeyNorm:
+        """Return the norm with weights in the order of the dimensions, not minus one."""
+        if self.order is None:
+            return self
+        weights = (weight.float()[self.order] + 1.0 for weight in (self.query, self.key))
+        query, key = weights
+        return QueryKeyNorm(query=query, key=key, eps=self.eps)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -138,9 +170,17 @@ class Kernels(Protocol):
     experts: MoeKernels | None  # None: MoE layers run as Hugging Face modules
 
     def add_rms_norm(
-        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+        self,
+        hidden: torch.Tensor,
+        delta: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        zero_centred: bool = False,
     ) -> torch.Tensor:
-        """Add `delta` [T, H], or split-K partial sums [P, T, H], to `hidden` in place; return RMSNorm of it."""
+        """Add `delta` [T, H], or split-K partial sums [P, T, H], to `hidden` in place; return RMSNorm of it.
+
+        A zero-centred weight is stored minus one.
+        """
         ...
 
     def linear(
@@ -174,6 +214,12 @@ class Kernels(Protocol):
         """
         ...
 
+    def silu_mul_lora(
+        self, gate_up: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: AdapterRows
+    ) -> torch.Tensor:
+        """Return `silu_mul` of gate_up with the adapters of x added, which may be in place."""
+        ...
+
     def rope_store(
         self,
         qkv: torch.Tensor,  # [T, width]
@@ -183,7 +229,10 @@ class Kernels(Protocol):
         rotary: Rotary,
         norm: QueryKeyNorm | None,
     ) -> None:
-        """Apply QK norm and RoPE to queries and keys in place; store keys and values in their pages."""
+        """Apply QK norm and RoPE to queries and keys in place; store keys and values in their pages.
+
+        A token is rotated by the row `tokens.angles` of the table, if given, and not by its position.
+        """
         ...
 
     def attend(
@@ -196,6 +245,38 @@ class Kernels(Protocol):
         window: int | None,
     ) -> torch.Tensor:
         """Causal attention of each query over its row of the page table: [T, num_query * dim]."""
+        ...
+
+    def gate_heads(self, x: torch.Tensor, gates: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return x [T, heads * dim] * sigmoid(gate); in `gates` each head has dim other columns before it."""
+        ...
+
+    def add_gated(self, x: torch.Tensor, gate: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+        """Return x [T, H] + sigmoid(gate [T, 1]) * parts, [T, H] or split-K partial sums."""
+        ...
+
+    def delta_gates(
+        self, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return decay [T, value heads] in fp32 and beta of a gated delta net."""
+        ...
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Return RMSNorm of each head of x [T, heads, dim] times silu(gate [T, heads * dim])."""
+        ...
+
+    def continue_rows(
+        self,
+        inputs: DeltaInputs,
+        weight: torch.Tensor,  # [C, K] of the convolution
+        heads: DeltaHeads,
+        states: StateCache,
+        layer: int,
+        rows: torch.Tensor,  # [T] int32
+    ) -> torch.Tensor:
+        """Continue the gated delta net of each token's row, in place: [T, value heads, value dim]."""
         ...
 
     def sample(

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from slime.config.peft_files import DOWN, EXPERTS, GATE_UP, peft_shapes
+from slime.config.checks.model_types import in_tower
+from slime.config.peft_files import DOWN, EXPERTS, GATE_UP, PeftSettings, flat_name, peft_shapes
 from slime.engine.kernels.interface import AdapterRows, ExpertLora, LayerLora, LoraWeights
 from slime.engine.kernels.lora import add_lora
 from slime.engine.lora.experts import (
@@ -29,7 +30,7 @@ from slime.engine.lora.experts import (
     stacked,
     takes_adapters,
 )
-from slime.engine.lora.peft_format import LoraConfig, LoraPair
+from slime.engine.lora.peft_format import LoraPair
 from slime.engine.scheduler.sampling_params import RequestError
 
 
@@ -53,7 +54,7 @@ class LoraBank:
         self.rows: AdapterRows | None = None  # of the forward that runs on Hugging Face modules
         self._model = model
         self._targets, self._experts = frozenset(targets), frozenset(experts)
-        self._names = {module: name for name, module in model.named_modules()}
+        self._names = {module: flat_name(name) for name, module in model.named_modules()}
         self._seen: set[str] = set()
         scales = torch.zeros(num_slots, dtype=torch.float32, device=model.device)
         model.register_buffer("lora_scales", scales, persistent=False)
@@ -119,10 +120,13 @@ class LoraBank:
         """Apply adapters to the Hugging Face modules: every linear but the output layer adds them."""
         head = self._model.get_output_embeddings()
         for name, module in list(self._model.named_modules()):
+            if in_tower(name):
+                continue
             if isinstance(module, nn.Linear) and module is not head:
                 weights = self.attach((module,))
                 if weights is not None:
-                    module.register_forward_hook(self._make_hook(name, weights))
+                    hook = self._make_hook(self._names[module], weights)
+                    module.register_forward_hook(hook)
             elif name.endswith(f".{EXPERTS}"):
                 self.hook_experts(module)
 
@@ -130,7 +134,7 @@ class LoraBank:
         """After a forward of the model: a linear that did not run as a module cannot be bound to."""
         self.modules = {name: site for name, site in self.modules.items() if name in self._seen}
 
-    def check(self, config: LoraConfig, pairs: dict[str, LoraPair]) -> None:
+    def check(self, config: PeftSettings, pairs: dict[str, LoraPair]) -> None:
         """Raise RequestError unless every matrix binds to a module of its shape, and none is missing."""
         if config.rank > self.rank:
             raise RequestError(
@@ -144,7 +148,7 @@ class LoraBank:
                 f"{len(unbound)} of {len(pairs)} modules bind to nothing in this model, such as "
                 f"{one}{experts if f'.{EXPERTS}.' in one else ''}"
             )
-        for target in config.targets:
+        for target in config.complete:
             wanted = [m for m in self.modules if m == target or m.endswith(f".{target}")]
             missing = [module for module in wanted if module not in pairs]
             if missing or not wanted:
@@ -168,25 +172,47 @@ class LoraBank:
         a, b = self._views(module, 0, rank)
         return peft_shapes([*b.shape[:-1], a.shape[-1]], rank)
 
-    def write(self, slot: int, config: LoraConfig, pairs: dict[str, LoraPair]) -> None:
+    def write(self, slot: int, config: PeftSettings, pairs: dict[str, LoraPair]) -> None:
         """Copy an adapter that was checked into its slot."""
-        if {name for name in self.modules if self._rank_of(name, slot)} != pairs.keys() or any(
-            self._rank_of(name, slot) != config.rank for name in pairs
-        ):
+        if self.bound_ranks(slot) != dict.fromkeys(pairs, config.rank):
             self.clear(slot)
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for name, pair in pairs.items():
-            targets += self._views(name, slot, config.rank)
+        for name in pairs:
             weights, index = self.modules[name]
             if isinstance(weights, ExpertLora):
-                sources += stacked(pair.a, pair.b, weights.a.shape[1])
                 weights.ranks[slot] = config.rank
             else:
-                sources += [pair.a, pair.b]
                 weights.ranks[slot, index] = config.rank
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
-        self._scales[slot] = config.scale
+        held = self.matrices(slot, dict.fromkeys(pairs, config.rank))
+        torch._foreach_copy_(held, self.as_in_slots(pairs))  # pyright: ignore[reportPrivateImportUsage]
+        self._scales[slot] = config.scaling
+
+    def matrices(self, slot: int, ranks: dict[str, int]) -> list[torch.Tensor]:
+        """Return A and B of each module where they are computed with, as views."""
+        return [view for name, rank in ranks.items() for view in self._views(name, slot, rank)]
+
+    def as_in_slots(self, pairs: dict[str, LoraPair]) -> list[torch.Tensor]:
+        """Return A and B of each module as views in the shapes of `matrices`."""
+        shaped: list[torch.Tensor] = []
+        for name, pair in pairs.items():
+            weights, _ = self.modules[name]
+            is_experts = isinstance(weights, ExpertLora)
+            shaped += (
+                stacked(pair.a, pair.b, weights.a.shape[1]) if is_experts else (pair.a, pair.b)
+            )
+        return shaped
+
+    def bound_ranks(self, slot: int) -> dict[str, int]:
+        """Return the modules that have an adapter in this slot, and its rank in each."""
+        return {name: rank for name in self.modules if (rank := self._rank_of(name, slot))}
+
+    def addresses(self) -> list[int]:
+        """Return where the slots are: they move when memory is released and resumed."""
+        buffers = {id(weights): weights for weights, _ in self.modules.values()}
+        return [t.data_ptr() for weights in buffers.values() for t in (weights.a, weights.b)]
+
+    def shapes(self, slot: int, module: str) -> tuple[list[int], list[int]]:
+        """Return the shapes of A and B that a slot holds, in PEFT's layout."""
+        return self._shapes(module, self._rank_of(module, slot))
 
     def clear(self, slot: int) -> None:
         for name, (weights, _) in self.modules.items():

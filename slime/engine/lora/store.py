@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from slime.config.peft_files import bound_modules
+from slime.config.peft_files import PeftSettings, bound_modules, flat_name
 from slime.core.errors import ConfigError, UserError
 from slime.engine.arguments import EngineArgs
 from slime.engine.lora.bank import LoraBank
+from slime.engine.lora.in_place import InPlaceUpdate, KeptBuffer, LayoutUnknown, bound_digest
 from slime.engine.lora.peft_format import (
-    LoraConfig,
     LoraPair,
     pair_tensors,
     parse_config,
@@ -24,7 +24,7 @@ from slime.engine.lora.peft_format import (
     tensor_name,
 )
 from slime.engine.scheduler.sampling_params import RequestError
-from slime.weights.checksum import tensor_checksums
+from slime.weights.checksum import format_checksum, joined_checksum, tensor_checksums
 
 FROM_TENSORS = "__tensor__"  # the path of an adapter that was sent, as in SGLang
 _LONGEST_NAME = 512
@@ -43,9 +43,15 @@ class Adapter:
     slot: int
     path: str = ""
     version: str = ""
-    config: LoraConfig = field(default_factory=lambda: LoraConfig(rank=1, alpha=1, scale=1))
+    config: PeftSettings = field(default_factory=lambda: PeftSettings(rank=1, alpha=1))
     modules: dict[str, str] = field(default_factory=dict)  # name in PEFT's file: where it is bound
     cache_key: int = 0
+    in_place: InPlaceUpdate | None = None  # from a buffer that its trainer keeps
+
+    def forget_buffer(self) -> None:
+        if self.in_place is not None:
+            self.in_place.close()
+            self.in_place = None
 
 
 class AdapterStore:
@@ -61,16 +67,48 @@ class AdapterStore:
         return self.adapters[name]
 
     def load_folder(self, name: str, folder: str, version: str) -> Adapter:
-        config = parse_config(read_config(folder))
-        return self._put(name, config, pair_tensors(read_tensors(folder)), folder, version)
+        given, pairs = read_config(folder), pair_tensors(read_tensors(folder))
+        return self._put(name, parse_config(given, pairs), pairs, folder, version)
 
     def load_tensors(
         self, name: str, config: Any, tensors: dict[str, torch.Tensor], version: str
     ) -> Adapter:
-        return self._put(name, parse_config(config), pair_tensors(tensors), FROM_TENSORS, version)
+        pairs = pair_tensors(tensors)
+        return self._put(name, parse_config(config, pairs), pairs, FROM_TENSORS, version)
+
+    def load_kept(self, name: str, config: Any, buffer: KeptBuffer, version: str) -> Adapter:
+        """Load an adapter from a buffer, which stays open for `update_in_place`."""
+        try:
+            adapter = self.load_tensors(name, config, buffer.views(), version)
+            adapter.in_place = InPlaceUpdate(
+                self._bank,
+                buffer,
+                slot=adapter.slot,
+                rank=adapter.config.rank,
+                modules=adapter.modules,
+            )
+        except BaseException:
+            buffer.close()
+            raise
+        return adapter
+
+    def update_in_place(self, name: str, layout: str, version: str) -> Adapter:
+        """Copy the adapter from the buffer of this layout again; raise LayoutUnknown if that is impossible."""
+        adapter = self.adapters.get(name)
+        update = None if adapter is None else adapter.in_place
+        if adapter is None or update is None or update.layout != layout or not update.is_current():
+            raise LayoutUnknown(f"no buffer of this layout is open for adapter {name[:100]!r}")
+        adapter.version, adapter.cache_key = version, next(_cache_keys)
+        update.copy()
+        return adapter
+
+    def forget_buffers(self) -> None:
+        """Close the buffers of trainers; their views would keep the memory of the slots from being released."""
+        for adapter in self.adapters.values():
+            adapter.forget_buffer()
 
     def _put(
-        self, name: str, config: LoraConfig, pairs: dict[str, LoraPair], path: str, version: str
+        self, name: str, config: PeftSettings, pairs: dict[str, LoraPair], path: str, version: str
     ) -> Adapter:
         """Load a new adapter or overwrite that of this name; nothing is written unless all of it fits."""
         if not name or len(name) > _LONGEST_NAME:
@@ -79,6 +117,9 @@ class AdapterStore:
             sites = bound_modules(pairs, config.parameters)
         except ConfigError as error:
             raise RequestError(str(error)) from None
+        sites = {module: flat_name(site) for module, site in sites.items()}
+        if len(set(sites.values())) < len(sites):
+            raise RequestError("the adapter has matrices of one module under two names")
         pairs = {sites[module]: pair for module, pair in pairs.items()}
         self._bank.check(config, pairs)
         adapter = self.adapters.get(name)
@@ -89,6 +130,7 @@ class AdapterStore:
                     "engine with a larger --max-loras-per-batch"
                 )
             adapter = Adapter(name=name, slot=self._free.pop())
+        adapter.forget_buffer()
         self._bank.write(adapter.slot, config, pairs)
         adapter.path, adapter.version, adapter.config = path, version, config
         adapter.modules, adapter.cache_key = sites, next(_cache_keys)
@@ -97,18 +139,37 @@ class AdapterStore:
 
     def unload(self, name: str) -> None:
         adapter = self.find(name)
+        adapter.forget_buffer()
         del self.adapters[name]
         self._bank.clear(adapter.slot)
         self._free.append(adapter.slot)
 
     def checksums(self, name: str) -> dict[str, int]:
         """Return the checksums of the matrices in the adapter's slot, under PEFT's names."""
+        return tensor_checksums(self._held(name))
+
+    def report(self, adapter: Adapter) -> dict[str, Any]:
+        """Return what the adapter's slot holds, for the trainer's comparison: read back from it."""
+        update = adapter.in_place
+        if update is None:
+            digest = bound_digest(self._bank, adapter.slot, adapter.modules)
+            total = joined_checksum(self._held(adapter.name))
+        else:
+            digest, total = update.digest, update.checksum()
+        return {
+            "num_modules": len(adapter.modules),
+            "bound_digest": digest,
+            "checksum": format_checksum(total),
+            "weight_version": adapter.version,
+        }
+
+    def _held(self, name: str) -> list[tuple[str, torch.Tensor]]:
         adapter = self.find(name)
         named: list[tuple[str, torch.Tensor]] = []
         for module, site in adapter.modules.items():
             pair = self._bank.read(adapter.slot, site)
             named += [(tensor_name(module, "A"), pair.a), (tensor_name(module, "B"), pair.b)]
-        return tensor_checksums(named)
+        return named
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """Return what is loaded, for people and for the trainer's comparison."""
@@ -119,7 +180,7 @@ class AdapterStore:
                 "slot": adapter.slot,
                 "rank": adapter.config.rank,
                 "alpha": adapter.config.alpha,
-                "scale": adapter.config.scale,
+                "scale": adapter.config.scaling,
                 "num_modules": len(adapter.modules),
             }
             for name, adapter in self.adapters.items()
@@ -143,15 +204,20 @@ def make_bank(args: EngineArgs, model: PreTrainedModel) -> LoraBank | None:
     )
 
 
-def load_at_start(args: EngineArgs, store: AdapterStore) -> None:
+def make_store(args: EngineArgs, bank: LoraBank | None) -> AdapterStore | None:
+    """Return a store with the adapters of --lora-path; None without slots."""
+    if bank is None:
+        return None
+    store = AdapterStore(bank)
     for name, folder in args.lora_paths:
         try:
             store.load_folder(name, folder, args.weight_version)
         except RequestError as error:
             raise UserError(f"--lora-path {name}={folder}: {error}") from error
+    return store
 
 
-def _configs(paths: Iterable[tuple[str, str]]) -> Iterable[LoraConfig]:
+def _configs(paths: Iterable[tuple[str, str]]) -> Iterable[PeftSettings]:
     for name, folder in paths:
         try:
             yield parse_config(read_config(folder))

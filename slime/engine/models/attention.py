@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from transformers import AttentionInterface
 
 from slime.engine.kv_cache import KVCache, LayerShape
 from slime.engine.scheduler.step import StepBatch
+
+if TYPE_CHECKING:
+    from slime.engine.models.delta_net import StatePlan
 
 IMPLEMENTATION = "slime_paged"
 _MOST_QUERIES = 512  # of one group: bounds its mask, and skips positions that are masked anyway
@@ -56,6 +60,7 @@ class AttentionPlan:
     cache: KVCache
     slots: torch.Tensor  # [T] where the keys and values of each token are stored
     groups: list[AttentionGroup]
+    states: StatePlan | None = None  # of models with recurrent layers
 
 
 def plan_attention(batch: StepBatch, page_table: np.ndarray, cache: KVCache) -> AttentionPlan:
@@ -109,6 +114,11 @@ class _Current(threading.local):
 
 
 _current = _Current()
+
+
+def current_plan() -> AttentionPlan | None:
+    """Return the plan of the forward that runs in this thread, None outside of the engine's."""
+    return _current.plan
 
 
 class use_plan:

@@ -9,7 +9,9 @@ from slime.engine.kernels.cpu_kernels import CpuKernels
 from slime.engine.kernels.interface import Tokens
 from slime.engine.kernels.lora import group_rows
 from slime.engine.kv_cache import KVCache
+from slime.engine.models.delta_net import plan_states
 from slime.engine.models.fast_model import FastModel
+from slime.engine.models.vision_tower import VisionTower
 from slime.engine.scheduler.sampling import (
     forbidden_ends,
     make_sampling_state,
@@ -36,15 +38,18 @@ class CpuRunner:
         cache: KVCache,
         scheduler: Scheduler,
         deterministic: bool,
+        tower: VisionTower | None = None,
     ) -> None:
         assert isinstance(model.kernels, CpuKernels)
         self._model = model
+        self._tower = tower
         self._kernels = model.kernels
         self._cache = cache
         self._table = torch.from_numpy(scheduler.page_table)  # shares its memory
         self._sampling = make_sampling_state(len(scheduler.page_table), cache.device)
         self._padding_row = scheduler.padding_row
         self._row_slots = scheduler.row_slots
+        self._scheduler = scheduler
         self._deterministic = deterministic
 
     @torch.inference_mode()
@@ -52,6 +57,8 @@ class CpuRunner:
         starting = [span.request for span in step.prefill if span.samples]
         if starting:
             set_sampling_state(self._sampling, starting)
+        if self._cache.states is not None and self._scheduler.states is not None:
+            self._cache.states.copy(self._scheduler.states.copies)
         batch = make_batch(step)
         parts = split_fixed(batch, self._padding_row) if self._deterministic else [batch]
         return FinishedStep(output=join_outputs([self._forward(part) for part in parts]))
@@ -66,6 +73,12 @@ class CpuRunner:
             self._row_slots[batch.rows], self._cache.device, fixed=self._deterministic
         )
         tokens = Tokens(ids=ids, positions=positions, rows=rows, adapters=adapters)
+        if batch.rope is not None and self._tower is not None:
+            tokens.rope = torch.from_numpy(batch.rope).long()
+            tokens.images = self._tower.inputs(batch.images)
+        if self._cache.states is not None:
+            row, fixed = self._padding_row, self._deterministic
+            tokens.states = plan_states(batch, self._cache.states, row, fixed=fixed)
         if len(batch.sampled) == len(ids):  # a token is sampled after each of them
             logits = self._model(tokens, self._cache, self._table)
             return self._output(logits, batch, rows, positions)

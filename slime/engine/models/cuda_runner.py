@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from slime.algorithms.delta_kernels import choose_kernels
 from slime.engine.kernels.cuda_kernels import TILE
 from slime.engine.kernels.interface import AdapterRows, Tokens
 from slime.engine.kv_cache import KVCache
@@ -24,7 +25,9 @@ from slime.engine.models.decode_graphs import (
     RowOutputs,
     graph_batch_sizes,
 )
+from slime.engine.models.delta_net import plan_states
 from slime.engine.models.fast_model import FastModel
+from slime.engine.models.vision_tower import VisionTower
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling import (
     make_sampling_state,
@@ -54,8 +57,10 @@ class CudaRunner:
         scheduler: Scheduler,
         deterministic: bool,
         with_lora: bool = False,
+        tower: VisionTower | None = None,
     ) -> None:
         self._model = model
+        self._tower = tower
         self._kernels = model.kernels
         self._cache = cache
         self._scheduler = scheduler
@@ -64,7 +69,14 @@ class CudaRunner:
         table = scheduler.page_table
         self._table = torch.from_numpy(table).to(device)
         self._sampling = make_sampling_state(len(table), device)
+        # By row: RoPE position of later tokens less their index. None: always 0, without images.
+        self._deltas = None
+        if tower is not None:
+            self._deltas = torch.zeros(len(table), dtype=torch.int32, device=device)
         sizes = [FIXED_ROWS] if deterministic else graph_batch_sizes(scheduler.max_running)
+        if cache.states is not None and not deterministic:
+            # Kernels of prompts are compiled and tuned here, not while the first request waits.
+            choose_kernels(cache.states.windows, cache.states.shape.heads, backward=False)
         with torch.inference_mode():
             options = (self._forward_rows, sizes, scheduler.padding_row, device)
             self._graphs = DecodeGraphs(*options)
@@ -76,9 +88,15 @@ class CudaRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> PendingCudaStep:
         self._send_pages()
+        if self._cache.states is not None and self._scheduler.states is not None:
+            self._cache.states.copy(self._scheduler.states.copies)
         starting = [span.request for span in step.prefill if span.samples]
         if starting:
             set_sampling_state(self._sampling, starting)
+            if self._deltas is not None:
+                rows, deltas = np.array([[r.row, r.rope_delta] for r in starting], np.int32).T
+                rows, deltas = _upload(self._cache.device, rows, deltas)
+                self._deltas.index_copy_(0, rows.long(), deltas)
         pending = PendingCudaStep()
         if self._deterministic:
             self._run_fixed(make_batch(step), pending)
@@ -153,6 +171,10 @@ class CudaRunner:
         )
         ids, positions, rows, tile_table, outputs, at, of, sent_slots = sent
         tokens = Tokens(ids=ids, positions=positions, rows=rows, tiles=tile_table.view(-1, 2))
+        self._add_images(tokens, batch)
+        if self._cache.states is not None:
+            row = self._scheduler.padding_row
+            tokens.states = plan_states(batch, self._cache.states, row, fixed=False)
         if slots.max() >= 0:
             tokens.adapters = AdapterRows(slots=sent_slots)
         if not len(outputs):  # only chunks from the middle of prompts: no logits needed
@@ -174,13 +196,22 @@ class CudaRunner:
             positions = batch.positions[batch.scored_at].tolist()
             pending.scored += score(logits[count:], batch.scored, positions)
 
+    def _add_images(self, tokens: Tokens, batch: StepBatch) -> None:
+        if batch.rope is not None and self._tower is not None:
+            (rope,) = _upload(self._cache.device, batch.rope.reshape(-1))
+            tokens.rope = rope.view(-1, 3).long()
+            tokens.images = self._tower.inputs(batch.images)
+
     def _run_fixed(self, batch: StepBatch, pending: PendingCudaStep) -> None:
         """Run the step in the fixed-size forwards of deterministic mode."""
         for part in split_fixed(batch, self._scheduler.padding_row):
             inputs = self._rows_input(FIXED_ROWS)
             inputs[:3] = part.ids, part.rows, part.positions
             inputs[3, part.sampled_at] = part.rows[part.sampled_at]
-            outputs = self._run_rows(inputs)
+            if part.rope is None:
+                outputs = self._run_rows(inputs)
+            else:
+                outputs = self._forward_images(inputs, part)
             if part.sampled:
                 self._take_sampled(outputs, part, pending)
             if part.scored:
@@ -207,11 +238,22 @@ class CudaRunner:
             return self._graphs.run(_pinned(inputs))
         return self._lora_graphs.run(_pinned(np.concatenate([inputs, slots[None]])))
 
-    def _forward_rows(self, inputs: torch.Tensor) -> RowOutputs:
+    def _forward_images(self, inputs: np.ndarray, batch: StepBatch) -> RowOutputs:
+        """Run rows of deterministic mode without a graph: the same kernels in the same shapes."""
+        if self._lora_graphs is not None:
+            inputs = np.concatenate([inputs, self._scheduler.row_slots[inputs[1]][None]])
+        return self._forward_rows(_pinned(inputs).to(self._cache.device), batch)
+
+    def _forward_rows(self, inputs: torch.Tensor, batch: StepBatch | None = None) -> RowOutputs:
+        """Compute one token per row; `batch` has the images of a forward that is not in a graph."""
         ids, rows, positions, sample_rows = inputs[:NUM_INPUTS]
         adapters = AdapterRows(slots=inputs[NUM_INPUTS]) if len(inputs) > NUM_INPUTS else None
         ids = torch.where(ids < 0, self._sampling.last_tokens.index_select(0, rows), ids)
         tokens = Tokens(ids=ids, positions=positions, rows=rows, adapters=adapters)
+        if batch is not None:
+            self._add_images(tokens, batch)
+        elif self._deltas is not None:
+            tokens.angles = positions + self._deltas.index_select(0, rows)
         logits = self._model(tokens, self._cache, self._table)
         sampled, log_probs = self._kernels.sample(logits, sample_rows, positions, self._sampling)
         return RowOutputs(logits=logits, tokens=sampled, log_probs=log_probs)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers import PreTrainedModel
 
 from slime.engine.kernels.interface import (
@@ -28,12 +27,21 @@ from slime.engine.kernels.interface import (
     Tokens,
 )
 from slime.engine.kv_cache import KVCache, LayerShape
+from slime.engine.models.fused_weights import join_linears, register_tensor
+from slime.engine.models.hybrid_layers import (
+    DeltaNet,
+    GatedAttention,
+    SharedExpertMoe,
+    is_hybrid,
+    spread_rotary,
+)
 
 if TYPE_CHECKING:
     from slime.engine.lora.bank import LoraBank
 
 _ROPE_CHUNK = 4096
-_KNOWN_MOE = "Qwen3MoeSparseMoeBlock"  # whose router is softmax, then top-k
+# Whose router is softmax, then top-k.
+_KNOWN_MOE = ("Qwen3MoeSparseMoeBlock", "Qwen3VLMoeTextSparseMoeBlock")
 
 
 class FastModel:
@@ -44,21 +52,26 @@ class FastModel:
         context_len: int,
         lora: LoraBank | None = None,
     ) -> None:
-        body: Any = model.model
+        body: Any = text_model(model)
+        hybrid = is_hybrid(model)
         self.kernels = kernels
         self._embedding: Any = model.get_input_embeddings().weight
         self._head: Any = model.get_output_embeddings()
-        self._norm, self._eps = body.norm.weight, body.norm.variance_epsilon
-        self._layers = [_Layer(layer, kernels, lora) for layer in body.layers]
-        self._rotary = _make_rotary(body, model.dtype, context_len)
+        self._norm = _Norm(body.norm, kernels, zero_centred=hybrid)
+        pairs = body.rotary_emb.inv_freq.shape[-1] if hybrid else None
+        self._layers = [_Layer(layer, kernels, lora, pairs) for layer in body.layers]
+        self._rotary = _make_rotary(body, model, context_len)
+        self._axes = _rope_axes(body, model) if body is not model.model else None
 
     @property
     def layers(self) -> dict[int, LayerShape]:
+        """Return what each attention layer stores in the KV cache."""
+        attending = [x.mixer for x in self._layers if not isinstance(x.mixer, DeltaNet)]
         return {
-            layer.index: LayerShape(
-                num_heads=layer.heads.num_key, key_dim=layer.heads.dim, value_dim=layer.heads.dim
+            mixer.index: LayerShape(
+                num_heads=mixer.heads.num_key, key_dim=mixer.heads.dim, value_dim=mixer.heads.dim
             )
-            for layer in self._layers
+            for mixer in attending
         }
 
     def __call__(
@@ -71,38 +84,59 @@ class FastModel:
         """Return logits [R, V] of the tokens with indices `outputs` [R], or of all."""
         hidden = F.embedding(tokens.ids, self._embedding)  # [T, H]
         delta: torch.Tensor | None = None
-        for layer in self._layers:
-            pages = Pages(
-                keys=cache.keys[layer.index], values=cache.values[layer.index], table=table
-            )
-            delta = layer(hidden, delta, tokens, pages, self._rotary)
+        images, rotary = tokens.images, self._rotary
+        if images is not None:
+            hidden.index_copy_(0, images.at, images.embeddings)
+        if tokens.rope is not None:
+            rotary = self._gather_rotary(tokens.rope)
+            tokens.angles = torch.arange(len(hidden), dtype=torch.int32, device=hidden.device)
+        for number, layer in enumerate(self._layers):
+            delta = layer(hidden, delta, tokens, cache, table, rotary)
+            if images is not None and number < len(images.deepstack):
+                hidden.index_add_(0, images.at, images.deepstack[number])
         if outputs is not None:
             hidden = hidden.index_select(0, outputs)
             delta = None if delta is None else delta.index_select(-2, outputs)
-        normed = self.kernels.add_rms_norm(hidden, delta, self._norm, self._eps)
+        normed = self._norm(hidden, delta)
         return F.linear(normed, self._head.weight, self._head.bias)
+
+    def _gather_rotary(self, positions: torch.Tensor) -> Rotary:
+        """Return RoPE for tokens with positions [T, 3]: each dimension of a head is rotated by one of the three."""
+        assert self._axes is not None, "a model without a vision tower"
+        rows, table = positions.index_select(1, self._axes), self._rotary  # [T, dim]
+        return Rotary(cosines=table.cosines.gather(0, rows), sines=table.sines.gather(0, rows))
+
+
+class _Norm:
+    """The weight of an RMSNorm; models with gated delta nets store it minus one."""
+
+    def __init__(self, norm: Any, kernels: Kernels, *, zero_centred: bool) -> None:
+        self._weight, self._kernels = norm.weight, kernels
+        self._eps: float = norm.eps if zero_centred else norm.variance_epsilon
+        self._zero_centred = zero_centred
+
+    def __call__(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """Add `delta` to `hidden` in place; return the norm of it."""
+        return self._kernels.add_rms_norm(
+            hidden, delta, self._weight, self._eps, self._zero_centred
+        )
 
 
 class _Layer:
-    def __init__(self, layer: Any, kernels: Kernels, lora: LoraBank | None) -> None:
-        attention = layer.self_attn
-        self.index: int = attention.layer_idx
-        self._kernels = kernels
-        self._scale: float = attention.scaling
-        self._window: int | None = getattr(attention, "sliding_window", None)
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        query, key, _ = (p.out_features // attention.head_dim for p in projections)
-        self.heads = Heads(num_query=query, num_key=key, dim=attention.head_dim)
-        self._qkv, self._qkv_bias = _join_linears(attention, "qkv", projections)
-        self._qkv_lora = None if lora is None else lora.attach(projections)
-        self._out_lora = None if lora is None else lora.attach((attention.o_proj,))
-        self._qk_norm = _make_qk_norm(attention)
-        self._out, self._out_bias = attention.o_proj.weight, attention.o_proj.bias
-        self._before, self._after = (
-            layer.input_layernorm.weight,
-            layer.post_attention_layernorm.weight,
-        )
-        self._eps: float = layer.input_layernorm.variance_epsilon
+    """`pairs`: how many pairs of dimensions RoPE rotates, of models with gated delta nets."""
+
+    def __init__(
+        self, layer: Any, kernels: Kernels, lora: LoraBank | None, pairs: int | None
+    ) -> None:
+        hybrid = pairs is not None
+        if pairs is None:
+            self.mixer = _Attention(layer.self_attn, kernels, lora)
+        elif hasattr(layer, "linear_attn"):
+            self.mixer = DeltaNet(layer.linear_attn, kernels, lora)
+        else:
+            self.mixer = GatedAttention(layer.self_attn, kernels, lora, pairs)
+        self._before = _Norm(layer.input_layernorm, kernels, zero_centred=hybrid)
+        self._after = _Norm(layer.post_attention_layernorm, kernels, zero_centred=hybrid)
         self._mlp = _make_mlp(layer.mlp, kernels, lora)
 
     def __call__(
@@ -110,13 +144,40 @@ class _Layer:
         hidden: torch.Tensor,
         delta: torch.Tensor | None,
         tokens: Tokens,
-        pages: Pages,
+        cache: KVCache,
+        table: torch.Tensor,
         rotary: Rotary,
     ) -> torch.Tensor:
         """Add `delta`, the output of the layer before, to `hidden` in place; return the output of this layer."""
-        kernels, heads = self._kernels, self.heads
-        normed = kernels.add_rms_norm(hidden, delta, self._before, self._eps)
-        adapters = tokens.adapters
+        delta = self.mixer(self._before(hidden, delta), tokens, cache, table, rotary)
+        return self._mlp(self._after(hidden, delta), tokens.adapters)
+
+
+class _Attention:
+    def __init__(self, attention: Any, kernels: Kernels, lora: LoraBank | None) -> None:
+        self.index: int = attention.layer_idx
+        self._kernels = kernels
+        self._scale: float = attention.scaling
+        self._window: int | None = getattr(attention, "sliding_window", None)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        query, key, _ = (p.out_features // attention.head_dim for p in projections)
+        self.heads = Heads(num_query=query, num_key=key, dim=attention.head_dim)
+        self._qkv, self._qkv_bias = join_linears(attention, "qkv", projections)
+        self._qkv_lora = None if lora is None else lora.attach(projections)
+        self._out_lora = None if lora is None else lora.attach((attention.o_proj,))
+        self._qk_norm = _make_qk_norm(attention)
+        self._out, self._out_bias = attention.o_proj.weight, attention.o_proj.bias
+
+    def __call__(
+        self,
+        normed: torch.Tensor,
+        tokens: Tokens,
+        cache: KVCache,
+        table: torch.Tensor,
+        rotary: Rotary,
+    ) -> torch.Tensor:
+        kernels, heads, adapters = self._kernels, self.heads, tokens.adapters
+        pages = Pages(keys=cache.keys[self.index], values=cache.values[self.index], table=table)
         qkv = kernels.linear(normed, self._qkv, self._qkv_bias)
         if adapters is not None and self._qkv_lora is not None:
             kernels.add_lora(qkv, normed, self._qkv_lora, adapters)
@@ -125,13 +186,12 @@ class _Layer:
         delta = kernels.linear_split_k(attended, self._out, self._out_bias)
         if adapters is not None and self._out_lora is not None:
             kernels.add_lora(delta, attended, self._out_lora, adapters)
-        normed = kernels.add_rms_norm(hidden, delta, self._after, self._eps)
-        return self._mlp(normed, adapters)
+        return delta
 
 
 class _GatedMlp:
     def __init__(self, mlp: Any, kernels: Kernels, lora: LoraBank | None) -> None:
-        self._gate_up, self._bias = _join_linears(mlp, "gate_up", (mlp.gate_proj, mlp.up_proj))
+        self._gate_up, self._bias = join_linears(mlp, "gate_up", (mlp.gate_proj, mlp.up_proj))
         self._down, self._down_bias = mlp.down_proj.weight, mlp.down_proj.bias
         self._gate_up_lora = None if lora is None else lora.attach((mlp.gate_proj, mlp.up_proj))
         self._down_lora = None if lora is None else lora.attach((mlp.down_proj,))
@@ -143,8 +203,7 @@ class _GatedMlp:
             active = kernels.gated_linear(hidden, self._gate_up, self._bias)
         else:
             gate_up = kernels.linear(hidden, self._gate_up, self._bias)
-            kernels.add_lora(gate_up, hidden, self._gate_up_lora, adapters)
-            active = kernels.silu_mul(gate_up)
+            active = kernels.silu_mul_lora(gate_up, hidden, self._gate_up_lora, adapters)
         delta = kernels.linear_split_k(active, self._down, self._down_bias)
         if adapters is not None and self._down_lora is not None:
             kernels.add_lora(delta, active, self._down_lora, adapters)
@@ -160,7 +219,8 @@ class _Moe:
     def __call__(self, hidden: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
         router = self._router
         logits = F.linear(hidden, router.weight)
-        experts, weights = self._kernels.route(logits, router.top_k, router.norm_topk_prob)
+        normalize = getattr(router, "norm_topk_prob", True)
+        experts, weights = self._kernels.route(logits, router.top_k, normalize)
         matrices = (self._gate_up, self._down)
         return self._kernels.run_experts(hidden, experts, weights, *matrices, self._lora, adapters)
 
@@ -182,10 +242,14 @@ class _HuggingFaceMoe:
 
 def _make_mlp(
     mlp: Any, kernels: Kernels, lora: LoraBank | None
-) -> _GatedMlp | _Moe | _HuggingFaceMoe:
+) -> _GatedMlp | _Moe | _HuggingFaceMoe | SharedExpertMoe:
     if hasattr(mlp, "gate_proj"):
         return _GatedMlp(mlp, kernels, lora)
-    if kernels.experts is None or type(mlp).__name__ != _KNOWN_MOE:
+    if hasattr(mlp, "shared_expert"):
+        shared = _GatedMlp(mlp.shared_expert, kernels, lora)
+        routed = None if kernels.experts is None else _Moe(mlp, kernels.experts, lora)
+        return SharedExpertMoe(mlp, routed, shared, kernels, lora)
+    if kernels.experts is None or type(mlp).__name__ not in _KNOWN_MOE:
         return _HuggingFaceMoe(mlp, lora)
     return _Moe(mlp, kernels.experts, lora)
 
@@ -200,45 +264,43 @@ def _make_qk_norm(attention: Any) -> QueryKeyNorm | None:
     )
 
 
+def text_model(model: PreTrainedModel) -> Any:
+    """Return the layers of a model that generate text: beside a vision tower they are nested."""
+    body: Any = model.model
+    return getattr(body, "language_model", body)
+
+
 @torch.no_grad()
-def _make_rotary(body: Any, dtype: torch.dtype, context_len: int) -> Rotary:
+def _rope_axes(body: Any, model: PreTrainedModel) -> torch.Tensor:
+    """Return [dim] int64: whether time, row or column rotates a dimension, found by moving one at a time."""
+    like = torch.empty(0, dtype=torch.float32, device=body.rotary_emb.inv_freq.device)
+    moved = torch.eye(3, dtype=torch.int64, device=like.device)[:, None]  # [3, 1, 3 tokens]
+    cosines, sines = body.rotary_emb(like, moved)
+    rotary = Rotary(cosines=cosines[0], sines=sines[0])
+    if is_hybrid(model):
+        rotary = spread_rotary(rotary, body.config.head_dim)
+    axes = rotary.sines.abs().argmax(0)
+    register_tensor(body, "axes", axes)
+    return axes
+
+
+@torch.no_grad()
+def _make_rotary(body: Any, model: PreTrainedModel, context_len: int) -> Rotary:
     """Compute RoPE for all positions as Hugging Face does, rounded to the model's dtype."""
-    like = torch.empty(0, dtype=dtype, device=body.rotary_emb.inv_freq.device)
+    like = torch.empty(0, dtype=model.dtype, device=body.rotary_emb.inv_freq.device)
     cosines: list[torch.Tensor] = []
     sines: list[torch.Tensor] = []
     for start in range(0, context_len + 1, _ROPE_CHUNK):
         end = min(start + _ROPE_CHUNK, context_len + 1)
-        cos, sin = body.rotary_emb(like, torch.arange(start, end, device=like.device)[None])
+        positions = torch.arange(start, end, device=like.device)[None]  # [1, T]
+        if hasattr(body.rotary_emb, "mrope_section"):  # before 5.18 it takes [3, 1, T] alone
+            positions = positions.expand(3, 1, -1)
+        cos, sin = body.rotary_emb(like, positions)
         cosines.append(cos[0])
         sines.append(sin[0])
     rotary = Rotary(cosines=torch.cat(cosines), sines=torch.cat(sines))
-    _register_tensor(body, "cosines", rotary.cosines)
-    _register_tensor(body, "sines", rotary.sines)
+    if is_hybrid(model):
+        rotary = spread_rotary(rotary, body.config.head_dim)
+    register_tensor(body, "cosines", rotary.cosines)
+    register_tensor(body, "sines", rotary.sines)
     return rotary
-
-
-def _join_linears(
-    owner: nn.Module, name: str, linears: tuple[nn.Linear, ...]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Fuse linears into one weight and bias; theirs become views, so that weight updates write to both."""
-    weight = torch.cat([linear.weight.data for linear in linears])
-    if weight.device.type == "cpu":  # the memory layout of loading.py
-        weight = weight.t().contiguous().t()
-    bias = None
-    if linears[0].bias is not None:
-        bias = torch.cat([linear.bias.data for linear in linears])
-        _register_tensor(owner, f"{name}_bias", bias)
-    _register_tensor(owner, f"{name}_weight", weight)
-    start = 0
-    for linear in linears:
-        end = start + linear.weight.shape[0]
-        linear.weight.data = weight[start:end]
-        if bias is not None:
-            linear.bias.data = bias[start:end]
-        start = end
-    return weight, bias
-
-
-def _register_tensor(owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Register a non-persistent buffer, so that the tensor moves with the module."""
-    owner.register_buffer(f"fused_{name}", tensor, persistent=False)

@@ -9,12 +9,19 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
-from slime.config.checks.file_checks import check_weights
+from slime.config.checks.file_checks import check_weights, weight_names
+from slime.config.checks.model_types import (
+    VISION,
+    check_delta_net,
+    has_linear_attention,
+    in_tower,
+)
 from slime.core.errors import UserError
 from slime.data.tokenizer import load_renamed_config
 from slime.engine.arguments import EngineArgs
@@ -41,6 +48,8 @@ def load_model(args: EngineArgs, device: torch.device) -> PreTrainedModel:
         "attn_implementation": IMPLEMENTATION,
         "trust_remote_code": args.trust_remote_code,
     }
+    if takes_images(args.model_path, config, args.load_format):
+        options["attn_implementation"] = {"text_config": IMPLEMENTATION, "vision_config": "sdpa"}
     if args.enable_deterministic_inference:
         # One matmul per token and expert: a loop over experts has shapes that depend on the routing of
         # all tokens of the batch.
@@ -61,8 +70,9 @@ def _make_model(
     try:
         if args.load_format != "dummy":
             return _load_weights(args, config, options)
+        auto: Any = _auto_class(args, config)
         with torch.device(device):
-            return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, **options))
+            return cast(PreTrainedModel, auto.from_config(config, **options))
     except KeyError as error:  # in the model's table of attention implementations
         if error.args != (IMPLEMENTATION,):
             raise
@@ -72,12 +82,30 @@ def _make_model(
         ) from error
 
 
+def takes_images(model_path: str, config: PreTrainedConfig, load_format: str = "auto") -> bool:
+    """Return whether a model is loaded with its vision tower: Qwen3.5 also has checkpoints without."""
+    if config.model_type not in VISION:
+        return False
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        return True
+    folder = Path(model_path)
+    stored = load_format == "dummy" or any(
+        in_tower(name) for name in weight_names(model_path, "--model-path")
+    )
+    return stored and (folder / "preprocessor_config.json").is_file()
+
+
+def _auto_class(args: EngineArgs, config: PreTrainedConfig) -> Any:
+    with_tower = takes_images(args.model_path, config, args.load_format)
+    return AutoModelForImageTextToText if with_tower else AutoModelForCausalLM
+
+
 def eos_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> frozenset[int]:
     """Return the tokens that end a response: the generation config's, else the model's, and the tokenizer's."""
     generation: GenerationConfig | None = model.generation_config  # type: ignore[assignment]
     found = getattr(generation, "eos_token_id", None)
     if found is None:
-        found = model.config.get_text_config().eos_token_id
+        found = getattr(model.config.get_text_config(), "eos_token_id", None)
     ids = set(found if isinstance(found, list) else [found]) | {tokenizer_eos}
     return frozenset(token for token in ids if token is not None)
 
@@ -127,12 +155,17 @@ def _load_config(args: EngineArgs) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         raise UserError(f"--model-path {path}: {_first_line(error)}") from error
     known = type(config) in AutoModelForCausalLM._model_mapping or args.trust_remote_code
+    known = known or config.model_type in VISION
     if config.is_encoder_decoder or not known:
         raise UserError(
             f"--model-path {path}: {config.model_type!r} is not a causal language model; the embedded "
             "engine serves those that AutoModelForCausalLM loads"
         )
-    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS
+    text = config.get_text_config()
+    others = set(getattr(text, "layer_types", None) or ()) - _LAYER_KINDS
+    if has_linear_attention(text.model_type):
+        check_delta_net(text.to_dict())
+        others.discard("linear_attention")
     if others:
         raise UserError(
             f"--model-path {path}: the embedded engine does not support layers of kind {sorted(others)}; "
@@ -150,7 +183,10 @@ def _load_weights(
     """
     check_weights(args.model_path, "--model-path")
     try:
-        loaded: Any = load_causal_lm(args.model_path, config, output_loading_info=True, **options)
+        auto = _auto_class(args, config)
+        loaded: Any = load_causal_lm(
+            args.model_path, config, auto=auto, output_loading_info=True, **options
+        )
     except (AssertionError, OSError, RuntimeError, ValueError) as error:
         raise UserError(f"--model-path {args.model_path}: {_first_line(error)}") from error
     model, report = loaded

@@ -20,6 +20,9 @@ from slime.engine.kernels.lora import group_rows
 from slime.engine.kv_cache import KVCache
 from slime.engine.lora.bank import LoraBank
 from slime.engine.models.attention import AttentionPlan, plan_attention, use_plan
+from slime.engine.models.delta_net import plan_states
+from slime.engine.models.fast_model import text_model
+from slime.engine.models.vision_tower import VisionTower
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling import sample, score
 from slime.engine.scheduler.scheduler import Scheduler
@@ -45,8 +48,10 @@ class PlainRunner:
         deterministic: bool,
         routed_experts: RoutedExperts | None = None,
         lora: LoraBank | None = None,
+        tower: VisionTower | None = None,
     ) -> None:
         self._lora = lora
+        self._tower = tower
         self._model: Any = model
         self._cache = cache
         self._scheduler = scheduler
@@ -58,6 +63,8 @@ class PlainRunner:
         """Compute all tokens of the step and sample the next token where one is due."""
         if self._scheduler.new_pages:
             self._cache.wipe([0, *self._scheduler.new_pages])
+        if self._cache.states is not None and self._scheduler.states is not None:
+            self._cache.states.copy(self._scheduler.states.copies)
         batch = make_batch(step)
         batch.ids[: len(step.decoding)] = [request.token_ids[-1] for request in step.decoding]
         parts = split_fixed(batch, self._scheduler.padding_row) if self._deterministic else [batch]
@@ -72,16 +79,14 @@ class PlainRunner:
         # In deterministic mode the output layer, too, has the same number of rows every time.
         kept = np.arange(len(batch.ids)) if self._deterministic else outputs
         plan = plan_attention(batch, self._scheduler.page_table, self._cache)
+        if self._cache.states is not None:
+            row, fixed = self._scheduler.padding_row, self._deterministic
+            plan.states = plan_states(batch, self._cache.states, row, fixed=fixed)
         if self._lora is not None:
             slots = self._scheduler.row_slots[batch.rows]
             self._lora.rows = group_rows(slots, device, fixed=self._deterministic)
         with use_plan(plan):
-            logits = self._model(
-                input_ids=torch.from_numpy(batch.ids).long().to(device).unsqueeze(0),
-                position_ids=torch.from_numpy(batch.positions).long().to(device).unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=torch.from_numpy(kept).to(device),
-            ).logits[0]
+            logits = self._logits(batch, torch.from_numpy(kept).to(device))
         if self._deterministic:
             logits = logits[torch.from_numpy(outputs).to(device)]
         if self._routed_experts is not None:
@@ -95,6 +100,32 @@ class PlainRunner:
             positions = batch.positions[batch.scored_at].tolist()
             output.scored = score(logits[count:], batch.scored, positions)
         return output
+
+    def _logits(self, batch: StepBatch, kept: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the tokens with indices `kept`."""
+        device = self._cache.device
+        ids = torch.from_numpy(batch.ids).long().to(device).unsqueeze(0)
+        positions = torch.from_numpy(batch.positions).long().to(device).unsqueeze(0)
+        if batch.rope is None or self._tower is None:
+            return self._model(
+                input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept
+            ).logits[0]
+        rope = torch.from_numpy(batch.rope).long().to(device)
+        options: dict[str, Any] = {"position_ids": rope.T.unsqueeze(1)}  # [3, 1, T]
+        hidden = self._model.get_input_embeddings()(ids)
+        images = self._tower.inputs(batch.images)
+        if images is not None:
+            hidden[0].index_copy_(0, images.at, images.embeddings)
+            if images.deepstack:
+                is_image = torch.zeros_like(ids, dtype=torch.bool)
+                is_image[0, images.at] = True
+                options |= {
+                    "visual_pos_masks": is_image,
+                    "deepstack_visual_embeds": images.deepstack,
+                }
+        body = text_model(self._model)
+        output = body(inputs_embeds=hidden, use_cache=False, **options).last_hidden_state
+        return self._model.get_output_embeddings()(output[0, kept])
 
 
 class RoutedExperts:

@@ -21,6 +21,7 @@ from slime.engine.radix_cache import PagePool
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import SamplingParams
 from slime.engine.scheduler.scheduler import Scheduler
+from slime.engine.state_cache import StateCache, StateShape
 
 logger = logging.getLogger(__name__)
 _PROMPT, _OUTPUT, _CHUNK = 24, 4, 14  # tokens: both prompts are prefilled in chunks, batched
@@ -30,8 +31,13 @@ _TOLERANCE = {torch.float32: 0.01}
 _TOLERANCE_16_BITS = 0.5
 
 
-def check_served(model: PreTrainedModel, layers: dict[int, LayerShape], context_len: int) -> None:
-    """Raise UserError if the engine's log-probs are not the model's own."""
+def check_served(
+    model: PreTrainedModel,
+    layers: dict[int, LayerShape],
+    context_len: int,
+    states: StateShape | None = None,
+) -> None:
+    """Raise UserError if the engine's log-probs differ from those of the Hugging Face model."""
     count = min(_PROMPT, context_len - _OUTPUT)
     if count < 2:
         return
@@ -42,7 +48,7 @@ def check_served(model: PreTrainedModel, layers: dict[int, LayerShape], context_
         return
     finally:
         model.set_attn_implementation(IMPLEMENTATION)
-    served = _serve(model, layers, count)
+    served = _serve(model, layers, count, states)
     expected = _ask_model(model, served)
     found = torch.tensor([r.input_log_probs + r.output_log_probs for r in served])
     error = (found - expected).square().mean().sqrt()
@@ -55,11 +61,21 @@ def check_served(model: PreTrainedModel, layers: dict[int, LayerShape], context_
 
 
 @torch.inference_mode()
-def _serve(model: PreTrainedModel, layers: dict[int, LayerShape], count: int) -> list[Request]:
+def _serve(
+    model: PreTrainedModel,
+    layers: dict[int, LayerShape],
+    count: int,
+    states: StateShape | None,
+) -> list[Request]:
     scheduler = Scheduler(
-        PagePool(_PAGES, _PAGE), max_running=2, max_pages_per_request=_PAGES, chunk_size=_CHUNK
+        PagePool(_PAGES, _PAGE),
+        max_running=2,
+        max_pages_per_request=_PAGES,
+        chunk_size=_CHUNK,
+        num_saved_states=None if states is None else 0,
     )
-    cache = KVCache(layers, _PAGES, _PAGE, model.dtype, model.device)
+    rows = None if states is None else StateCache(states, 3, model.dtype, model.device)
+    cache = KVCache(layers, _PAGES, _PAGE, model.dtype, model.device, rows)
     runner = PlainRunner(model, cache, scheduler, deterministic=False)
     requests = [_request(text, count, model) for text in range(2)]
     for request in requests:

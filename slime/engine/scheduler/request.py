@@ -10,6 +10,8 @@ from slime.engine.scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from slime.engine.lora.store import Adapter
+    from slime.engine.scheduler.constraint import Constraint
+    from slime.engine.scheduler.prompt_images import PromptImages
     from slime.engine.scheduler.speculation import DraftHistory
 
 
@@ -54,10 +56,13 @@ class Request:
     seed: int
     eos_ids: frozenset[int] = frozenset()  # empty with ignore_eos
     return_logprob: bool = False
+    num_top_log_probs: int = 0  # most likely tokens to return beside each output token
+    constraint: Constraint | None = None  # which tokens may follow; None: all
     return_routed_experts: bool = False
     logprob_start_len: int = -1  # -1: no log-probs of the prompt
     stream: bool = False
     adapter: Adapter | None = None  # None: the base alone
+    images: PromptImages | None = None  # None: text alone
     arrival: float = field(default_factory=time.perf_counter)
     # kept by the scheduler
     pages: list[int] = field(default_factory=list)
@@ -68,10 +73,16 @@ class Request:
     row: int = -1  # row of the page table while running
     # Which generation of the prefix cache the pages may go to, and the adapter they were computed with.
     cache_epoch: tuple[int, int] = (-1, 0)
+    # With recurrent layers: up to where the prefix cache had pages at the start, and the row of a saved
+    # state with the number of tokens before it.
+    branch_point: int = 0
+    saved_state: tuple[int, int] | None = None
     draft_history: DraftHistory | None = None  # set by the first decoding step with drafts
     # filled in step by step
     output_log_probs: list[float] = field(default_factory=list)
     input_log_probs: list[float] = field(default_factory=list)
+    # (token, log-prob) of the most likely ones for each output token
+    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
     # (version, first output token)
     version_starts: list[tuple[str, int]] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -94,6 +105,18 @@ class Request:
     def cache_key(self) -> int:
         """Return what separates its prefixes in the cache from others': its adapter and that's version."""
         return 0 if self.adapter is None else self.adapter.cache_key
+
+    @property
+    def cache_ids(self) -> list[int]:
+        """Return what stands for its tokens in the prefix cache: their ids, and those of images by content."""
+        if self.images is None:
+            return self.token_ids
+        return self.images.keys + self.output_ids
+
+    @property
+    def rope_delta(self) -> int:
+        """Return the RoPE position of a token behind the prompt, less its index."""
+        return 0 if self.images is None else self.images.delta
 
     @property
     def version_spans(self) -> list[VersionSpan]:
@@ -122,6 +145,9 @@ class Request:
             or count == params.max_new_tokens
         ):
             self.finish = self._finish_by(token, count)
+        if self.constraint is not None and self.constraint.error:
+            message = f"the constraint cannot be followed: {self.constraint.error}"
+            self.finish = FinishReason(kind="abort", message=message, status_code=400)
 
     def _finish_by(self, token: int, count: int) -> FinishReason | None:
         """Return the finish reason due to the token just appended; stop strings are checked elsewhere."""

@@ -55,18 +55,23 @@ class BatchSampler:
         self._any_greedy = any(p.greedy for p in params)
         self._all_greedy = all(p.greedy for p in params)
         self._filtered = [i for i, p in enumerate(params) if p.filtered]
-        self._shaped = [i for i, p in enumerate(params) if p.penalized or p.min_new_tokens]
+        self._shaped = [
+            i for i, p in enumerate(params) if p.penalized or p.min_new_tokens or p.constrained
+        ]
+        self._topped = [i for i, r in enumerate(requests) if r.num_top_log_probs]
 
     def sample(
         self, logits: torch.Tensor, positions: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens [R] at these positions, and their log-probs [R].
 
-        Log-probs are those of softmax(logits / temperature) in fp32, before penalties, biases and the
-        filters top_k, top_p and min_p: what a trainer computes from the same logits.
+        Log-probs are those of softmax(logits / temperature) in fp32, before penalties, biases, constraints
+        and the filters top_k, top_p and min_p: what a trainer computes from the same logits.
         """
         logits = logits.float()
         log_probs = torch.log_softmax(self._scaled(logits), dim=-1)
+        if self._topped:
+            _keep_top(log_probs[self._topped], [self._requests[i] for i in self._topped])
         shaped = log_probs
         if self._shaped:
             logits = _shape(logits, [(i, self._requests[i]) for i in self._shaped])
@@ -95,6 +100,15 @@ class BatchSampler:
         if self._any_greedy:
             tokens = torch.where(self._greedy, log_probs.argmax(dim=-1), tokens)
         return tokens
+
+
+def _keep_top(log_probs: torch.Tensor, requests: list[Request]) -> None:
+    """Append the most likely tokens and their log-probs to each request."""
+    count = min(max(r.num_top_log_probs for r in requests), log_probs.shape[1])
+    values, tokens = log_probs.topk(count, dim=-1)
+    for request, row, ids in zip(requests, values.tolist(), tokens.tolist(), strict=True):
+        pairs = list(zip(ids, row, strict=True))
+        request.top_log_probs.append(pairs[: request.num_top_log_probs])
 
 
 def score(
@@ -147,7 +161,7 @@ def _filter(probs: torch.Tensor, requests: list[Request]) -> torch.Tensor:
 
 
 def _shape(logits: torch.Tensor, requests: list[tuple[int, Request]]) -> torch.Tensor:
-    """Apply penalties and biases, and forbid end tokens before min_new_tokens."""
+    """Apply penalties, biases and constraints, and forbid end tokens before min_new_tokens."""
     logits = logits.clone()
     for row, request in requests:
         params = request.params
@@ -166,6 +180,10 @@ def _shape(logits: torch.Tensor, requests: list[tuple[int, Request]]) -> torch.T
             logits[row, token] += bias
         if request.num_output < params.min_new_tokens:
             logits[row, sorted(request.eos_ids | params.stop_token_ids)] = float("-inf")
+        if request.constraint is not None:
+            allowed = request.constraint.allowed(request.output_ids, logits.shape[1])
+            mask = torch.from_numpy(allowed).to(logits.device)
+            logits[row].masked_fill_(~mask, float("-inf"))
     return logits
 
 
@@ -225,7 +243,8 @@ def sample_special(
     special = [
         i
         for i, request in enumerate(requests)
-        if (request.params.reshaped if ends_forbidden else request.params.special)
+        if request.num_top_log_probs
+        or (request.params.reshaped if ends_forbidden else request.params.special)
     ]
     if not special:
         return False

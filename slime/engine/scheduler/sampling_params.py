@@ -10,8 +10,6 @@ from typing import Any
 _UNSUPPORTED = {
     "stop_regex": None,
     "beam_width": None,
-    "json_schema": None,
-    "regex": None,
     "ebnf": None,
     "structural_tag": None,
     "custom_params": None,
@@ -22,6 +20,7 @@ _LARGEST = 1e30  # a float32 that can still be divided by the smallest temperatu
 MOST_REQUESTS = 16384  # of one call: prompts times `n`
 _MOST_STOPS = 64
 _LONGEST_STOP = 1024  # bytes; as many tokens are decoded at every step to find it
+_LONGEST_CONSTRAINT = {"json_schema": 1 << 15, "regex": 1 << 12}  # characters
 
 
 class RequestError(ValueError):
@@ -58,6 +57,8 @@ class SamplingParams:
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    json_schema: str | None = None  # JSON text, as SGLang has it
+    regex: str | None = None
 
     @property
     def greedy(self) -> bool:
@@ -82,6 +83,10 @@ class SamplingParams:
             or bool(self.logit_bias)
         )
 
+    @property
+    def constrained(self) -> bool:
+        return self.json_schema is not None or self.regex is not None
+
     @cached_property
     def special(self) -> bool:
         """Return whether sampling needs more than a temperature: filters, or the tokens sampled before."""
@@ -89,8 +94,8 @@ class SamplingParams:
 
     @cached_property
     def reshaped(self) -> bool:
-        """Return whether filters, penalties or biases change the distribution."""
-        return self.filtered or self.penalized
+        """Return whether filters, penalties, biases or a constraint change the distribution."""
+        return self.filtered or self.penalized or self.constrained
 
 
 def parse_sampling_params(given: dict[str, Any]) -> SamplingParams:
@@ -144,10 +149,24 @@ def _check(p: SamplingParams) -> None:
         all(len(stop.encode("utf-8", "surrogatepass")) <= _LONGEST_STOP for stop in p.stop),
         f"a string of stop has more than {_LONGEST_STOP} bytes.",
     )
+    _check_constraint(p)
     biases = p.logit_bias.values()
     _require(
         all(abs(bias) <= _LARGEST for bias in biases),
         f"logit_bias must be between {-_LARGEST:g} and {_LARGEST:g}, got {max(biases, key=abs, default=0)}.",
+    )
+
+
+def _check_constraint(p: SamplingParams) -> None:
+    _require(
+        p.json_schema is None or p.regex is None, "json_schema and regex are mutually exclusive."
+    )
+    for name, most in _LONGEST_CONSTRAINT.items():
+        size = len(getattr(p, name) or "")
+        _require(size <= most, f"{name} has {size} characters, at most {most}.")
+    _require(
+        not p.constrained or not (p.ignore_eos or p.min_new_tokens),
+        "json_schema and regex decide where a response ends: remove ignore_eos and min_new_tokens.",
     )
 
 
@@ -178,6 +197,12 @@ def _boolean(key: str, value: object) -> bool:
     return value
 
 
+def _text(key: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise _wrong(key, value, "a string")
+    return value
+
+
 def _strings(key: str, value: object) -> tuple[str, ...]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
@@ -199,6 +224,12 @@ def _bias(key: str, value: object) -> dict[int, float]:
         raise _wrong(key, value, "a map from token id to bias") from error
 
 
-_KINDS = {"int": _integer, "int | None": _integer, "float": _number, "bool": _boolean}
+_KINDS = {
+    "int": _integer,
+    "int | None": _integer,
+    "float": _number,
+    "bool": _boolean,
+    "str | None": _text,
+}
 _SPECIAL = {"stop": _strings, "stop_token_ids": _integers, "logit_bias": _bias}
 _READERS = {f.name: _SPECIAL.get(f.name) or _KINDS[str(f.type)] for f in fields(SamplingParams)}

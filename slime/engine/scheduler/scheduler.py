@@ -5,8 +5,10 @@
        └────retract───────┘   no free page for an older request, or generation is paused
 
 A step computes one token of every decoding request and prefill chunks of at most `chunk_size` tokens in
-all. The oldest requests come first; when pages run out the youngest are retracted to the queue, so the
-oldest always makes progress.
+all. The oldest requests come first; when pages run out the youngest are retracted (preempted), so the
+oldest always makes progress. Pages of cached prefixes that no request uses are evicted before that. A
+retracted request returns to the front of the queue with its tokens and log-probs; its KV cache is
+recomputed, apart from what the prefix cache still has.
 
 Per-request state that every step needs is in arrays by row of the page table, so that a step in which no
 request starts or finishes costs a few array operations, however many requests run.
@@ -19,9 +21,10 @@ from collections.abc import Collection
 
 import numpy as np
 
-from slime.engine.radix_cache import PagePool, RadixCache
+from slime.engine.radix_cache import PagePool, Prefix
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.speculation import Drafter
+from slime.engine.scheduler.state_keeper import StateKeeper, make_caches
 from slime.engine.scheduler.step import Step, TokenSpan
 
 # Finding the least recently used pages walks the whole tree, so many are evicted at a time.
@@ -38,11 +41,13 @@ class Scheduler:
         chunk_size: int,
         use_prefix_cache: bool = True,
         drafter: Drafter | None = None,
+        num_saved_states: int | None = None,  # None: the model has no recurrent layers
     ) -> None:
         self.pool = pool
         self.max_running = max_running
         self.drafter = drafter
-        self.cache = RadixCache(pool)
+        self._num_saved_states = num_saved_states or 0
+        self.cache, self.states = make_caches(pool, max_running + 1, num_saved_states)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         # The last row is the padding row: its pages are 0, the padding page.
@@ -72,6 +77,11 @@ class Scheduler:
     @property
     def padding_row(self) -> int:
         return self.max_running
+
+    @property
+    def num_state_rows(self) -> int:
+        """Return how many recurrent states there are: running requests', padding and saved ones."""
+        return self.max_running + 1 + self._num_saved_states
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -109,9 +119,12 @@ class Scheduler:
 
     def complete(self, step: Step) -> None:
         """Account for a launched step: its tokens are in the cache and the next ones sampled, though not
-        known yet. Full pages of prompts become shareable; `page_writes` and `new_pages` are cleared."""
+        known yet. Full pages of prompts become shareable; `page_writes` and `new_pages` are cleared, and so
+        are copies of states, before those that the next step must start with are added."""
         self.page_writes.clear()
         self.new_pages.clear()
+        if self.states is not None:
+            self.states.copies.clear()
         self._lens[step.rows] += 1
         for request in step.decoding:
             request.num_computed += 1
@@ -121,13 +134,17 @@ class Scheduler:
         for span in step.prefill:
             request = span.request
             request.num_computed = span.start + span.count
-            if span.count > 1:
+            if self.states is not None and not span.samples and self._is_cacheable(request):
+                self._share_chunk(request, self.states)
+            elif span.count > 1:
                 self._cache_prefix(request, in_use=True)
             if span.samples:
                 request.num_pending += 1
                 self._lens[request.row] += 1
                 self._prompts.remove(request)
                 self._decoding_changed = True
+        if self.states is not None:
+            self._save_responses(step, self.states)
 
     def accept_draft(self, request: Request) -> None:
         """Account for an accepted draft token: it is in the cache already, and the next one is sampled."""
@@ -151,6 +168,8 @@ class Scheduler:
 
     def flush(self) -> None:
         self.cache.clear()
+        if self.states is not None:  # to rows that the cache had
+            self.states.copies.clear()
 
     def _refresh(self) -> None:
         if self._decoding_changed:
@@ -173,7 +192,7 @@ class Scheduler:
             if request not in prompts:
                 self._allocate_pages(request, int(self._lens[request.row]))
                 continue
-            count = min(request.num_remaining, budget)
+            count = self._chunk_len(request, budget)
             if count and self._allocate_pages(request, request.num_computed + count):
                 budget -= count
                 spans.append(_next_chunk(request, count))
@@ -203,17 +222,17 @@ class Scheduler:
         while self.waiting and budget > 0 and self._free_rows:
             request = self.waiting.popleft()
             prefix = self._match(request)
-            next_page = self._next_page(request, len(prefix) * self.pool.page_size)
+            next_page = self._next_page(request, len(prefix.pages) * self.pool.page_size)
             shareable = len(next_page or ()) - 1 <= self._sharing_limit(request)
             if shareable and next_page is not None and next_page in in_flight:
                 # Another request computes this page in the same step: wait and share it.
                 skipped.append(request)
                 continue
-            if not self._fits(request, prefix):
+            if not self._fits(request, prefix.pages):
                 skipped.append(request)
                 break
             self._start(request, prefix)
-            count = min(request.num_remaining, budget)
+            count = self._chunk_len(request, budget)
             budget -= count
             if not self._allocate_pages(request, request.num_computed + count):
                 raise RuntimeError("a request was admitted without pages for its first chunk")
@@ -237,13 +256,43 @@ class Scheduler:
         end = (num_computed // self.pool.page_size + 1) * self.pool.page_size
         if not self._use_prefix_cache or end >= len(request.token_ids):
             return None
-        return (request.cache_key, *request.token_ids[:end])
+        return (request.cache_key, *request.cache_ids[:end])
 
-    def _match(self, request: Request) -> list[int]:
+    def _match(self, request: Request) -> Prefix:
         if not self._use_prefix_cache:
-            return []
+            return Prefix(pages=[])
         limit = self._sharing_limit(request)
-        return self.cache.match(request.token_ids, limit, request.cache_key)
+        return self.cache.find(request.cache_ids, limit, request.cache_key)
+
+    def _chunk_len(self, request: Request, budget: int) -> int:
+        """Return how many tokens of a prompt to compute next."""
+        count = min(request.num_remaining, budget)
+        if self.states is None or not self._use_prefix_cache:
+            return count
+        return self.states.cut(request, count)
+
+    def _share_chunk(self, request: Request, states: StateKeeper) -> None:
+        """Insert the pages and the state after a chunk of a prompt.
+
+        Up to the branch point the prefix cache had pages, though no state: they replace the request's own.
+        """
+        if request.num_computed == request.branch_point:
+            count, key = request.num_computed, request.cache_key
+            shared = self.cache.find(request.cache_ids, count, key).seen
+            own = request.pages[: len(shared)]
+            if shared != own:
+                self.pool.hold(shared)
+                self.pool.release(own)
+                request.pages = shared + request.pages[len(shared) :]
+                self._write_pages(request.row, 0, shared)
+        self._cache_prefix(request, in_use=True)
+        states.save_prompt(request)
+
+    def _save_responses(self, step: Step, states: StateKeeper) -> None:
+        computed = self._lens[step.rows] - 1
+        for index in np.flatnonzero(computed % states.interval == 0).tolist():
+            if self._is_cacheable(step.decoding[index]):
+                states.save_response(step.decoding[index])
 
     def _sharing_limit(self, request: Request) -> int:
         """Return how many leading tokens may come from the prefix cache."""
@@ -253,10 +302,12 @@ class Scheduler:
             limit = min(limit, request.logprob_start_len)
         return limit
 
-    def _start(self, request: Request, prefix: list[int]) -> None:
+    def _start(self, request: Request, prefix: Prefix) -> None:
         request.row = self._free_rows.pop()
-        request.pages = prefix
-        request.num_computed = len(prefix) * self.pool.page_size
+        request.pages = prefix.pages
+        request.num_computed = len(prefix.pages) * self.pool.page_size
+        if self.states is not None:
+            self.states.start(request, prefix)
         if request.num_output == 0:
             request.input_log_probs.clear()
         if request.num_retractions == 0:
@@ -265,7 +316,7 @@ class Scheduler:
         row = request.row
         self.row_slots[row] = -1 if request.adapter is None else request.adapter.slot
         self.page_table[row] = 0  # not the pages of the row's previous request
-        self._write_pages(row, 0, prefix)
+        self._write_pages(row, 0, prefix.pages)
         self._lens[row] = len(request.token_ids)
         self._capacity[row] = request.num_computed
         self._limits[row] = request.prompt_len + max(request.params.max_new_tokens, 1)
@@ -308,6 +359,8 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self._cache_prefix(request, in_use=False)
+        if self.states is not None:
+            self.states.release(request, cacheable=self._is_cacheable(request))
         self.pool.release(request.pages)
         self._free_rows.append(request.row)
         if request in self._prompts:
@@ -317,11 +370,17 @@ class Scheduler:
         request.num_computed = request.num_pending = 0
         request.row = -1
 
+    def _is_cacheable(self, request: Request) -> bool:
+        """Return whether the request's KV cache and the prefix cache were computed with the same weights and adapter."""
+        return self._use_prefix_cache and request.cache_epoch == (
+            self.cache.epoch,
+            request.cache_key,
+        )
+
     def _cache_prefix(self, request: Request, *, in_use: bool) -> None:
-        key = request.cache_key
-        if self._use_prefix_cache and request.cache_epoch == (self.cache.epoch, key):
-            text, pages, count = request.token_ids, request.pages, request.num_computed
-            self.cache.insert(text, pages, count, in_use=in_use, adapter=key)
+        if self._is_cacheable(request):
+            text, pages, count = request.cache_ids, request.pages, request.num_computed
+            self.cache.insert(text, pages, count, in_use=in_use, adapter=request.cache_key)
 
 
 def _next_chunk(request: Request, count: int) -> TokenSpan:

@@ -71,8 +71,10 @@ class Drafter:
             request.draft_history = DraftHistory()
         params = request.params
         most = min(most, self._most, request.draft_history.reach)
-        # Penalties and min_new_tokens make a distribution depend on the tokens before it, drafts included.
-        if most < 1 or params.penalized or params.min_new_tokens:
+        # Penalties, min_new_tokens and constraints make a distribution depend on the tokens before it, drafts
+        # included; top log-probs are kept for accepted tokens only.
+        special = params.penalized or params.min_new_tokens or params.constrained
+        if most < 1 or special or request.num_top_log_probs:
             return []
         end = request.draft_history.find(request.token_ids)
         return [] if end is None else _continue(request.token_ids, end, most)

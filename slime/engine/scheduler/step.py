@@ -8,11 +8,12 @@ bit, on the tokens beside it. `split_fixed` makes those forwards for all runners
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
+from slime.engine.scheduler.prompt_images import ImageRows
 from slime.engine.scheduler.request import Request
 
 FIXED_ROWS = 32  # tokens of every forward in deterministic mode
@@ -127,6 +128,9 @@ class StepBatch:
     scored_at: (
         np.ndarray
     )  # int64, tokens whose logits give the log-prob of the prompt token after them
+    # RoPE positions [T, 3] int32; None where they are `positions`, without images. Image tokens among the T.
+    rope: np.ndarray | None = None
+    images: list[ImageRows] = field(default_factory=list)
 
 
 def make_batch(step: Step) -> StepBatch:
@@ -142,9 +146,15 @@ def make_batch(step: Step) -> StepBatch:
         scored=[],
         scored_at=np.zeros(0, np.int64),
     )
+    deltas = np.array([request.rope_delta for request in step.decoding], np.int32)
+    if deltas.any():
+        decoding.rope = np.repeat((decoding.positions + deltas)[:, None], 3, axis=1)
     if not spans:
         return decoding
     batch = make_span_batch(spans)
+    rope = None
+    if decoding.rope is not None or batch.rope is not None:
+        rope = np.concatenate([_rope_positions(decoding), _rope_positions(batch)])
     return StepBatch(
         ids=np.concatenate([decoding.ids, batch.ids]),
         positions=np.concatenate([decoding.positions, batch.positions]),
@@ -154,7 +164,13 @@ def make_batch(step: Step) -> StepBatch:
         sampled_at=np.concatenate([decoding.sampled_at, batch.sampled_at + count]),
         scored=batch.scored,
         scored_at=batch.scored_at + count,
+        rope=rope,
+        images=[replace(rows, at=rows.at + count) for rows in batch.images],
     )
+
+
+def _rope_positions(batch: StepBatch) -> np.ndarray:
+    return np.repeat(batch.positions[:, None], 3, axis=1) if batch.rope is None else batch.rope
 
 
 def make_span_batch(spans: list[TokenSpan]) -> StepBatch:
@@ -164,10 +180,13 @@ def make_span_batch(spans: list[TokenSpan]) -> StepBatch:
     sampled_at: list[int] = []
     scored: list[Request] = []
     scored_at: list[int] = []
+    images: list[ImageRows] = []
     for span in spans:
         request, first, end = span.request, len(ids), span.start + span.count
         ids += span.tokens
         positions.append(np.arange(span.start, end, dtype=np.int32))
+        if request.images is not None:
+            images += request.images.rows(span.start, end, first)
         sampled += [request] * span.num_samples
         sampled_at += range(len(ids) - span.num_samples, len(ids))
         wanted = _scored_positions(request, span.start, end)
@@ -183,7 +202,22 @@ def make_span_batch(spans: list[TokenSpan]) -> StepBatch:
         sampled_at=np.array(sampled_at, np.int64),
         scored=scored,
         scored_at=np.array(scored_at, np.int64),
+        rope=_span_rope(spans),
+        images=images,
     )
+
+
+def _span_rope(spans: list[TokenSpan]) -> np.ndarray | None:
+    if all(span.request.images is None for span in spans):
+        return None
+    parts: list[np.ndarray] = []
+    for span in spans:
+        images, end = span.request.images, span.start + span.count
+        if images is None:
+            parts.append(np.repeat(np.arange(span.start, end, dtype=np.int32)[:, None], 3, axis=1))
+        else:
+            parts.append(images.rope_positions(span.start, end))
+    return np.concatenate(parts)
 
 
 def split_fixed(batch: StepBatch, padding_row: int) -> Iterator[StepBatch]:
@@ -194,6 +228,7 @@ def split_fixed(batch: StepBatch, padding_row: int) -> Iterator[StepBatch]:
     for first in range(0, len(batch.ids), FIXED_ROWS):
         part = slice(first, first + FIXED_ROWS)
         ids, positions, rows = np.zeros((3, FIXED_ROWS), np.int32)
+        rope = None if batch.rope is None else np.zeros((FIXED_ROWS, 3), np.int32)
         rows[:] = padding_row
         for target, source in (
             (ids, batch.ids),
@@ -201,6 +236,8 @@ def split_fixed(batch: StepBatch, padding_row: int) -> Iterator[StepBatch]:
             (rows, batch.rows),
         ):
             target[: len(source[part])] = source[part]
+        if rope is not None and batch.rope is not None:
+            rope[: len(batch.rope[part])] = batch.rope[part]
         sampled = np.flatnonzero(batch.sampled_at // FIXED_ROWS == first // FIXED_ROWS)
         scored = np.flatnonzero(batch.scored_at // FIXED_ROWS == first // FIXED_ROWS)
         yield StepBatch(
@@ -212,6 +249,8 @@ def split_fixed(batch: StepBatch, padding_row: int) -> Iterator[StepBatch]:
             sampled_at=batch.sampled_at[sampled] - first,
             scored=[batch.scored[i] for i in scored],
             scored_at=batch.scored_at[scored] - first,
+            rope=rope,
+            images=[rows for image in batch.images for rows in image.within(first, FIXED_ROWS)],
         )
 
 

@@ -20,6 +20,7 @@ from slime.engine.engine import Engine
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import RequestError
 from slime.engine.server.control import CONTROL_ROUTES
+from slime.engine.server.image_data import read_image_data
 from slime.engine.server.openai_routes import OpenAIRoutes
 from slime.engine.server.protocol import Generation, Limits, encode_text, make_reply, parse_generate
 from slime.engine.server.threads import ReplyHub, Workers
@@ -32,12 +33,14 @@ from slime.utils.http_guard import (
     check_media_type,
     has_key,
 )
+from slime.utils.machine import process_memory
 
 _CONTROL_BODY = 1024 * MIB  # metadata of weights, from clients that have the key
 _INLINE_BODY = MIB  # bodies up to this size are parsed on the event loop, larger ones on a thread
 _TEXT_S = 20.0
 _REPLIES_AT_A_TIME = 256
 _HEALTH_POLL = 0.5  # seconds
+_CONSTRAINTS = frozenset({"json_schema", "regex"})
 _OPEN_ROUTES = ("/health", "/health_generate", "/ready")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -58,6 +61,7 @@ class EngineApp:
             cache_tokens=engine.sizes.num_pages * engine.args.page_size,
             vocab_size=engine.runner.vocab_size,
             routed_experts=engine.runner.routed_experts is not None,
+            images=engine.runner.images,
         )
 
     def make(self) -> web.Application:
@@ -120,18 +124,20 @@ class EngineApp:
         return _json(replies if generation.is_batch else replies[0])
 
     async def _parse(self, data: bytes) -> Generation:
-        """Parse small bodies without text on the event loop, all others on a thread."""
+        """Parse small bodies without text and images on the event loop, all others on a thread."""
         if len(data) > _INLINE_BODY:
             return await self._workers.run(lambda: self._parse_body(_parse_json(data)))
         body = _parse_json(data)
-        if isinstance(body, dict) and body.get("text") is not None:
+        threaded = isinstance(body, dict) and any(body.get(key) for key in ("text", "image_data"))
+        if threaded or constrains(body):
             return await self._workers.run(lambda: self._parse_body(body))
         return self._parse_body(body)
 
     def _parse_body(self, body: Any) -> Generation:
-        codec, limits = self._engine.codec, self._limits
+        codec, limits, deadline = self._engine.codec, self._limits, time.monotonic() + _TEXT_S
+        body = read_image_data(body, limits.images, deadline, limits.context_len)
         return parse_generate(
-            encode_text(body, codec, limits, time.monotonic() + _TEXT_S),
+            encode_text(body, codec, limits, deadline),
             codec=codec,
             limits=limits,
             eos_ids=self._engine.eos_ids,
@@ -192,6 +198,13 @@ class EngineApp:
         return handle
 
 
+def constrains(body: Any) -> bool:
+    """Return whether a body has a schema or regular expression to compile."""
+    given = body.get("sampling_params") if isinstance(body, dict) else None
+    every = given if isinstance(given, list) else [given]
+    return any(isinstance(one, dict) and not _CONSTRAINTS.isdisjoint(one) for one in every)
+
+
 def _failed(requests: list[Request]) -> web.Response | None:
     """Return the HTTP error of the first request aborted with a status code, if any."""
     for request in requests:
@@ -235,7 +248,7 @@ def model_info(engine: Engine) -> dict[str, Any]:
         "reasoning_parser": None,
         "tool_call_parser": None,
         "disaggregation_mode": "null",
-        "has_image_understanding": False,
+        "has_image_understanding": engine.runner.tower is not None,
         "has_audio_understanding": False,
         "model_type": config.model_type,
         "architectures": config.architectures,
@@ -255,6 +268,7 @@ def server_info(engine: Engine) -> dict[str, Any]:
         "paused": engine.pause_mode,
         "released": sorted(engine.released),
         "weight_version": engine.weight_version,
+        "memory": process_memory(),
         "lora_adapters": {} if engine.lora is None else engine.lora.describe(),
     }
     options = dataclasses.asdict(engine.args)

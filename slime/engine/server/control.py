@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -13,15 +13,18 @@ from aiohttp import web
 
 from slime.engine.engine import Engine
 from slime.engine.kv_cache import TAGS
+from slime.engine.lora.in_place import KeptBuffer, LayoutUnknown
 from slime.engine.lora.store import Adapter, AdapterStore
 from slime.engine.scheduler.sampling_params import RequestError
 from slime.engine.server.threads import DaemonCall
 from slime.engine.weights import TensorMeta, metadata_in_order, parse_metadata
+from slime.utils.http_guard import Refused
 from slime.weights.checksum import format_checksum
 
 T = TypeVar("T")
 Body = dict[str, Any]
 Route = Callable[[Engine, Body], Awaitable[Any]]
+Loader = Callable[[AdapterStore, str, str], Adapter]  # of a name and a version
 PAUSE_MODES = ("abort", "retract", "in_place")
 _FLUSH_POLL = 0.05
 
@@ -151,31 +154,55 @@ async def load_lora_adapter(engine: Engine, body: Body) -> Body:
 
 
 async def load_lora_adapter_from_tensors(engine: Engine, body: Body) -> Body:
-    """Load an adapter from shared memory ("slime_shm") or a broadcast ("slime_group"); no pickle."""
-    config, weights = _get(body, "config_dict", dict), engine.weights
+    """Load an adapter from shared memory or a broadcast, or update it from memory that was kept; no pickle."""
+    loaders = {"slime_shm": _from_buffer, "slime_kept": _from_kept, "slime_group": _from_group}
     load_format = body.get("load_format")
-    metas: Sequence[TensorMeta]
-    if load_format == "slime_shm":
-        metas = parse_metadata(body.get("metadata"))
-    elif load_format == "slime_group":
-        group = _get(body, "group_name", str, "weight_update_group")
-        metas = metadata_in_order(
-            _get(body, "names", list), _get(body, "dtypes", list), _get(body, "shapes", list)
-        )
-    else:
+    if load_format not in loaders:
         raise RequestError(
             'this engine takes no pickled tensors: send load_format "slime_shm" with `handle` and '
             '`metadata`, or "slime_group" with `names`, `dtypes`, `shapes` and `group_name`'
         )
+    named = load_format != "slime_kept"
+    return await _load_adapter(engine, body, loaders[load_format](engine, body), named=named)
+
+
+def _from_buffer(engine: Engine, body: Body) -> Loader:
+    """With `layout` the buffer stays open: "slime_kept" with the same `layout` copies it again."""
+    config, layout = _get(body, "config_dict", dict), _get(body, "layout", str, "")
+    metas, handle = parse_metadata(body.get("metadata")), body.get("handle")
 
     def load(store: AdapterStore, name: str, version: str) -> Adapter:
-        if load_format == "slime_shm":
-            tensors = weights.read_buffer(body.get("handle"), metas)
-        else:
-            tensors = weights.read_group(metas, group)
-        return store.load_tensors(name, config, tensors, version)
+        if layout:
+            buffer = KeptBuffer(layout, handle, metas, engine.runner.device)
+            return store.load_kept(name, config, buffer, version)
+        return store.load_tensors(name, config, engine.weights.read_buffer(handle, metas), version)
 
-    return await _load_adapter(engine, body, load)
+    return load
+
+
+def _from_kept(engine: Engine, body: Body) -> Loader:
+    layout = _get(body, "layout", str)
+
+    def load(store: AdapterStore, name: str, version: str) -> Adapter:
+        try:
+            return store.update_in_place(name, layout, version)
+        except LayoutUnknown as error:
+            raise Refused(409, f"{error}: send all of it") from None
+
+    return load
+
+
+def _from_group(engine: Engine, body: Body) -> Loader:
+    config = _get(body, "config_dict", dict)
+    group = _get(body, "group_name", str, "weight_update_group")
+    metas = metadata_in_order(
+        _get(body, "names", list), _get(body, "dtypes", list), _get(body, "shapes", list)
+    )
+
+    def load(store: AdapterStore, name: str, version: str) -> Adapter:
+        return store.load_tensors(name, config, engine.weights.read_group(metas, group), version)
+
+    return load
 
 
 async def unload_lora_adapter(engine: Engine, body: Body) -> Body:
@@ -185,10 +212,11 @@ async def unload_lora_adapter(engine: Engine, body: Body) -> Body:
     )
 
 
-async def _load_adapter(
-    engine: Engine, body: Body, load: Callable[[AdapterStore, str, str], Adapter]
-) -> Body:
-    """Load a new adapter at once, or replace one as weights are: while no request runs, or paused."""
+async def _load_adapter(engine: Engine, body: Body, load: Loader, *, named: bool = True) -> Body:
+    """Load a new adapter at once, or replace one as weights are: while no request runs, or paused.
+
+    The reply lists the bound modules if `named`, else it has their number and a digest alone.
+    """
     name, version = _get(body, "lora_name", str), body.get("weight_version")
     if body.get("added_tokens_config") or body.get("expected_checksums"):
         raise RequestError(
@@ -202,12 +230,8 @@ async def _load_adapter(
     def run() -> Body:
         engine.require_memory("weights")
         adapter = load(store, name, engine.weight_version if version is None else str(version))
-        total = format_checksum(sum(store.checksums(name).values()) % 2**64)
-        return {
-            "bound_modules": list(adapter.modules),
-            "checksum": total,
-            "weight_version": adapter.version,
-        }
+        names = {"bound_modules": list(adapter.modules)} if named else {}
+        return {**names, **store.report(adapter)}
 
     return await _lora_reply(engine, _call(engine, run, exclusive=name in store.adapters))
 

@@ -5,15 +5,18 @@ Body ──▶ ApiRequest ──▶ token ids and sampling parameters ──▶ 
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
 
 from slime.data import openai_replies as replies
-from slime.data.openai_encode import check_template_kwargs, render_chat
+from slime.data.openai_encode import check_template_kwargs, drops_tools, render_chat
 from slime.data.openai_replies import Answer, TokenLogProb, parse_tool_calls
 from slime.data.openai_requests import (
     ApiError,
@@ -26,6 +29,7 @@ from slime.data.openai_requests import (
 from slime.engine.engine import Engine
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import MOST_REQUESTS, RequestError
+from slime.engine.server.image_data import expand_prompts, read_images
 from slime.engine.server.protocol import Generation, Limits, parse_generate
 from slime.engine.server.threads import ReplyHub, Workers
 from slime.utils.http_guard import BodyReader, Refused
@@ -33,8 +37,11 @@ from slime.utils.http_guard import BodyReader, Refused
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 Chunk = dict[str, Any]
+_CONSTRAINTS = {"json_schema", "regex"}
 _TOOL_CALL = "<tool_call>"
+_IMAGES_S = 20.0
 _INLINE_BODY = (
     1 << 20
 )  # bodies up to this size are parsed on the event loop, larger ones on a thread
@@ -46,6 +53,7 @@ class OpenAIRoutes:
     ) -> None:
         self._engine, self._hub, self._limits = engine, hub, limits
         self._bodies, self._workers = bodies, workers
+        self._warned = False  # that the chat template drops tools
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/chat/completions", self._chat)
@@ -53,8 +61,8 @@ class OpenAIRoutes:
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         try:
-            asked = parse_chat(await self._read(http))
-            return await self._answer(http, asked, [await self._encode_chat(asked)])
+            asked = parse_chat(await self._read(http), images=True)
+            return await self._answer(http, asked, *await self._encode_chat(asked))
         except (ApiError, RequestError, Refused) as error:
             return _error(error)
 
@@ -74,8 +82,8 @@ class OpenAIRoutes:
             return await self._workers.run(lambda: _parse_json(data))
         return _parse_json(data)
 
-    async def _encode_chat(self, asked: ChatRequest) -> list[int]:
-        """Render and tokenize on worker threads; rendering is interrupted after a timeout."""
+    async def _encode_chat(self, asked: ChatRequest) -> tuple[list[list[int]], list[list[bytes]]]:
+        """Return the prompt and its images; work is on threads, and rendering ends with a timeout."""
         codec, context_len = self._engine.codec, self._limits.context_len
         if len(asked.messages) > context_len:
             raise ApiError(
@@ -86,10 +94,31 @@ class OpenAIRoutes:
 
         def render(tokenizer: PreTrainedTokenizerBase) -> str:
             check_template_kwargs(tokenizer, asked.template_kwargs)
+            if asked.tools and drops_tools(tokenizer):
+                self._warn_of_tools()
             return render_chat(tokenizer, asked.messages, asked.tools, asked.template_kwargs)
 
         text = await self._workers.run(lambda: codec.render(render), interruptible=True)
-        return await self._workers.run(lambda: codec.encode_rendered(text, context_len))
+        ids = await self._workers.run(lambda: codec.encode_rendered(text, context_len))
+        if not asked.images:
+            return [ids], []
+
+        def expand() -> tuple[list[list[int]], list[list[bytes]]]:
+            known, deadline = self._limits.images, time.monotonic() + _IMAGES_S
+            files = [read_images(asked.images, known, deadline, context_len)]
+            return expand_prompts([ids], {"image_data": files}, known), files
+
+        return await self._workers.run(expand)
+
+    def _warn_of_tools(self) -> None:
+        """Say once, in the engine's log, that the model does not see the tools of requests."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "the chat template of %s does not mention tools: `tools` of requests are dropped, and "
+                "the model does not see them",
+                self._engine.model_path,
+            )
 
     async def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
@@ -98,11 +127,19 @@ class OpenAIRoutes:
         return await self._workers.run(lambda: codec.encode(prompt, context_len))
 
     async def _answer(
-        self, http: web.Request, asked: ApiRequest, prompts: list[list[int]]
+        self,
+        http: web.Request,
+        asked: ApiRequest,
+        prompts: list[list[int]],
+        images: list[list[bytes]] | None = None,
     ) -> web.StreamResponse:
         if self._engine.failure is not None:
             raise ApiError(f"the engine stopped: {self._engine.failure!r}", 503)
-        generation = self._generation(asked, prompts)
+        # Constraints are compiled, and images perhaps decoded again, on a worker thread.
+        if images or asked.sampling.keys() & _CONSTRAINTS:
+            generation = await self._workers.run(lambda: self._generation(asked, prompts, images))
+        else:
+            generation = self._generation(asked, prompts, images)
         self._hub.check_capacity(len(generation.requests))
         name = f"{'chatcmpl' if isinstance(asked, ChatRequest) else 'cmpl'}-{secrets.token_hex(12)}"
         num_prompt = sum(len(ids) for ids in prompts)
@@ -114,7 +151,9 @@ class OpenAIRoutes:
         reply = replies.chat_reply if chat else replies.completion_reply
         return _json(reply(name, self._model(asked), answers, num_prompt))
 
-    def _generation(self, asked: ApiRequest, prompts: list[list[int]]) -> Generation:
+    def _generation(
+        self, asked: ApiRequest, prompts: list[list[int]], images: list[list[bytes]] | None
+    ) -> Generation:
         params = {**asked.sampling}
         if asked.max_tokens is not None or isinstance(asked, CompletionRequest):
             params["max_new_tokens"] = (
@@ -125,8 +164,10 @@ class OpenAIRoutes:
             params["max_new_tokens"] = max(available - 1, 1)
         body = {
             "input_ids": prompts,
+            "image_data": images,
             "sampling_params": params,
             "return_logprob": asked.log_probs,
+            "top_logprobs_num": asked.num_top_log_probs,
             "return_text_in_logprobs": True,
             "stream": asked.stream,
             "lora_path": self._adapter_name(asked),
@@ -165,11 +206,14 @@ class OpenAIRoutes:
 
     def _log_probs(self, request: Request, start: int = 0) -> list[TokenLogProb]:
         """Return the log-probs of the output tokens from `start` on."""
-        pairs = zip(request.output_ids[start:], request.output_log_probs[start:], strict=False)
-        return [
-            TokenLogProb(token=self._engine.codec.decode_token(token), log_prob=float(value))
-            for token, value in pairs
-        ]
+
+        def entry(token: int, value: float, top: Sequence[tuple[int, float]] = ()) -> TokenLogProb:
+            text = self._engine.codec.decode_token(token)
+            return TokenLogProb(token=text, log_prob=float(value), top=[entry(*t) for t in top])
+
+        values = request.output_log_probs[start:]
+        tops = request.top_log_probs[start:] or [[]] * len(values)
+        return [entry(*row) for row in zip(request.output_ids[start:], values, tops, strict=False)]
 
     # ---- stream
 
@@ -198,7 +242,7 @@ class OpenAIRoutes:
         tools = isinstance(asked, ChatRequest) and bool(asked.tools)
         places = {request: index for index, request in enumerate(requests)}
         streams = [TextStream(stops, hold_tool_calls=tools) for _ in requests]
-        sent = [0] * len(requests)  # tokens whose log-probs went out
+        sent = [SentTokens() for _ in requests]
         answers: list[Answer] = []
         if chat:
             for index in range(len(requests)):
@@ -215,10 +259,9 @@ class OpenAIRoutes:
             if not part and answer is None:
                 continue
             chunk = make(name, model, index, part, answer)
-            if asked.log_probs and chat:
-                tokens = self._log_probs(request, sent[index])
-                sent[index] += len(tokens)
-                chunk["choices"][0]["logprobs"] = replies.chat_log_probs(tokens)
+            if asked.log_probs:
+                tokens = self._log_probs(request, sent[index].count)
+                chunk["choices"][0]["logprobs"] = sent[index].push(tokens, chat=chat)
             yield chunk
         if asked.include_usage:
             kind = "chat.completion.chunk" if chat else "text_completion"
@@ -296,6 +339,23 @@ class TextStream:
         held = max((_overlap(text, mark) for mark in self._marks), default=0)
         text = text[: len(text) - held] if held else text
         return text.rstrip() if self._hold_tool_calls else text
+
+
+@dataclass(kw_only=True)
+class SentTokens:
+    """Counts the tokens, and the characters of their texts, whose log-probs a stream has sent."""
+
+    count: int = 0
+    characters: int = 0
+
+    def push(self, tokens: list[TokenLogProb], *, chat: bool) -> dict[str, Any]:
+        """Return the `logprobs` of a chunk with these tokens, which follow the ones sent before."""
+        position = self.characters
+        self.count += len(tokens)
+        self.characters += sum(len(token.token) for token in tokens)
+        if chat:
+            return replies.chat_log_probs(tokens)
+        return replies.completion_log_probs(tokens, position)
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -19,31 +19,18 @@ from slime.engine.scheduler.sampling_params import (
     parse_sampling_params,
 )
 from slime.engine.scheduler.speculation import DraftHistory
+from slime.engine.server.image_data import Images, expand_prompts, place_all
 from slime.engine.server.text import TextCodec
 
 # Top-level keys of SGLang that this engine does not support. Keys that SGLang does not know either are
 # ignored, as SGLang ignores them.
 _UNSUPPORTED = (
-    "input_embeds",
-    "image_data",
-    "video_data",
-    "audio_data",
-    "top_logprobs_num",
-    "token_ids_logprob",
-    "return_sampling_mask",
-    "return_flat_raw_top_logprobs",
-    "return_flat_raw_output_top_logprobs",
-    "return_hidden_states",
-    "return_indexer_topk",
-    "return_entropy",
-    "session_params",
-    "custom_logit_processor",
-    "cache_salt",
-    "extra_key",
-    "bootstrap_host",
-)
-
-
+    "input_embeds", "video_data", "audio_data", "token_ids_logprob", "return_sampling_mask",
+    "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_hidden_states",
+    "return_indexer_topk", "return_entropy", "session_params", "custom_logit_processor", "cache_salt",
+    "extra_key", "bootstrap_host",
+)  # fmt: skip
+_MOST_TOP_LOG_PROBS = 20
 _MOST_TOKENS = 1 << 25  # per call: every copy of a prompt has its own list
 _RID_PREFIX = f"{secrets.token_hex(8)}-"
 _rid_numbers = itertools.count()
@@ -57,6 +44,7 @@ class Limits:
     cache_tokens: int
     vocab_size: int
     routed_experts: bool  # can be returned
+    images: Images = "this engine takes no images"
 
 
 @dataclass(kw_only=True)
@@ -78,7 +66,7 @@ def parse_generate(
     new_seed: Callable[[], int],
     find_adapter: Callable[[str], Adapter],
 ) -> Generation:
-    """Parse a body whose prompts are token ids; RequestError says what is wrong with it."""
+    """Parse a body whose prompts are token ids and whose images are files; RequestError says what is wrong."""
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     _refuse_unsupported(body)
@@ -93,16 +81,21 @@ def parse_generate(
     rids = _rids(body.get("rid"), count, is_batch)
     all_params = _spread(body.get("sampling_params") or {}, count, "sampling_params", dict)
     log_prob_flags = _spread(body.get("return_logprob") or False, count, "return_logprob", bool)
+    num_top = _spread(body.get("top_logprobs_num") or 0, count, "top_logprobs_num", int)
     start_lens = _spread(_or(body.get("logprob_start_len"), -1), count, "logprob_start_len", int)
     adapters = _adapters(body.get("lora_path"), count, find_adapter)
+    images = place_all(prompts, body, limits.images)
     stream = bool(body.get("stream"))
     parsed = _parse_params(all_params, limits)
     _check_total(prompts, parsed)
+    constraints = codec.constrain(parsed, limits.vocab_size, eos_ids)
     requests: list[Request] = []
     for i, ids in enumerate(prompts):
         params = _fit(parsed[i], all_params[i], len(ids), limits)
         _check_ids(ids, limits)
         start_len = _check_start_len(start_lens[i], len(ids)) if log_prob_flags[i] else -1
+        _check_top(num_top[i], start_len, return_logprob=log_prob_flags[i])
+        constraint = constraints.get(id(parsed[i]))
         for copy in range(params.n):
             request = Request(
                 rid=rids[i] if params.n == 1 else f"{rids[i]}_{copy}",
@@ -112,10 +105,13 @@ def parse_generate(
                 seed=_seed(params, copy, new_seed),
                 eos_ids=frozenset() if params.ignore_eos else eos_ids,
                 return_logprob=log_prob_flags[i],
+                num_top_log_probs=num_top[i],
+                constraint=None if constraint is None else constraint.copy(),
                 return_routed_experts=bool(body.get("return_routed_experts")),
                 logprob_start_len=start_len,
                 stream=stream,
                 adapter=adapters[i],
+                images=images[i],
             )
             codec.check(request)
             requests.append(request)
@@ -178,7 +174,17 @@ def _log_probs(request: Request, output_ids: list[int], codec: TextCodec | None)
         "input_token_logprobs": prompt,
         "output_token_logprobs": triples(request.output_log_probs, output_ids),
         "output_token_logprobs_length": len(output_ids),
-    }
+    } | _top_log_probs(request, codec)
+
+
+def _top_log_probs(request: Request, codec: TextCodec | None) -> dict[str, Any]:
+    if not request.num_top_log_probs:
+        return {}
+    rows = [
+        [[value, token, codec.decode_token(token) if codec else None] for token, value in pairs]
+        for pairs in request.top_log_probs[: request.num_output]
+    ]
+    return {"input_top_logprobs": [], "output_top_logprobs": rows}
 
 
 def _draft_metrics(history: DraftHistory, num_output: int) -> dict[str, Any]:
@@ -202,6 +208,16 @@ def _check_start_len(start_len: int, num_prompt: int) -> int:
             f"logprob_start_len {start_len} is outside of the {num_prompt} prompt tokens."
         )
     return start_len
+
+
+def _check_top(count: int, start_len: int, *, return_logprob: bool) -> None:
+    if not 0 <= count <= _MOST_TOP_LOG_PROBS:
+        raise RequestError(f"top log-probs: from 0 to {_MOST_TOP_LOG_PROBS} tokens, got {count}")
+    if count and (start_len >= 0 or not return_logprob):
+        raise RequestError(
+            "`top_logprobs_num` needs return_logprob, and is not supported for prompt tokens: remove "
+            "logprob_start_len"
+        )
 
 
 def _finish_reason(finish: FinishReason | None, length: int) -> dict[str, Any] | None:
@@ -244,6 +260,7 @@ def encode_text(body: Any, codec: TextCodec, limits: Limits, deadline: float) ->
         ids.append(codec.encode(one, limits.context_len))
     if not all(ids):
         raise RequestError("the prompt has no tokens")
+    ids = expand_prompts(ids, body, limits.images)
     return {**body, "text": None, "input_ids": ids if isinstance(text, list) else ids[0]}
 
 

@@ -12,8 +12,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from slime.core.errors import UserError
 from slime.engine.arguments import EngineArgs
+from slime.engine.scheduler.constraint import Constraint, Constraints
 from slime.engine.scheduler.request import FinishReason, Request
-from slime.engine.scheduler.sampling_params import RequestError
+from slime.engine.scheduler.sampling_params import RequestError, SamplingParams
+
+_MOST_CONSTRAINTS = 8  # different ones per call: a hostile one compiles for a second
 
 
 class TextCodec:
@@ -28,6 +31,7 @@ class TextCodec:
         self._encoder: PreTrainedTokenizerBase | None = None  # copied when the first text arrives
         self._special = frozenset(tokenizer.all_special_ids if tokenizer is not None else ())
         self._lock, self._encoder_lock = threading.Lock(), threading.Lock()
+        self._constraints: Constraints | None = None  # made when the first schema arrives
 
     @property
     def available(self) -> bool:
@@ -66,6 +70,22 @@ class TextCodec:
     def render(self, make_text: Callable[[PreTrainedTokenizerBase], str]) -> str:
         """Return the text rendered by the tokenizer's chat template."""
         return make_text(self.require("a chat template"))
+
+    def constrain(
+        self, params: list[SamplingParams], vocab_size: int, eos_ids: frozenset[int]
+    ) -> dict[int, Constraint]:
+        """Compile the constraints of distinct parameters; return them by the `id` of the parameters."""
+        distinct = {id(one): one for one in params if one.constrained}
+        if not distinct:
+            return {}
+        if len(distinct) > _MOST_CONSTRAINTS:
+            raise RequestError(f"{len(distinct)} schemas in one call; at most {_MOST_CONSTRAINTS}")
+        with self._encoder_lock:
+            if self._constraints is None:
+                tokenizer = self.require("`json_schema` or `regex`")
+                with self._lock:
+                    self._constraints = Constraints(tokenizer, vocab_size, eos_ids)
+        return {key: self._constraints.make(one) for key, one in distinct.items()}
 
     def decode(self, request: Request) -> str:
         """Return the output text, cut at the stop string that ended it."""

@@ -5,7 +5,7 @@
 
     def my_agent(base_url, sample):                              # or async def
         client = OpenAI(base_url=base_url, api_key="none")
-        client.chat.completions.create(model="policy", messages=[...])
+        client.chat.completions.create(model="policy", messages=sample.messages)
 
     agent ──/v1/chat/completions──▶ Session: exact tokens so far ──/generate──▶ SGLang or the embedded engine
 
@@ -27,6 +27,7 @@ from aiohttp import web
 from slime.core.errors import UserError
 from slime.core.types import Sample, Status
 from slime.data import openai_replies as replies
+from slime.data.images import load_image_processor, placeholders_of
 from slime.data.openai_encode import (
     Tools,
     check_template_kwargs,
@@ -38,7 +39,7 @@ from slime.data.openai_encode import (
 from slime.data.openai_replies import Answer, TokenLogProb, parse_tool_calls
 from slime.data.openai_requests import ApiError, ChatRequest, Message, parse_chat
 from slime.data.tokenizer import load_tokenizer
-from slime.rollout.agents.recording import Session, Turn
+from slime.rollout.agents.recording import Session, Turn, give_row_images, images_in, keep_images
 from slime.rollout.context import RolloutContext
 from slime.rollout.engine_pool import EngineRefusedError
 from slime.rollout.hook_calls import in_thread, on_hook_loop
@@ -78,6 +79,7 @@ async def record_agent(
     endpoint = await _endpoint(args)
     context = RolloutContext.current()
     session = Session(sample=sample, sampling_params=dict(sampling_params), context=context)
+    given = sample.clone().messages  # the agent may append its turns to the sample's own list
     endpoint.sessions[session.id] = session
     base_url = f"{endpoint.url}/sessions/{session.id}/v1"
     try:
@@ -93,6 +95,7 @@ async def record_agent(
         result = None  # the agent only reports that its request failed or was aborted
     finally:
         del endpoint.sessions[session.id]
+        sample.messages = given
     if session.error is not None:
         raise session.error
     if session.aborted:
@@ -103,8 +106,11 @@ async def record_agent(
     if not session.segments:
         raise RuntimeError("the agent ended without a request to the model")
     samples = session.samples()
+    tokenizer = load_tokenizer(args.hf_checkpoint)
     for one in samples:
         one.metadata["agent_result"] = result
+        seen = one.tokens[: len(one.tokens) - one.response_length]
+        one.metadata["rendered_prompt"] = str(tokenizer.decode(seen))
     return samples
 
 
@@ -141,9 +147,15 @@ class RecordingEndpoint:
         if session is None:
             return _json(ApiError("this session has ended", 404).body(), 404)
         try:
-            asked = parse_chat(_parse_json(await self._bodies.read(http)))
+            body = _parse_json(await self._bodies.read(http))
+            give_row_images(body, session.sample.image_files)
+            asked = parse_chat(body, images=bool(self.args.multimodal_keys))
+            if asked.images:
+                await asyncio.to_thread(keep_images, asked, session.images)
             if asked.sampling.get("n", 1) != 1:
                 raise ApiError("`n` above 1 is not supported: send several requests")
+            if asked.num_top_log_probs or asked.sampling.keys() & {"json_schema", "regex"}:
+                raise ApiError("`top_logprobs` and `response_format` are not supported here")
             answer, num_prompt = await self._answer(session, asked)
         except ApiError as error:
             return _json(error.body(), error.status)
@@ -169,7 +181,14 @@ class RecordingEndpoint:
         check_template_kwargs(tokenizer, asked.template_kwargs)
         refuse_control_tokens(self.args.hf_checkpoint, asked.template_kwargs)
         past = None if place is None else place[0].turns[place[1] - 1]
-        ids = await self._encode(past, asked, kwargs)
+        if past is None and self.args.apply_chat_template:
+            _refuse_rendered_prompt(session.sample.prompt, asked.messages)
+        if past is not None and past.output_ids[-1] in placeholders_of(self.args.hf_checkpoint):
+            raise ApiError(
+                "the last answer ends with the placeholder of an image, behind which nothing can be generated",
+                code="context_length_exceeded",
+            )
+        ids = await self._encode(session, past, asked, kwargs)
         used = 0 if place is None else len(ids) - len(place[0].turns[0].prompt_ids)
         sample = await self._generate(session, asked, ids, used)
         answer = _to_answer(tokenizer, sample, asked)
@@ -191,14 +210,16 @@ class RecordingEndpoint:
         return answer, len(ids)
 
     async def _encode(
-        self, past: Turn | None, asked: ChatRequest, kwargs: dict[str, Any]
+        self, session: Session, past: Turn | None, asked: ChatRequest, kwargs: dict[str, Any]
     ) -> list[int]:
-        """Return the token ids of the request; long texts are tokenized on a thread."""
+        """Return the token ids of the request; long texts and images are tokenized on a thread."""
         path = self.args.hf_checkpoint
         size = len(orjson.dumps([asked.messages, asked.tools]))
-        if size <= _INLINE_CHARS:
-            return _encode_turn(path, past, asked, kwargs)
-        return await asyncio.to_thread(_encode_turn, path, past, asked, kwargs)
+        new = asked.messages[0 if past is None else len(past.messages) :]
+        images = images_in(new, session.images)
+        if size <= _INLINE_CHARS and not images:
+            return _encode_turn(path, past, asked, kwargs, [])
+        return await asyncio.to_thread(_encode_turn, path, past, asked, kwargs, images)
 
     async def _generate(
         self, session: Session, asked: ChatRequest, ids: list[int], used: int
@@ -214,6 +235,11 @@ class RecordingEndpoint:
             tokens=list(ids), index=session.sample.index, group_index=session.sample.group_index,
             session_id=session.id,
         )  # fmt: skip
+        files = images_in(asked.messages, session.images)
+        limit = self.args.limit_mm_data_per_request.get("image")
+        if limit is not None and len(files) > limit:
+            raise ApiError(f"{len(files)} images; --limit-mm-data-per-request allows {limit}")
+        one.multimodal_inputs = {"images": files} if files else None
         if room is None or room > 0:
             with session.context.active():
                 one = await generate(self.args, one, params)
@@ -229,12 +255,31 @@ class RecordingEndpoint:
         return one
 
 
+def _refuse_rendered_prompt(prompt: Any, messages: list[Message]) -> None:
+    """Raise UserError if a message holds the prompt that --apply-chat-template has rendered already."""
+    contents = [m["content"] for m in messages if m["role"] in ("user", "system", "developer")]
+    texts = [
+        text if isinstance(text, str) else "".join(str(part.get("text", "")) for part in text or ())
+        for text in contents
+    ]
+    rendered = prompt.strip() if isinstance(prompt, str) else ""
+    if rendered and any(rendered in text for text in texts):
+        raise UserError(
+            "the agent sends sample.prompt, which --apply-chat-template has rendered, in a message: the template would "
+            "be applied twice. Send messages=sample.messages, which are never rendered"
+        )
+
+
 def _encode_turn(
-    path: str, past: Turn | None, asked: ChatRequest, kwargs: dict[str, Any]
+    path: str,
+    past: Turn | None,
+    asked: ChatRequest,
+    kwargs: dict[str, Any],
+    images: list[bytes],
 ) -> list[int]:
     """Return the token ids of the conversation; a continued one keeps the exact ids of its past.
 
-    Text of a message never becomes a control token.
+    Text of a message never becomes a control token. `images` are those of the new messages.
     """
     tokenizer = load_tokenizer(path)
 
@@ -246,10 +291,11 @@ def _encode_turn(
         written = past.status == Status.COMPLETED and text.startswith(end)  # the model generated it
         return text[len(end) :] if written else text
 
-    if past is None:
-        return encode_messages(path, asked.messages, asked.tools, render)
-    new = asked.messages[len(past.messages) :]
-    return [*past.tokens, *encode_messages(path, new, [], render)]
+    new = asked.messages[0 if past is None else len(past.messages) :]
+    ids = encode_messages(path, new, asked.tools if past is None else [], render)
+    if images:
+        ids = load_image_processor(path).expand(ids, images)
+    return ids if past is None else [*past.tokens, *ids]
 
 
 def _to_answer(tokenizer: PreTrainedTokenizerBase, sample: Sample, asked: ChatRequest) -> Answer:

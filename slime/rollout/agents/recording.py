@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from slime.core.errors import UserError
 from slime.core.types import Sample, Status
+from slime.data.images import content_hash, data_uri, read_image
 from slime.data.openai_replies import same_calls
-from slime.data.openai_requests import Message
+from slime.data.openai_requests import ApiError, ChatRequest, Message
 from slime.rollout.context import RolloutContext
 from slime.rollout.sampling import SamplingParams
 
@@ -60,6 +62,7 @@ class Session:
     context: RolloutContext  # of the rollout that the session belongs to
     id: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     segments: list[Segment] = field(default_factory=list)
+    images: dict[str, bytes] = field(default_factory=dict)  # of its messages, by hash
     num_forks: int = 0
     aborted: bool = False
     error: UserError | None = None  # raised by one of its requests; it ends the run
@@ -104,7 +107,12 @@ class Session:
         sample.tokens = list(first.prompt_ids)
         sample.response, sample.response_length, sample.weight_versions = "", 0, []
         sample.loss_mask, sample.rollout_log_probs = [], []
+        given = images_in(first.messages, self.images)
+        sample.multimodal_inputs = {"images": given} if given else None
         for index, turn in enumerate(segment.turns):
+            later = images_in(turn.messages, self.images)[len(sample.image_files) :]
+            if later:
+                sample.append_images(later)
             between = turn.prompt_ids[len(sample.tokens) :]
             if between:
                 sample.append_response_tokens(tokens=between, trainable=False)
@@ -119,6 +127,49 @@ class Session:
         sample.metadata["messages"] = segment.last.messages
         sample.metadata["segment"] = number
         return sample
+
+
+def give_row_images(body: Any, files: list[bytes]) -> None:
+    """Fill the parts {"type": "image"} of a request's messages, as sample.messages has them, with the row's images."""
+    rest = iter(files)
+    messages = body.get("messages") if isinstance(body, dict) else None
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if part != {"type": "image"}:
+                continue
+            if (file := next(rest, None)) is None:
+                raise ApiError(
+                    f'{{"type": "image"}} is an image of the row, which has {len(files)}'
+                )
+            part.update(type="image_url", image_url={"url": data_uri(file)})
+
+
+def keep_images(asked: ChatRequest, images: dict[str, bytes]) -> None:
+    """Add the images of a request to `images` by hash, which stands for them in its messages.
+
+    Only data URIs are read: a client must not make this process open files or addresses.
+    """
+    urls = iter(asked.images)
+    for message in asked.messages:
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if part["type"] != "image":
+                continue
+            url = next(urls)
+            if not url.startswith("data:"):
+                raise ApiError("an image must be a data URI: data:image/png;base64,...")
+            try:
+                file = read_image(url, Path())
+            except UserError as error:
+                raise ApiError(str(error)) from None
+            part["image"] = content_hash(file)
+            images[part["image"]] = file
+
+
+def images_in(messages: list[Message], images: dict[str, bytes]) -> list[bytes]:
+    """Return the images of messages, in order, after `keep_images`."""
+    parts = [part for m in messages if isinstance(m["content"], list) for part in m["content"]]
+    return [images[part["image"]] for part in parts if part["type"] == "image"]
 
 
 def _preference(segment: Segment, count: int) -> tuple[int, bool]:

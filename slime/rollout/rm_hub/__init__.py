@@ -16,7 +16,7 @@ from slime.core.errors import ConfigError
 from slime.core.types import Sample
 from slime.rollout.base_types import GroupRewardFunction, Reward, RewardArgs, RewardFunction
 from slime.rollout.context import current_generation
-from slime.rollout.hook_calls import call_function
+from slime.rollout.hook_calls import NUM_THREADS, call_function
 from slime.rollout.rm_hub.math_reward import last_boxed
 from slime.utils.http import gather
 from slime.utils.load_function import load_function
@@ -58,7 +58,10 @@ async def group_rm(args: RewardArgs, samples: list[Sample]) -> list[Reward]:
 
 
 def check_reward(reward: Any, where: str) -> Reward:
-    """Return the reward as a number (a 0-d array is converted) or a dictionary; raise for anything else."""
+    """Return the reward as a finite number (a 0-d array is converted) or a dictionary; raise for anything else.
+
+    The number of a dictionary, under --reward-key, is checked by `_check_key` of `rollout/group_task.py`.
+    """
     if isinstance(reward, dict):
         return reward
     return check_number(reward, where, "a number or a dictionary")
@@ -67,7 +70,7 @@ def check_reward(reward: Any, where: str) -> Reward:
 def check_number(value: Any, where: str, expected: str = "a number") -> float:
     """Return the value as a finite float; one infinite reward would make the whole group NaN."""
     try:
-        number = float(value)
+        number = float("" if isinstance(value, str) else value)  # "0.5" is a mistake, as in a label
     except (TypeError, ValueError):
         raise TypeError(f"{where} returned {value!r}; expected {expected}") from None
     if not math.isfinite(number):
@@ -115,5 +118,12 @@ async def _call(fn: Any, args: RewardArgs, samples: Sample | list[Sample], what:
     generation = current_generation()
     calls = None if generation is None else generation.hook_calls
     return await call_function(
-        fn, args, samples, name=what, kind="rewards", timeout_s=CUSTOM_TIMEOUT_S, calls=calls
+        fn,
+        args,
+        samples,
+        name=what,
+        kind="rewards",
+        timeout_s=CUSTOM_TIMEOUT_S,
+        calls=calls,
+        num_threads=args.reward_num_threads if isinstance(args, Args) else NUM_THREADS,
     )

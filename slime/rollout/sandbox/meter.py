@@ -111,10 +111,10 @@ class Meter:
         return sizes
 
     def _sockets(self) -> int:
-        """Return what the buffers of the sandbox's sockets can hold.
+        """Return how many bytes the buffers of the sandbox's sockets can hold.
 
-        A TCP socket's grow far beyond the others'. That counts from the number of them on that honest
-        programs do not need.
+        TCP buffers can grow much larger than others, so each TCP socket beyond `_FREE_TCP_SOCKETS`
+        counts with its maximum.
         """
         words = self._read("1/net/sockstat").split() + self._read("1/net/sockstat6").split()
         pairs = dict(zip(words, words[2:], strict=False))

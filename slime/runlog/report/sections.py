@@ -6,27 +6,32 @@ import json
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
 from slime.runlog import metric_names as names
-from slime.runlog.format import count, duration, layout, model_name, number, score
+from slime.runlog.format import count, duration, layout_of, model_name, number, score
+from slime.runlog.live.findings import findings
+from slime.runlog.live.metric_store import MetricStore
+from slime.runlog.live.sample_store import SampleStore
 from slime.runlog.report.charts import Chart, Line, stacked_bars
 from slime.runlog.run_folder import RunData
-from slime.runlog.sample_log import SampleRow, evenly
+from slime.runlog.sample_log import SampleRow, evenly, read_thumbnails
 
 MAX_SAMPLES = 400
 
 # title, metric, logarithmic, what it means
-_SMALL_CHARTS = (
+SMALL_CHARTS = (
     ("Response length", names.RESPONSE_LEN, False, "mean tokens per response"),
     ("Log-prob gap", names.LOG_PROB_GAP, True, "largest, trainer against engine"),
+    ("Staleness gap", names.STALE_GAP, True, "largest, from generating to training"),
     ("Entropy", names.ENTROPY, False, "nats per response token"),
     ("Loss", names.LOSS, False, "mean over optimizer steps"),
     ("Gradient norm", names.GRAD_NORM, False, "before clipping"),
     ("Generation speed", names.TOKENS_PER_SECOND, False, "tokens per second, all engines"),
-    ("Groups without signal", names.ZERO_STD_GROUPS, False, "groups whose rewards are all equal"),
+    ("Groups without signal", names.ZERO_STD_GROUPS, False, "rewards all equal"),
     ("Truncated responses", names.TRUNCATED, False, "share at the length limit"),
     ("Clipped tokens", names.CLIP_FRACTION, False, "share of response tokens"),
     ("KL to the reference", names.KL, False, "estimate over response tokens"),
@@ -73,6 +78,11 @@ class Samples:
     kinds: list[str]
     labels: bool  # some row has one
     left_out: int
+    run_dir: Path
+
+    def images(self, row: SampleRow) -> list[str]:
+        """Return thumbnails of the row's images as data URIs."""
+        return read_thumbnails(self.run_dir, row.images)
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -83,7 +93,7 @@ class ConfigRow:
 
 
 def header(run: RunData) -> Header:
-    status, status_text = _status(run)
+    state, status_text = status(run)
     learned = [
         Learned(
             dataset=name, first=points[0][1], last=points[-1][1], count=len(points), color=1 + i % 6
@@ -92,7 +102,7 @@ def header(run: RunData) -> Header:
         if (points := run.eval_reward(name))
     ]
     return Header(
-        status=status,
+        status=state,
         status_text=status_text,
         sentence=_sentence(run),
         learned=learned,
@@ -102,11 +112,15 @@ def header(run: RunData) -> Header:
 
 def reward_chart(run: RunData) -> Chart | None:
     lines = []
+    keys = [run.config.get(name) for name in ("reward_key", "eval_reward_key")]
+    # Two components of a dictionary are two quantities: each line says which one it is.
+    trained, evaluated = (f" ({key})" if key and keys[0] != keys[1] else "" for key in keys)
     if points := run.series.get(names.REWARD):
-        lines.append(Line(name="train", points=points, color=0))
+        lines.append(Line(name=f"train{trained}", points=points, color=0))
     for i, name in enumerate(run.eval_datasets()):
         points = run.eval_reward(name)
-        lines.append(Line(name=f"eval {name}", points=points, color=1 + i % 6, markers=True))
+        label = f"eval {name}{evaluated}"
+        lines.append(Line(name=label, points=points, color=1 + i % 6, markers=True))
     if not lines:
         return None
     return Chart(title="Reward", lines=lines, height=300, resumed_at=run.resumed_at)
@@ -116,13 +130,56 @@ def small_charts(run: RunData) -> list[Chart]:
     return [
         Chart(
             title=title,
-            help=meaning,
+            help=meaning + _out_of(run, metric),
             log=log,
             lines=[Line(name=title, points=run.series[metric])],
             resumed_at=run.resumed_at,
         )
-        for title, metric, log, meaning in _SMALL_CHARTS
+        for title, metric, log, meaning in SMALL_CHARTS
         if run.series.get(metric)
+    ]
+
+
+def _out_of(run: RunData, metric: str) -> str:
+    groups = run.config.get("rollout_batch_size")
+    return f", of {groups} groups" if metric == names.ZERO_STD_GROUPS and groups else ""
+
+
+def stands_out(run: RunData) -> list[dict[str, Any]]:
+    """Return the statements of the live page about the run that are not fine, problems first."""
+    metrics, samples = MetricStore(run.run_dir), SampleStore(run.run_dir)
+    metrics.update()
+    samples.update()
+    return [found for found in findings(metrics, samples, run.config) if found["level"] != "fine"]
+
+
+def component_charts(run: RunData) -> list[Chart]:
+    """Return one chart of the components of dictionary rewards for training, and one per dataset."""
+    lines: dict[str, list[Line]] = {}
+    for name in filter(names.is_component, run.series):
+        kind, _, key = name.partition("/reward/")
+        color = len(lines.setdefault(kind, [])) % 7
+        marked = kind != "rollout"
+        line = Line(name=key, points=run.series[name], color=color, markers=marked)
+        lines[kind].append(line)
+    return [
+        Chart(
+            title=f"Reward components, {'train' if kind == 'rollout' else kind.replace('/', ' ')}",
+            lines=drawn,
+            resumed_at=run.resumed_at,
+        )
+        for kind, drawn in lines.items()
+    ]
+
+
+def other_charts(run: RunData) -> list[Chart]:
+    """Return every metric that no other part of the page draws, those of hooks too."""
+    drawn = {names.REWARD, names.STEP_TIME, *(metric for _, metric, _, _ in SMALL_CHARTS)}
+    drawn |= set(names.eval_rewards(run.series).values())
+    return [
+        Chart(title=name, lines=[Line(name=name, points=points)], resumed_at=run.resumed_at)
+        for name, points in sorted(run.series.items())
+        if name not in drawn and not names.is_component(name) and not names.is_phase_time(name)
     ]
 
 
@@ -159,6 +216,7 @@ def samples(run: RunData) -> Samples:
         kinds=sorted({row.kind for _, row in rows}),
         labels=any(row.label is not None for _, row in rows),
         left_out=len(run.samples) - len(rows),
+        run_dir=run.run_dir,
     )
 
 
@@ -179,8 +237,11 @@ def starts(run: RunData) -> list[tuple[str, str]]:
     return [(_date(start["time"]), _machine(start)) for start in run.starts]
 
 
-def _status(run: RunData) -> tuple[str, str]:
+def status(run: RunData) -> tuple[str, str]:
+    """Return "complete", "partial" or "empty", and the number of rollouts in words."""
     done, wanted = run.rollouts(), run.config.get("num_rollout")
+    if wanted == 0 and run.eval_datasets():
+        return "complete", "evaluation"
     if done == 0:
         return "empty", "nothing recorded yet"
     if wanted is None:
@@ -196,6 +257,8 @@ def _sentence(run: RunData) -> str:
         return "This run has recorded no metrics yet. Build the report again once it has."
     if not run.eval_datasets():
         return _sentence_without_eval(run)
+    if run.config.get("num_rollout") == 0:
+        return "Mean reward of the model on each dataset; nothing was trained."
     if done == 0:
         return "Mean reward on held-out prompts before training; no rollout is complete yet."
     return f"Mean reward on held-out prompts, at first and after {_rollouts(run)}."
@@ -239,21 +302,8 @@ def _tiles(run: RunData) -> list[tuple[str, str, str]]:
         tiles.append(("Largest log-prob gap", number(worst), "trainer against engine"))
     if run.config:
         model = model_name(run.config.get("hf_checkpoint"))
-        tiles.append(("Model", model, _layout(run.config)))
+        tiles.append(("Model", model, layout_of(run.config)))
     return tiles
-
-
-def _layout(config: dict[str, Any]) -> str:
-    needed = ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "colocate")
-    if any(config.get(name) is None for name in needed):
-        return ""
-    return layout(
-        trainers=config["actor_num_nodes"] * config["actor_num_gpus_per_node"],
-        rollout=config["rollout_num_gpus"],
-        colocate=config["colocate"],
-        backend=config.get("train_backend", ""),
-        engine=config.get("rollout_engine", ""),
-    )
 
 
 def _date(seconds: float) -> str:
@@ -261,12 +311,13 @@ def _date(seconds: float) -> str:
 
 
 def _machine(start: dict[str, Any]) -> str:
-    gpus = [gpu["name"] for gpu in start.get("gpus", [])]
+    gpus, packages = start.get("gpus"), start.get("packages")
+    gpus = [gpu["name"] for gpu in gpus] if isinstance(gpus, list) else []
     device = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU"
-    packages = start.get("packages", {})
+    packages = packages if isinstance(packages, dict) else {}
     versions = ", ".join(
         f"{n} {packages[n]}" for n in ("torch", "transformers", "ray") if n in packages
     )
     commit = start.get("git_commit")
     place = f"{device}, Python {start.get('python', '?')}, {versions}"
-    return f"{place}, commit {commit[:12]}" if commit else place
+    return f"{place}, commit {str(commit)[:12]}" if commit else place

@@ -164,8 +164,8 @@ def _partition(costs: list[int], count: int) -> list[int]:
 
 
 def _layer_of(name: str) -> int | None:
-    parts = name.split(".")
-    return int(parts[2]) if parts[:2] == ["model", "layers"] and len(parts) > 2 else None
+    parts = name.removeprefix("model.").removeprefix("language_model.").split(".")
+    return int(parts[1]) if parts[0] == "layers" and len(parts) > 1 else None
 
 
 def _elements(wanted: Iterable[str], names: set[str], reader: TensorReader) -> int:

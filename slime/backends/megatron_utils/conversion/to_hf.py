@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from multiprocessing import get_context
@@ -16,39 +15,31 @@ from pathlib import Path
 
 import torch
 
-from slime.backends.checkpoint_reader import FileCheck, Slice, read_slices
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
 from slime.core.errors import ConfigError, UserError
 from slime.runlog.checkpoint_folder import find_checkpoint
-from slime.weights.buckets import NamedTensor
+from slime.weights.buckets import NamedTensor, stored_names
 from slime.weights.hf_folder import WeightFile, new_hf_folder, write_weight_file
 
 install_cpu_adapter()
 
-from megatron.core import dist_checkpointing  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
-
-from slime.backends.megatron_utils.checkpoint import refuse_other_format  # noqa: E402
 from slime.backends.megatron_utils.conversion.setup import (  # noqa: E402
     process_group,
     progress,
 )
+from slime.backends.megatron_utils.conversion.stored_tensors import StoredTensors  # noqa: E402
 from slime.backends.megatron_utils.conversion.to_hf_options import (  # noqa: E402
     check_model,
     parse_options,
 )
 from slime.backends.megatron_utils.hf_weights.export import with_copies  # noqa: E402
-from slime.backends.megatron_utils.hf_weights.families import padded_weight_map  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.families import padded_weight_map, with_tower  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
-from slime.backends.megatron_utils.hf_weights.rules import Rule, WeightMap, canonical  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.rules import Rule, WeightMap  # noqa: E402
 from slime.backends.megatron_utils.model_config import read_config  # noqa: E402
 
 Bucket = list[NamedTensor]
 
-_ALL_LAYERS = re.compile(r"^decoder\.layers\.(?!\d)")
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_MTP = re.compile(r"^mtp\.layers\.(\d+)\.")
-_EXPERTS = ".mlp.experts.experts."
 _EMBEDDING = "embedding.word_embeddings.weight"
 _READ_BYTES = 1 << 30  # read from a checkpoint at a time
 
@@ -122,8 +113,13 @@ class Conversion:
         self.plan, self.config = plan, read_config(plan.origin)
         self.stored, self.origin = StoredTensors(plan.source), HfReader(plan.origin)
         weights = self.weights = padded_weight_map(
-            self.config, self.stored.shape(_EMBEDDING)[0], self.stored.num_mtp_layers()
+            self.config,
+            self.stored.shape(_EMBEDDING)[0],
+            self.stored.num_mtp_layers(),
+            stored_names(plan.origin, self.config.model_type),
         )
+        if self.stored.has_tower():
+            weights = self.weights = with_tower(weights, plan.origin)
         dtype = self.config.dtype or torch.bfloat16
         assert isinstance(dtype, torch.dtype), "transformers converts a name to the dtype"
         self.dtype = dtype
@@ -222,7 +218,7 @@ def _hf_tensors(unit: Unit, tensors: dict[str, torch.Tensor], dtype: torch.dtype
 
 
 def _write_files(conversion: Conversion, folder: Path, max_workers: int) -> Iterator[WeightFile]:
-    """Yield the files in order, written by this process or by that many others.
+    """Yield the files in order, written by this process or by up to `max_workers` child processes.
 
     Worker i writes the files i, i + workers, ...: each holds one file at a time.
     """
@@ -293,91 +289,3 @@ def _checkpoint(folder: str) -> Path:
     if found is None:
         raise ConfigError(f"--input-dir: {folder} is no checkpoint and has no complete one in it")
     return found
-
-
-class StoredTensors:
-    """Full Megatron tensors in the `iter_...` folder of a checkpoint, by their names on one rank.
-
-    Megatron stores the experts of a layer in one tensor, and may store all layers in one; a tensor
-    of one layer and one expert is then a slice of it.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = str(folder)
-        if not (Path(folder) / "metadata.json").is_file():
-            raise UserError(f"{folder} is not a torch_dist checkpoint: it has no metadata.json")
-        FileCheck()(folder)
-        refuse_other_format(folder)
-        dist_checkpointing.load_common_state_dict(self._folder)  # refuses objects, as a run does
-        self._places: dict[str, _StoredTensor] = {}
-        for key, tensor in dist_checkpointing.load_tensors_metadata(self._folder).items():
-            if key.startswith(("optimizer.", "chained_", "fp8.")) or "_extra_state" in key:
-                continue
-            assert isinstance(tensor, ShardedTensor), "only tensors are asked for"
-            self._add(key, tensor)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._find(name)[0].shape
-
-    def has(self, name: str) -> bool:
-        return self._pattern(name) in self._places
-
-    def num_experts(self, name: str) -> int:
-        return self._find(name)[0].experts or 1
-
-    def num_mtp_layers(self) -> int:
-        """Return how many multi-token-prediction layers were trained."""
-        found = [_MTP.match(name) for name in self._places]
-        return max((int(match[1]) + 1 for match in found if match), default=0)
-
-    def nbytes(self, name: str) -> int:
-        place = self._find(name)[0]
-        return torch.Size(place.shape).numel() * place.dtype.itemsize
-
-    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Read several tensors at once, as every read scans the checkpoint's whole index."""
-        return read_slices(self._folder, {name: self._slice(name) for name in names})
-
-    def _add(self, key: str, tensor: ShardedTensor) -> None:
-        shape = tuple(tensor.global_shape)
-        layers = experts = None
-        name = key
-        if _ALL_LAYERS.match(key):
-            layers, shape = shape[0], shape[1:]
-            name = _ALL_LAYERS.sub("decoder.layers.*.", name)
-        if _EXPERTS in key:
-            experts, shape = shape[0], shape[1:]
-            name = name.replace(_EXPERTS, ".mlp.experts.local_experts.*.")
-        place = _StoredTensor(key, layers, experts, shape, tensor.dtype)
-        # The names of TransformerEngine's norms are recognised behind the number of a layer.
-        known = canonical(name.replace(".layers.*.", ".layers.0.")) if layers else canonical(name)
-        name = _LAYER.sub("decoder.layers.*.", known) if layers else known
-        self._places[name] = place
-
-    def _find(self, name: str) -> tuple[_StoredTensor, int, int]:
-        """Return where a tensor is stored, and the indices of its layer and expert there."""
-        pattern = self._pattern(name)
-        if pattern not in self._places:
-            raise UserError(f"{self._folder} has no tensor {name}")
-        layer, expert = _LAYER.match(name), re.search(r"\.local_experts\.(\d+)\.", name)
-        place = self._places[pattern]
-        return place, int(layer[1]) if layer else 0, int(expert[1]) if expert else 0
-
-    def _pattern(self, name: str) -> str:
-        name = re.sub(r"\.local_experts\.\d+\.", ".local_experts.*.", name)
-        return name if name in self._places else _LAYER.sub("decoder.layers.*.", name)
-
-    def _slice(self, name: str) -> Slice:
-        place, layer, expert = self._find(name)
-        axes = ((place.layers, layer), (place.experts, expert))
-        offsets = tuple(index for count, index in axes if count)
-        return Slice(key=place.key, offsets=offsets, shape=place.shape, dtype=place.dtype)
-
-
-@dataclass(frozen=True)
-class _StoredTensor:
-    key: str
-    layers: int | None  # size of the first dimension, None if the tensor is of one layer
-    experts: int | None  # size of the next dimension
-    shape: tuple[int, ...]  # of one layer and expert
-    dtype: torch.dtype

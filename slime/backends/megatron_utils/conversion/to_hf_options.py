@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from transformers import PretrainedConfig
 
+from slime.config.checks.model_types import family_of
 from slime.core.errors import ConfigError
 from slime.weights.hf_folder import FILE_BYTES
 
@@ -69,13 +70,15 @@ def check_model(options: argparse.Namespace, config: PretrainedConfig) -> None:
     if options.vocab_size not in (None, config.vocab_size):
         raise ConfigError(
             f"--vocab-size {options.vocab_size}: {options.origin_hf_dir}/config.json says "
-            f"{config.vocab_size}, to which padding is cut: remove the flag, or correct that file"
+            f"{config.vocab_size}, which the output will have: remove the flag, or correct that file"
         )
-    names = [str(config.model_type), *(config.architectures or [])]
+    kind = str(config.model_type)
+    names = [kind, family_of(kind), *(config.architectures or [])]
     if options.model_name and not any(_same_name(options.model_name, name) for name in names):
         raise ConfigError(
-            f"--model-name {options.model_name}: {options.origin_hf_dir}/config.json is of a "
-            f"{config.model_type}, which decides the names: remove the flag, or give that folder"
+            f"--model-name {options.model_name}: {options.origin_hf_dir}/config.json has model_type "
+            f"{config.model_type}, which decides the tensor names: remove the flag, or give the "
+            "folder of that model with --origin-hf-dir"
         )
 
 

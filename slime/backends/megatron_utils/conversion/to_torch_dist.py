@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
 from slime.config.arguments import Args
 from slime.runlog.checkpoint_folder import CheckpointFolder, CheckpointMeta
+from slime.weights.buckets import stored_names
 
 install_cpu_adapter()
 
@@ -60,7 +61,9 @@ def with_sharding(args: Args, config: PretrainedConfig, reader: HfReader) -> Arg
     """Set the user's parallel sizes or a pipeline over all ranks, and the checkpoint's dtype."""
     layout = None
     if not has_layout(args):
-        sizes = model_sizes(padded_weight_map(config, config.vocab_size), reader)
+        stored = stored_names(args.hf_checkpoint, config.model_type)
+        weights = padded_weight_map(config, config.vocab_size, stored=stored)
+        sizes = model_sizes(weights, reader)
         layout = layout_text(stages(sizes, dist.get_world_size()))
     half = config.dtype in (torch.bfloat16, torch.float16)
     return with_layout(args, "bf16" if half else "fp32", layout, dist.get_world_size())

@@ -22,7 +22,7 @@ from slime.backends.megatron_utils.parallel import (
     pipeline_group,
     tensor_group,
 )
-from slime.config.lora import LORA_A, LORA_B
+from slime.config.peft_files import LORA_A, LORA_B, flat_name
 from slime.utils.device import current_device
 from slime.weights.buckets import merge_adapter
 
@@ -108,10 +108,10 @@ class Merge:
         self._adapters, self._scaling = adapters, scaling
 
     def has(self, name: str) -> bool:
-        return name.removesuffix(".weight") + LORA_A in self._adapters
+        return flat_name(name).removesuffix(".weight") + LORA_A in self._adapters
 
     def __call__(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        module = name.removesuffix(".weight")
+        module = flat_name(name).removesuffix(".weight")
         a, b = self._adapters[module + LORA_A], self._adapters[module + LORA_B]
         return merge_adapter(weight, a, b, self._scaling, dtype)
 
@@ -126,7 +126,7 @@ class _Gather:
     ) -> None:
         layout = current_layout()
         self._dtype, self._merge = dtype, merge
-        self._expert = layout.expert
+        self._layout, self._expert = layout, layout.expert
         local = list(local_weights(chunks, weights, layout))
         self._local = {weight.name: weight.tensor for weight in local}
         self._stage = pipeline_group().rank()
@@ -186,9 +186,7 @@ class _Gather:
         as_is = self._dtype is None or rule.fp32 or merged
         dtype = location.dtype if as_is or self._dtype is None else self._dtype
         if location.stage == self._stage:
-            whole = self._over_tensor_ranks(rule, self._local[name].to(current_device(), dtype))
-            if rule.per_expert:
-                whole = torch.stack(all_gather(whole, expert_group()))
+            whole = _gathered(rule, self._local[name].to(current_device(), dtype))
         else:
             whole = torch.empty(
                 self._shape(rule, location.shape), dtype=dtype, device=current_device()
@@ -196,13 +194,8 @@ class _Gather:
         _broadcast_from_stage(whole, location.stage)
         return whole
 
-    def _over_tensor_ranks(self, rule: Rule, local: torch.Tensor) -> torch.Tensor:
-        if rule.mapping.dim is None:
-            return local
-        return rule.mapping.join(all_gather(local, _tensor_group(rule)))
-
     def _shape(self, rule: Rule, local: tuple[int, ...]) -> tuple[int, ...]:
-        whole = rule.mapping.whole_shape(local, _tensor_group(rule).size())
+        whole = rule.mapping.whole_shape(local, self._layout.shard(rule))
         return (self._expert.size, *whole) if rule.per_expert else whole
 
     def _locate(self) -> dict[str, _Location]:
@@ -216,8 +209,16 @@ class _Gather:
         return locations
 
 
-def _tensor_group(rule: Rule) -> dist.ProcessGroup:
-    return expert_tensor_group() if rule.per_expert else tensor_group()
+def _gathered(rule: Rule, local: torch.Tensor) -> torch.Tensor:
+    """Gather a tensor over the tensor ranks, then experts over the expert ranks."""
+    whole = local
+    if rule.mapping.dim is not None:
+        group = expert_tensor_group() if rule.of_experts else tensor_group()
+        whole = rule.mapping.join(all_gather(local, group))
+    if not rule.of_experts:
+        return whole
+    of_each_rank = all_gather(whole, expert_group())
+    return torch.cat(of_each_rank) if rule.all_experts else torch.stack(of_each_rank)
 
 
 def _all_gather_over_stages(value: object) -> list:

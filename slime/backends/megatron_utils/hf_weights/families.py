@@ -13,36 +13,61 @@ from typing import TYPE_CHECKING
 from transformers import PretrainedConfig
 
 from slime.backends.megatron_utils.architecture import architecture
+from slime.backends.megatron_utils.hf_weights.layer_rules import (
+    H,
+    M,
+    attention,
+    ends,
+    expert_bias,
+    experts,
+    fused_experts,
+    gated_shared_expert,
+    mlp,
+    plain,
+    shared_experts,
+    stacked,
+)
 from slime.backends.megatron_utils.hf_weights.mappings import (
     GateUp,
     InterleavedGateUp,
     Mapping,
     Plain,
-    Qkv,
-    Sharding,
-    StackedExperts,
     SwappedInputs,
-    Vocab,
 )
 from slime.backends.megatron_utils.hf_weights.rules import Rule, WeightMap
+from slime.backends.megatron_utils.hf_weights.sections import Sections
 from slime.backends.megatron_utils.model_config import padded_vocab_size, trained_mtp_layers
+from slime.backends.megatron_utils.vision import TOWER, tower_rules
+from slime.config.checks.model_types import trains_tower
+from slime.config.peft_files import nested_name
+from slime.weights.buckets import StoredNames, stored_names
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
-
-# Prefixes of a layer and of an expert: Megatron's, Hugging Face's.
-M, H = "decoder.layers.{layer}.", "model.layers.{layer}."
-_EXPERT = "mlp.experts.local_experts.{expert}."
 
 
 def weight_map(config: PretrainedConfig, args: Args) -> WeightMap:
     """Return the rules of a model; raise UserError for a model type that is not supported."""
     padded = padded_vocab_size(config.vocab_size, args)
-    return padded_weight_map(config, padded, trained_mtp_layers(args))
+    stored = stored_names(args.hf_checkpoint, config.model_type)
+    weights = padded_weight_map(config, padded, trained_mtp_layers(args), stored)
+    return with_tower(weights, args.hf_checkpoint) if trains_tower(args) else weights
+
+
+def with_tower(weights: WeightMap, folder: str) -> WeightMap:
+    """Return the rules with those of a trained vision tower."""
+    return replace(
+        weights,
+        rules=(*weights.rules, *tower_rules(folder)),
+        untrained=tuple(prefix for prefix in weights.untrained if prefix != TOWER),
+    )
 
 
 def padded_weight_map(
-    config: PretrainedConfig, padded_vocab: int, mtp_layers: int = 0
+    config: PretrainedConfig,
+    padded_vocab: int,
+    mtp_layers: int = 0,
+    stored: StoredNames = StoredNames(),  # noqa: B008
 ) -> WeightMap:
     """Return the rules of a model whose embedding is padded to `padded_vocab` rows.
 
@@ -50,16 +75,25 @@ def padded_weight_map(
     """
     architecture(config)  # UserError, with the supported model types, for any other
     family = _FAMILIES[config.model_type]
-    first, *last = _ends(config, padded_vocab)
+    first, *last = ends(config, padded_vocab)
     rules = family.layer_rules(config)
+    if stored.fused_experts:
+        fused = fused_experts(transposed=bool(stored.transposed))
+        rules = [*(rule for rule in rules if not rule.per_expert), *fused]
     mtp = family.mtp
+    whole = (first, *rules, *last, *(mtp.rules(config, rules, mtp_layers) if mtp else ()))
     return WeightMap(
         model_type=config.model_type,
         num_layers=config.num_hidden_layers,
-        rules=(first, *rules, *last, *(mtp.rules(config, rules, mtp_layers) if mtp else ())),
-        untrained=mtp.prefixes(config)[mtp_layers:] if mtp else (),
+        rules=tuple(_nested(rule) for rule in whole) if stored.nested else whole,
+        untrained=(mtp.prefixes(config)[mtp_layers:] if mtp else ()) + family.untrained,
         copies=mtp.copies(config, mtp_layers) if mtp else {},
     )
+
+
+def _nested(rule: Rule) -> Rule:
+    """Return the rule with the names that a text model has beside a vision tower."""
+    return replace(rule, hf=tuple(nested_name(name) for name in rule.hf))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,65 +144,111 @@ class Mtp:
 
 @dataclass(frozen=True)
 class Family:
-    """The rules of one decoder layer, and names of multi-token-prediction layers if it has such."""
+    """The rules of one decoder layer, and names of multi-token-prediction layers if it has such.
+
+    `untrained` are prefixes of tensors that a checkpoint may have and Megatron's model does not.
+    """
 
     layer_rules: Callable[[PretrainedConfig], list[Rule]]
     mtp: Mtp | None = None
+    untrained: tuple[str, ...] = ()
 
 
 def _llama(config: PretrainedConfig) -> list[Rule]:
-    return [*_attention(config), *_mlp()]
+    return [*attention(config), *mlp()]
 
 
 def _qwen2(config: PretrainedConfig) -> list[Rule]:
-    return [*_attention(config, qkv_bias=True), *_mlp()]
+    return [*attention(config, qkv_bias=True), *mlp()]
 
 
 def _qwen3(config: PretrainedConfig) -> list[Rule]:
-    return [*_attention(config, qk_norm=True), *_mlp()]
+    return [*attention(config, qk_norm=True), *mlp()]
 
 
 def _qwen3_moe(config: PretrainedConfig) -> list[Rule]:
     """Return the rules of Qwen3 with MoE in all layers or in some."""
-    return [*_qwen3(config), *_experts()]
+    return [*_qwen3(config), *experts()]
 
 
 def _qwen2_moe(config: PretrainedConfig) -> list[Rule]:
     """Return the rules of Qwen2 with MoE in all layers or in some, and a gated shared expert."""
     return [
-        *_attention(config, qkv_bias=bool(config.qkv_bias)),
-        *_mlp(),
-        *_experts(),
-        *_gated("mlp.shared_experts", "mlp.shared_expert"),
-        _plain("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
+        *attention(config, qkv_bias=bool(config.qkv_bias)),
+        *mlp(),
+        *experts(),
+        *gated_shared_expert(),
     ]
+
+
+def _qwen3_next(config: PretrainedConfig) -> list[Rule]:
+    """Return the rules of gated delta nets, gated attention, MoE and a gated shared expert."""
+    keys = config.linear_num_key_heads
+    qk, v, heads = _delta_rows(config)
+    mixed = Sections([qk, qk, v, v], [heads, heads], groups=keys)
+    names = ("in_proj_qkvz", "in_proj_ba")
+    return [*_hybrid(config, names, mixed), *mlp(), *experts(), *gated_shared_expert()]
+
+
+def _qwen3_5(config: PretrainedConfig) -> list[Rule]:
+    """Return the rules of gated delta nets, gated attention and a dense MLP."""
+    qk, v, heads = _delta_rows(config)
+    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    return [*_hybrid(config, names, Sections([qk, qk, v], [v], [heads], [heads])), *mlp()]
+
+
+def _qwen3_5_moe(config: PretrainedConfig) -> list[Rule]:
+    return [*_qwen3_5(config), *experts(), *gated_shared_expert()]
+
+
+def _hybrid(config: PretrainedConfig, in_proj: tuple[str, ...], mixed: Mapping) -> list[Rule]:
+    """Return the rules of attention and of delta nets, of which each layer has one."""
+    qk, v, _ = _delta_rows(config)
+    own, hf = "self_attention.", "linear_attn."
+    names = tuple(f"{H}{hf}{name}.weight" for name in in_proj)
+    return [
+        *attention(config, qk_norm=True, gated=True),
+        Rule(f"{M}{own}in_proj.weight", names, mixed),
+        Rule(f"{M}{own}conv1d.weight", (f"{H}{hf}conv1d.weight",), Sections([qk, qk, v])),
+        plain(f"{own}A_log", f"{hf}A_log", "column"),
+        plain(f"{own}dt_bias", f"{hf}dt_bias", "column"),
+        plain(f"{own}out_norm.weight", f"{hf}norm.weight"),
+        plain(f"{own}out_proj.weight", f"{hf}out_proj.weight", "row"),
+    ]
+
+
+def _delta_rows(config: PretrainedConfig) -> tuple[int, int, int]:
+    """Return the rows of queries (and of keys), of values, and of one number per value head."""
+    heads = config.linear_num_value_heads
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    return keys, heads * config.linear_value_head_dim, heads
 
 
 def _mimo(config: PretrainedConfig) -> list[Rule]:
     """Return the rules of Qwen2, with biases or without."""
-    return [*_attention(config, qkv_bias=bool(config.attention_bias)), *_mlp()]
+    return [*attention(config, qkv_bias=bool(config.attention_bias)), *mlp()]
 
 
 def _glm4(config: PretrainedConfig) -> list[Rule]:
     """Return the rules of GLM-4-0414: norms after attention and MLP too, gate and up fused."""
     return [
-        *_attention(config, qkv_bias=bool(config.attention_bias)),
-        _plain("post_self_attn_layernorm.weight", "post_self_attn_layernorm.weight"),
-        _plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+        *attention(config, qkv_bias=bool(config.attention_bias)),
+        plain("post_self_attn_layernorm.weight", "post_self_attn_layernorm.weight"),
+        plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
         Rule(f"{M}mlp.linear_fc1.weight", (f"{H}mlp.gate_up_proj.weight",), GateUp(fused=True)),
-        _plain("mlp.linear_fc2.weight", "mlp.down_proj.weight", "row"),
-        _plain("post_mlp_layernorm.weight", "post_mlp_layernorm.weight"),
+        plain("mlp.linear_fc2.weight", "mlp.down_proj.weight", "row"),
+        plain("post_mlp_layernorm.weight", "post_mlp_layernorm.weight"),
     ]
 
 
 def _glm4_moe(config: PretrainedConfig) -> list[Rule]:
     """Return the rules of GLM-4.5: dense layers first, then MoE with a shared expert."""
     return [
-        *_attention(config, qkv_bias=bool(config.attention_bias), qk_norm=bool(config.use_qk_norm)),
-        *_mlp(),
-        *_expert_bias(),
-        *_experts(),
-        *_shared_experts(),
+        *attention(config, qkv_bias=bool(config.attention_bias), qk_norm=bool(config.use_qk_norm)),
+        *mlp(),
+        *expert_bias(),
+        *experts(),
+        *shared_experts(),
     ]
 
 
@@ -176,126 +256,46 @@ def _deepseek_v3(config: PretrainedConfig) -> list[Rule]:
     """Return the rules of MLA, dense layers first, then MoE with shared experts (GLM-4.7-Flash too)."""
     return [
         *_latent_attention(config),
-        *_mlp(),
-        *_expert_bias(),
-        *_experts(),
-        *_shared_experts(),
+        *mlp(),
+        *expert_bias(),
+        *experts(),
+        *shared_experts(),
     ]
 
 
 def _latent_attention(config: PretrainedConfig) -> list[Rule]:
     megatron, hf = "self_attention.", "self_attn."
     if config.q_lora_rank is None:
-        query = [_plain(f"{megatron}linear_q_proj.weight", f"{hf}q_proj.weight", "column")]
+        query = [plain(f"{megatron}linear_q_proj.weight", f"{hf}q_proj.weight", "column")]
     else:
         query = [
-            _plain(f"{megatron}linear_q_down_proj.weight", f"{hf}q_a_proj.weight"),
-            _plain(f"{megatron}q_layernorm.weight", f"{hf}q_a_layernorm.weight"),
-            _plain(f"{megatron}linear_q_up_proj.weight", f"{hf}q_b_proj.weight", "column"),
+            plain(f"{megatron}linear_q_down_proj.weight", f"{hf}q_a_proj.weight"),
+            plain(f"{megatron}q_layernorm.weight", f"{hf}q_a_layernorm.weight"),
+            plain(f"{megatron}linear_q_up_proj.weight", f"{hf}q_b_proj.weight", "column"),
         ]
     return [
-        _plain("input_layernorm.weight", "input_layernorm.weight"),
+        plain("input_layernorm.weight", "input_layernorm.weight"),
         *query,
-        _plain(f"{megatron}linear_kv_down_proj.weight", f"{hf}kv_a_proj_with_mqa.weight"),
-        _plain(f"{megatron}kv_layernorm.weight", f"{hf}kv_a_layernorm.weight"),
-        _plain(f"{megatron}linear_kv_up_proj.weight", f"{hf}kv_b_proj.weight", "column"),
-        _plain(f"{megatron}linear_proj.weight", f"{hf}o_proj.weight", "row"),
+        plain(f"{megatron}linear_kv_down_proj.weight", f"{hf}kv_a_proj_with_mqa.weight"),
+        plain(f"{megatron}kv_layernorm.weight", f"{hf}kv_a_layernorm.weight"),
+        plain(f"{megatron}linear_kv_up_proj.weight", f"{hf}kv_b_proj.weight", "column"),
+        plain(f"{megatron}linear_proj.weight", f"{hf}o_proj.weight", "row"),
     ]
 
 
 def _gpt_oss(config: PretrainedConfig) -> list[Rule]:
     """Return the rules of attention with sinks, biases everywhere, experts stacked by HF."""
     return [
-        *_attention(config, qkv_bias=True),
-        _plain("self_attention.linear_proj.bias", "self_attn.o_proj.bias"),
-        _plain("self_attention.core_attention.softmax_offset", "self_attn.sinks", "column"),
-        _plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
-        _plain("mlp.router.weight", "mlp.router.weight"),
-        _plain("mlp.router.bias", "mlp.router.bias"),
-        _stacked("linear_fc1.weight", "gate_up_proj", InterleavedGateUp()),
-        _stacked("linear_fc1.bias", "gate_up_proj_bias", InterleavedGateUp()),
-        _stacked("linear_fc2.weight", "down_proj", Plain("row")),
-        _stacked("linear_fc2.bias", "down_proj_bias", Plain()),
-    ]
-
-
-def _stacked(megatron: str, hf: str, mapping: Mapping) -> Rule:
-    return Rule(
-        f"{M}{_EXPERT}{megatron}", (f"{H}mlp.experts.{hf}",), StackedExperts(mapping), stacked=True
-    )
-
-
-# ---- rules that families share
-
-
-def _ends(config: PretrainedConfig, padded_vocab: int) -> list[Rule]:
-    """Return the rules of the embedding, the final norm and the output layer."""
-    vocab = Vocab(config.vocab_size, padded_vocab)
-    tied = bool(config.tie_word_embeddings)
-    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
-    return [
-        Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), vocab),
-        Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Plain()),
-        Rule("output_layer.weight", (head,), vocab, load_only=tied),
-    ]
-
-
-def _attention(
-    config: PretrainedConfig, *, qkv_bias: bool = False, qk_norm: bool = False
-) -> list[Rule]:
-    """Return the rules of attention and its input norm, with optional QKV biases and QK norms."""
-    heads = config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kinds = ["weight", "bias"] if qkv_bias else ["weight"]
-    rules = [_plain("input_layernorm.weight", "input_layernorm.weight")]
-    for kind in kinds:
-        names = tuple(f"{H}self_attn.{x}_proj.{kind}" for x in "qkv")
-        rules.append(Rule(f"{M}self_attention.linear_qkv.{kind}", names, Qkv(groups, head_dim)))
-    if qk_norm:
-        for x in "qk":
-            rules.append(
-                _plain(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight")
-            )
-    rules.append(_plain("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "row"))
-    return rules
-
-
-def _mlp() -> list[Rule]:
-    return [
-        _plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
-        *_gated("mlp", "mlp"),
-    ]
-
-
-def _experts() -> list[Rule]:
-    """Return the rules of the router and of each expert; the norm before them is in `_mlp`."""
-    return [
-        _plain("mlp.router.weight", "mlp.gate.weight"),
-        *_gated("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}"),
-    ]
-
-
-def _shared_experts() -> list[Rule]:
-    return _gated("mlp.shared_experts", "mlp.shared_experts")
-
-
-def _expert_bias() -> list[Rule]:
-    """Return the rule of the bias that is added to router scores for the top-k."""
-    hf = (f"{H}mlp.gate.e_score_correction_bias",)
-    return [Rule(f"{M}mlp.router.expert_bias", hf, Plain(), fp32=True)]
-
-
-def _plain(megatron: str, hf: str, sharding: Sharding = None) -> Rule:
-    """Return the rule of a tensor of a layer that is the same in Hugging Face and Megatron."""
-    return Rule(M + megatron, (H + hf,), Plain(sharding))
-
-
-def _gated(megatron: str, hf: str) -> list[Rule]:
-    names = (f"{H}{hf}.gate_proj.weight", f"{H}{hf}.up_proj.weight")
-    return [
-        Rule(f"{M}{megatron}.linear_fc1.weight", names, GateUp()),
-        _plain(f"{megatron}.linear_fc2.weight", f"{hf}.down_proj.weight", "row"),
+        *attention(config, qkv_bias=True),
+        plain("self_attention.linear_proj.bias", "self_attn.o_proj.bias"),
+        plain("self_attention.core_attention.softmax_offset", "self_attn.sinks", "column"),
+        plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+        plain("mlp.router.weight", "mlp.router.weight"),
+        plain("mlp.router.bias", "mlp.router.bias"),
+        stacked("linear_fc1.weight", "gate_up_proj", InterleavedGateUp()),
+        stacked("linear_fc1.bias", "gate_up_proj_bias", InterleavedGateUp()),
+        stacked("linear_fc2.weight", "down_proj", Plain("row")),
+        stacked("linear_fc2.bias", "down_proj_bias", Plain()),
     ]
 
 
@@ -321,4 +321,9 @@ _FAMILIES = {
     "glm4_moe": Family(_glm4_moe, Mtp()),
     "glm4_moe_lite": Family(_deepseek_v3, Mtp()),
     "deepseek_v3": Family(_deepseek_v3, Mtp()),
+    "qwen3_vl_text": Family(_qwen3, untrained=("model.visual.",)),
+    "qwen3_vl_moe_text": Family(_qwen3_moe, untrained=("model.visual.",)),
+    "qwen3_next": Family(_qwen3_next, untrained=("mtp.",)),
+    "qwen3_5_text": Family(_qwen3_5, untrained=("mtp.", "model.visual.")),
+    "qwen3_5_moe_text": Family(_qwen3_5_moe, untrained=("mtp.", "model.visual.")),
 }

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.models.gpt import GPTModel
 
 from slime.backends.megatron_utils.hf_weights.mappings import WHOLE, Shard
 from slime.backends.megatron_utils.hf_weights.reader import TensorReader
-from slime.backends.megatron_utils.hf_weights.rules import ADAPTERS, Match, WeightMap, canonical
+from slime.backends.megatron_utils.hf_weights.rules import (
+    ADAPTERS,
+    Match,
+    Rule,
+    WeightMap,
+    canonical,
+)
 from slime.backends.megatron_utils.layers import ValueHead
 from slime.backends.megatron_utils.parallel import (
     decoder_layers,
@@ -34,8 +40,10 @@ class Layout:
     expert_tensor: Shard = WHOLE
     expert: Shard = WHOLE
 
-    def shard(self, match: Match) -> Shard:
-        return self.expert_tensor if match.rule.per_expert else self.tensor
+    def shard(self, rule: Rule) -> Shard:
+        if rule.all_experts:
+            return replace(self.expert_tensor, experts=self.expert)
+        return self.expert_tensor if rule.per_expert else self.tensor
 
 
 def current_layout() -> Layout:
@@ -110,7 +118,7 @@ def load_hf(
 def check_shape(weight: LocalWeight, reader: TensorReader, layout: Layout) -> None:
     match = weight.match
     shapes = [reader.shape(name) for name in match.hf_names]
-    shape = match.rule.mapping.shape(shapes, layout.shard(match))
+    shape = match.rule.mapping.shape(shapes, layout.shard(match.rule))
     if shape != tuple(weight.tensor.shape):
         found = ", ".join(
             f"{name} {list(shape)}" for name, shape in zip(match.hf_names, shapes, strict=True)
@@ -123,7 +131,7 @@ def check_shape(weight: LocalWeight, reader: TensorReader, layout: Layout) -> No
 
 def _fill(weight: LocalWeight, reader: TensorReader, layout: Layout) -> None:
     match = weight.match
-    mapping, shard = match.rule.mapping, layout.shard(match)
+    mapping, shard = match.rule.mapping, layout.shard(match.rule)
     mapping.fill(weight.tensor, reader, match.hf_names, shard, match.expert)
 
 

@@ -28,6 +28,7 @@ class Shard:
 
     rank: int = 0
     size: int = 1
+    experts: Shard | None = None  # of dimension 0, in a tensor with all experts
 
     def of(self, length: int) -> slice:
         each = length // self.size
@@ -64,10 +65,10 @@ class Mapping(ABC):
             return parts[0]
         return torch.cat(parts, dim=self.dim)
 
-    def whole_shape(self, local: Shape, size: int) -> Shape:
+    def whole_shape(self, local: Shape, shard: Shard) -> Shape:
         if self.dim is None:
             return local
-        return tuple(n * size if dim == self.dim else n for dim, n in enumerate(local))
+        return tuple(n * shard.size if dim == self.dim else n for dim, n in enumerate(local))
 
     def local_rows(self, rows: int, size: int) -> tuple[list[int], int]:
         """Return how many of a shard's rows belong to each Hugging Face tensor, and in how many groups.
@@ -76,6 +77,10 @@ class Mapping(ABC):
         [4, 2, 2] the order is 2 of the first, 1 of the second, 1 of the third, and the same again.
         """
         return [rows], 1
+
+    def part(self, number: int) -> Mapping:
+        """Return the mapping of the rows of one Hugging Face tensor, such as B of its adapter."""
+        return Plain("column" if self.dim == 0 else None)
 
 
 class Plain(Mapping):
@@ -131,7 +136,7 @@ def _swapped(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Vocab(Mapping):
-    """Rows of the vocabulary, padded with zeros so that every rank holds equally many."""
+    """Rows of the vocabulary, padded with zeros so that every rank holds equally many; `to_hf` cuts the padding."""
 
     dim = 0
 
@@ -162,7 +167,7 @@ class Vocab(Mapping):
 
 
 class Qkv(Mapping):
-    """Query, key and value rows, interleaved by query group: its queries, its key, its value."""
+    """Fused QKV: query, key and value rows, interleaved by query group (its queries, its key, its value)."""
 
     dim = 0
 
@@ -246,6 +251,9 @@ class GateUp(Mapping):
     def local_rows(self, rows: int, size: int) -> tuple[list[int], int]:
         return ([rows] if self._fused else [rows // 2] * 2), 1
 
+    def part(self, number: int) -> Mapping:
+        return self if self._fused else super().part(number)
+
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         halves = [shard.chunk(2) for shard in parts]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
@@ -274,13 +282,17 @@ class InterleavedGateUp(GateUp):
 
 
 class StackedExperts(Mapping):
-    """Apply a mapping to one expert of tensors [experts, in, out] or biases [experts, out]."""
+    """Apply a mapping to one expert of tensors [experts, in, out] or biases [experts, out].
 
-    def __init__(self, inner: Mapping) -> None:
-        self._inner, self.dim = inner, inner.dim
+    Without `transposed` the tensors are [experts, out, in].
+    """
+
+    def __init__(self, inner: Mapping, *, transposed: bool = True) -> None:
+        self._inner, self.dim, self._transposed = inner, inner.dim, transposed
 
     def shape(self, shapes: list[Shape], shard: Shard) -> Shape:
-        return self._inner.shape([_expert_shape(shape) for shape in shapes], shard)
+        of_one = [_expert_shape(shape, self._transposed) for shape in shapes]
+        return self._inner.shape(of_one, shard)
 
     def fill(
         self,
@@ -290,35 +302,88 @@ class StackedExperts(Mapping):
         shard: Shard,
         expert: int = 0,
     ) -> None:
-        self._inner.fill(target, ExpertReader(reader, expert), names, shard)
+        one = ExpertReader(reader, expert, transposed=self._transposed)
+        self._inner.fill(target, one, names, shard)
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return self._inner.join(parts)
 
     def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        return [_transposed(tensor) for tensor in self._inner.to_hf(whole)]
+        tensors = self._inner.to_hf(whole)
+        return [_transposed(tensor) for tensor in tensors] if self._transposed else tensors
 
 
 class ExpertReader:
     """Read one expert's tensors as [out, in] and [out]."""
 
-    def __init__(self, reader: TensorReader, expert: int) -> None:
-        self._reader, self._expert = reader, expert
+    def __init__(self, reader: TensorReader, expert: int, *, transposed: bool = True) -> None:
+        self._reader, self._expert, self._transposed = reader, expert, transposed
 
     def names(self) -> list[str]:
         return self._reader.names()
 
     def shape(self, name: str) -> Shape:
-        return _expert_shape(self._reader.shape(name))
+        return _expert_shape(self._reader.shape(name), self._transposed)
 
     def read(self, name: str, *slices: slice) -> torch.Tensor:
+        one = slice(self._expert, self._expert + 1)
+        if not self._transposed:
+            return self._reader.read(name, one, *slices)[0]
         missing = [slice(None)] * (len(self.shape(name)) - len(slices))
-        stored = [slice(self._expert, self._expert + 1), *reversed([*slices, *missing])]
+        stored = [one, *reversed([*slices, *missing])]
         return _transposed(self._reader.read(name, *stored)[0])
 
 
-def _expert_shape(shape: Shape) -> Shape:
-    return tuple(reversed(shape[1:]))
+class ExpertMatrices(Mapping):
+    """Matrices of all experts, [E, out, in], of which an expert rank has its experts.
+
+    With `gated` the rows of gate and up are separate, [E, 2, out / 2, in], so that expert-tensor
+    ranks have their rows of each.
+    """
+
+    def __init__(self, sharding: Sharding = None, *, gated: bool = False) -> None:
+        dim = _DIM[sharding]
+        self.dim = None if dim is None else dim + (2 if gated else 1)
+        self._gated = gated
+
+    def shape(self, shapes: list[Shape], shard: Shard) -> Shape:
+        count, rows, columns = shapes[0]
+        whole = (count, 2, rows // 2, columns) if self._gated else shapes[0]
+        sizes = self._sizes(shard)
+        return tuple(n // sizes.get(dim, 1) for dim, n in enumerate(whole))
+
+    def fill(
+        self,
+        target: torch.Tensor,
+        reader: TensorReader,
+        names: list[str],
+        shard: Shard,
+        expert: int = 0,
+    ) -> None:
+        (name,) = names
+        assert shard.experts is not None, "of a rule with all experts"
+        whole = reader.read(name, shard.experts.of(reader.shape(name)[0]))
+        if self._gated:
+            whole = whole.unflatten(1, (2, -1))
+        if self.dim is not None:
+            rows = shard.of(whole.shape[self.dim])
+            whole = whole.narrow(self.dim, rows.start, rows.stop - rows.start)
+        target.copy_(whole)
+
+    def whole_shape(self, local: Shape, shard: Shard) -> Shape:
+        sizes = self._sizes(shard)
+        return tuple(n * sizes.get(dim, 1) for dim, n in enumerate(local))
+
+    def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        return [whole.flatten(1, 2) if self._gated else whole]
+
+    def _sizes(self, shard: Shard) -> dict[int | None, int]:
+        assert shard.experts is not None, "of a rule with all experts"
+        return {self.dim: shard.size, 0: shard.experts.size}
+
+
+def _expert_shape(shape: Shape, transposed: bool) -> Shape:
+    return tuple(reversed(shape[1:])) if transposed else shape[1:]
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:

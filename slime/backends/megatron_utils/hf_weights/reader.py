@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from slime.core.errors import UserError
-from slime.weights.fp8 import Fp8Format, dequantize, format_of, refuse_unreadable
+from slime.weights.fp8 import FP8, Fp8Format, dequantize, format_of, refuse_unreadable
 
 _OPEN_FILES = 4
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -54,11 +54,15 @@ class HfReader:
 
     def read(self, name: str, *slices: slice) -> torch.Tensor:
         kind = self._formats.get(name)
-        return (
-            self._files.read(name, *slices)
-            if kind is None
-            else kind.read(self._files, name, slices)
-        )
+        if kind is not None:
+            return kind.read(self._files, name, slices)
+        tensor = self._files.read(name, *slices)
+        if tensor.dtype == FP8:
+            raise UserError(
+                f"{self.folder}: {name} is in FP8 and has no scales, or config.json has no "
+                "quantization_config that names them: convert or download the checkpoint again"
+            )
+        return tensor
 
 
 class _SafetensorFiles:

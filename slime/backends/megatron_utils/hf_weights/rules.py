@@ -31,6 +31,7 @@ class Rule:
     hf: tuple[str, ...]
     mapping: Mapping
     stacked: bool = False  # the Hugging Face tensors hold all experts
+    all_experts: bool = False  # the parameter holds all experts of a rank
     load_only: bool = False  # exported under another rule
     fp32: bool = False  # float32, whatever the dtype of the model
 
@@ -41,6 +42,10 @@ class Rule:
     @property
     def per_expert(self) -> bool:
         return "{expert}" in self.megatron
+
+    @property
+    def of_experts(self) -> bool:
+        return self.per_expert or self.all_experts
 
     @property
     def is_mtp(self) -> bool:
@@ -124,7 +129,10 @@ def canonical(name: str) -> str:
 
 
 _TRANSFORMER_ENGINE = [
-    (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
+    (
+        re.compile(r"self_attention\.(linear_qkv|in_proj)\.layer_norm_weight$"),
+        "input_layernorm.weight",
+    ),
     (re.compile(r"self_attention\.linear_q_proj\.layer_norm_weight$"), "input_layernorm.weight"),
     (
         re.compile(r"self_attention\.linear_q_up_proj\.layer_norm_weight$"),

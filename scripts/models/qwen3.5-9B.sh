@@ -1,0 +1,21 @@
+# Qwen3.5-9B, the text model: gated delta nets in three of four layers, gated attention in the fourth
+MODEL_ARGS=(
+    --num-layers 32
+    --hidden-size 4096
+    --ffn-hidden-size 12288
+    --num-attention-heads 16
+    --group-query-attention --num-query-groups 4
+    --kv-channels 256
+    --vocab-size 248320
+    --swiglu
+    --disable-bias-linear
+    --normalization RMSNorm --norm-epsilon 1e-6 --apply-layernorm-1p
+    --position-embedding-type rope --rotary-base 10000000 --rotary-percent 0.25
+    --untie-embeddings-and-output-weights
+    --qk-layernorm
+    --attention-output-gate
+    --experimental-attention-variant gated_delta_net --linear-attention-freq 4
+    --linear-conv-kernel-dim 4
+    --linear-num-key-heads 16 --linear-key-head-dim 128
+    --linear-num-value-heads 32 --linear-value-head-dim 128
+)

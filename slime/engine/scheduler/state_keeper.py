@@ -1,0 +1,91 @@
+"""When recurrent states are saved, so that prefixes can be reused and retracted requests need not start over.
+
+A state can only be saved when it is there, after the last token of a forward. So the chunks of a prompt
+are cut where later requests will want to continue:
+
+    prompt   |--- pages in the cache ---|--- the prompt's own pages ---|- rest -|
+    chunks   |-------------------------->|----------------------------->|------->
+    saved                          branch point                 last full page
+
+Chunks that are cut by the budget end at a page, too. Responses are saved every `INTERVAL` tokens, into a
+row that the request holds: their tokens may not be known yet, so it goes to the prefix cache at the end.
+"""
+
+from __future__ import annotations
+
+from slime.engine.radix_cache import PagePool, Prefix, RadixCache, StatePool
+from slime.engine.scheduler.request import Request
+from slime.engine.state_cache import RESET
+
+INTERVAL = 256  # tokens between saved states of a response
+
+
+class StateKeeper:
+    """`copies` are (source row, target row) to copy, in order, before the next forward."""
+
+    def __init__(
+        self, cache: RadixCache, pool: StatePool, page_size: int, interval: int = INTERVAL
+    ) -> None:
+        self.copies: list[tuple[int, int]] = []
+        self.interval = -(-interval // page_size) * page_size
+        self._cache = cache
+        self._pool = pool
+        self._page_size = page_size
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    def start(self, request: Request, prefix: Prefix) -> None:
+        """Give the row of a request the state it continues from."""
+        self.copies.append((RESET if prefix.state is None else prefix.state, request.row))
+        request.branch_point = len(prefix.seen) * self._page_size
+
+    def cut(self, request: Request, count: int) -> int:
+        """Return how many of the next `count` tokens of a prompt to compute in one chunk."""
+        start, size = request.num_computed, self._page_size
+        end, total = start + count, len(request.token_ids)
+        for stop in sorted((request.branch_point, (total - 1) // size * size)):
+            if start < stop < end:
+                return stop - start
+        if end < total and end // size * size > start:
+            end = end // size * size
+        return end - start
+
+    def save_prompt(self, request: Request) -> None:
+        """Save the state after a chunk of a prompt, if it ends with a page that the prefix cache has."""
+        text, count, key = request.cache_ids, request.num_computed, request.cache_key
+        if count % self._page_size or not self._cache.lacks_state(text, count, key):
+            return
+        row = self._pool.take()
+        if row is not None:
+            self._cache.attach_state(text, count, row, key)
+            self.copies.append((request.row, row))
+
+    def save_response(self, request: Request) -> None:
+        """Save the state of a decoding request in place of the one saved before."""
+        row = self._pool.take() if request.saved_state is None else request.saved_state[0]
+        if row is not None:
+            request.saved_state = (row, request.num_computed)
+            self.copies.append((request.row, row))
+
+    def release(self, request: Request, *, cacheable: bool) -> None:
+        """Move the saved state of a request that leaves its row to the prefix cache, or free it."""
+        if request.saved_state is None:
+            return
+        row, count = request.saved_state
+        text, key = request.cache_ids, request.cache_key
+        if not (cacheable and self._cache.attach_state(text, count, row, key)):
+            self._pool.give_back(row)
+        request.saved_state = None
+
+
+def make_caches(
+    pool: PagePool, first_row: int, num_saved: int | None
+) -> tuple[RadixCache, StateKeeper | None]:
+    """Return the prefix cache, and for models with recurrent layers what saves states in it."""
+    if num_saved is None:
+        return RadixCache(pool), None
+    states = StatePool(range(first_row, first_row + num_saved))
+    cache = RadixCache(pool, states)
+    return cache, StateKeeper(cache, states, pool.page_size)

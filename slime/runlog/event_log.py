@@ -1,0 +1,53 @@
+"""What happened in a run besides its metrics, in two files that the driver alone writes.
+
+events.jsonl     {"time": 1760000000.0, "kind": "engine", "rollout_id": 7, "text": "engine 0 failed ..."}
+timeline.jsonl   {"process": "trainer_0", "time": 1760000001.6, "spans": [["train/steps", 1760000000.0, 1760000001.5]],
+                  "memory": {"rss": 500000000}}, one line per process and rollout
+
+Kinds of events: start, end, note, warning, stall, engine, weights. A disk that is full costs the record
+and not the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from slime.core.types import Activity
+from slime.runlog.jsonl import append_lines
+
+EVENTS_FILE = "events.jsonl"
+TIMELINE_FILE = "timeline.jsonl"
+MAX_RANKS = 16  # ranks of a model whose timeline is kept
+_MAX_CHARS = 2000  # of an event's text
+
+logger = logging.getLogger(__name__)
+
+
+class EventLog:
+    def __init__(self, run_dir: str | Path) -> None:
+        self._folder = Path(run_dir)
+        self._failed = False
+
+    def event(self, kind: str, text: str = "", **values: object) -> None:
+        record = {"time": time.time(), "kind": kind, "text": text[:_MAX_CHARS], **values}
+        self._append(EVENTS_FILE, [record])
+
+    def activities(self, by_process: dict[str, Activity]) -> None:
+        """Append what each process did since its last report."""
+        now = time.time()
+        records = [
+            {"process": name, "time": now, "spans": activity.spans, "memory": activity.memory}
+            for name, activity in by_process.items()
+            if activity.spans or activity.memory
+        ]
+        self._append(TIMELINE_FILE, records)
+
+    def _append(self, name: str, records: list[dict[str, object]]) -> None:
+        try:
+            append_lines(self._folder / name, records)
+        except OSError as error:
+            if not self._failed:
+                logger.warning("%s is not written any more: %s", name, error)
+            self._failed = True
