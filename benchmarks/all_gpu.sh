@@ -90,7 +90,7 @@ VLLM=(${VLLM_PATH:+--vllm-path "$VLLM_PATH"})
 WITH_TE=(env PYTHONPATH="$PYTHONPATH${TE_PATH:+:$TE_PATH}")
 
 measure warm 200 420 bash -c warm
-measure tests_new 150 300 bash -c 'gpu_tests delta_net_cuda engine_delta_kernels engine_vision_cuda "engine_lora_cuda engine_lora_kernels" fsdp_cuda'
+measure tests_new 150 300 bash -c 'gpu_tests "delta_rule_kernels delta_net_cuda" engine_delta_kernels engine_vision_cuda "engine_lora_cuda engine_lora_kernels" fsdp_cuda'
 measure tests_engine 200 300 bash -c 'gpu_tests "engine_kernels checksum_kernel engine_experts" "engine_cuda colocated_cuda sleeping_cuda" fsdp_expert_parallel'
 measure tests_megatron 200 300 "${WITH_TE[@]}" bash -c "gpu_tests 'megatron_cuda megatron_moe_cuda' megatron_lora_cuda ${TE_PATH:+megatron_te megatron_te_precision}"
 

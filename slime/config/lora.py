@@ -28,6 +28,7 @@ from slime.config.peft_files import (
     matches,
     matches_experts,
     names_experts,
+    nested_name,
     peft_modules,
     peft_settings,
     peft_shapes,
@@ -364,7 +365,8 @@ def _shortened(targets: tuple[str, ...], modules: Iterable[str]) -> list[str]:
     modules = list(modules)
     if ALL_LINEAR in targets:
         return sorted(ends_of(modules))
-    return sorted(t for t in targets if any(matches(name, t) for name in modules))
+    named = {name for target in targets for name in (target, nested_name(target))}
+    return sorted(t for t in named if any(matches(name, t) for name in modules))
 
 
 def _text(value: object) -> str:

@@ -168,6 +168,9 @@ def merge_lora(base: str, adapter: str, output: str) -> int:
     model_type = json.loads((Path(base) / "config.json").read_text()).get("model_type", "")
     tensors = {**fused, **dict(by_weights(others, model_type))}
     modules = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
+    stored = {_module_of(name) for file in files for name in file_shapes(file, "--base")}
+    if absent := [module for module in modules if module not in stored]:
+        raise ConfigError(f"--adapter {adapter}: --base has no weight of {absent[0]}")
     dtype = _dtype_of(modules[0], files) if fp8 is None else _declared_dtype(base)
     for name, tensor in tensors.items():
         if not tensor.float().isfinite().all():

@@ -118,6 +118,23 @@ def test_deterministic_mode_on_the_gpu(models: dict[str, Path], family: str):
 
 
 @gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_behind_an_image_has_its_own_positions(models: dict[str, Path], family: str):
+    """In one row, deterministic mode: chunks of a prompt that sample nothing read the row's delta too."""
+    path = models[family]
+    prompts, images = make_prompts(path, 2)
+    prompts, images = [*prompts, list(range(3, 90))], [*images, []]
+    options = {"enable_deterministic_inference": True, "max_running_requests": 1, "page_size": 8}
+    params: dict[str, Any] = {"start_len": 0, "max_new_tokens": 8, **GREEDY}
+    with local_engine(path, chunked_prefill_size=24, **SIZES, **options) as engine:
+        requests = [
+            engine.generate([ids], images=[found], **params)[0]
+            for ids, found in zip(prompts, images, strict=True)
+        ]
+    check(path, requests, images, tolerance=2e-3)
+
+
+@gpu
 def test_drafts_change_no_token(models: dict[str, Path]):
     path = models["qwen3_vl"]
     prompts, images = make_prompts(path, 2, 0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -319,6 +320,21 @@ def test_slots_of_chosen_modules(made: Fixture):
         assert store is not None
         with pytest.raises(RequestError, match="bind to nothing"):
             store.load_folder("r8", str(made.folders["r8"]), "0")
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_values_that_are_not_finite_are_refused(made: Fixture, tmp_path: Path, value: float):
+    """They would spoil tokens of other adapters: kernels multiply what they mask by 0."""
+    folder = Path(shutil.copytree(made.folders["r2"], tmp_path / "odd"))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors[sorted(tensors)[0]][0, 0] = value
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with local_engine(made.base, lora_paths=made.paths[:1]) as engine:
+        store = engine.engine.lora
+        assert store is not None
+        with pytest.raises(RequestError, match="not finite"):
+            store.load_folder("odd", str(folder), "0")
+        made.assert_served(generate(engine, ["r2"])[0], "r2")
 
 
 def test_memory_released_and_resumed(made: Fixture, engine: LocalEngine):

@@ -518,6 +518,26 @@ def test_a_critic_trains_adapters_and_its_head(fresh, tmp_path):
         assert found["resumed"]
 
 
+def _merged_dtypes(rank: int, case: Case) -> dict[str, set[str]]:
+    from slime.backends.megatron_utils.hf_weights.export import export_hf
+
+    actor = start_actor(megatron_args(case, 1), rank, 1)
+    merged = export_hf(actor.chunks, actor._weights, torch.bfloat16, merge=actor.adapters.merge())
+    found: dict[str, set[str]] = {}
+    for name, tensor in merged:
+        found.setdefault(str(tensor.dtype), set()).add(name)
+    return found
+
+
+def test_parts_of_a_fused_weight_without_adapter_are_cast_too(fresh):
+    """Query, key and value are one weight in Megatron; only the query has an adapter."""
+    flags = {"lora_rank": 4, "lora_target_modules": ["q_proj"], "lora_merge_for_rollout": True}
+    case = Case(model=fresh.model, flags={**flags, **BUDGET})
+    found = run_megatron_ranks(_merged_dtypes, 1, case)[0]
+    assert found.keys() == {"torch.bfloat16"}
+    assert any(name.endswith("k_proj.weight") for name in found["torch.bfloat16"])
+
+
 # ---- what is refused
 
 

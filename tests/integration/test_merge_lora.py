@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slime.cli import main
+from slime.config.lora import LoraConfig
 from slime.core.errors import UserError
 from slime.weights.fp8 import Fp8Format, convert_to_fp8
-from slime.weights.lora import merge_lora
+from slime.weights.lora import merge_lora, to_peft, write_peft_folder
 from tests.adapters import ALL, make_adapter
 from tests.hostile import Payload
 from tests.tiny import make_tiny_checkpoint
@@ -232,6 +233,52 @@ def test_tensors_of_other_shapes_or_kinds(base, adapter, tmp_path):
     del whole[B.format(QUERY)]
     save_file(whole, file)
     assert "is absent there" in refusal(base, adapter, tmp_path / "out")
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "kimi_linear"])
+def test_experts_are_merged_or_refused(tmp_path, model_type):
+    """Experts named w1, w2, w3 are known of some model types; of others no weight may be left out in silence."""
+    base, experts = tmp_path / "base", "model.layers.1.mlp.experts"
+    stored = "model.layers.1.block_sparse_moe.experts"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": model_type}))
+    shapes = {"w1": (6, 8), "w3": (6, 8), "w2": (8, 6)}
+    weights = {
+        f"{stored}.{n}.{name}.weight": torch.randn(s)
+        for n in range(2)
+        for name, s in shapes.items()
+    }
+    weights |= {f"{QUERY}.weight": torch.randn(8, 8)}
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    config = LoraConfig(rank=2, alpha=4.0, target_modules=("q_proj", "experts"))
+    adapters = {
+        f"{QUERY}.lora_A.weight": torch.randn(2, 8),
+        f"{QUERY}.lora_B.weight": torch.randn(8, 2),
+        f"{experts}.gate_up_proj.lora_A.weight": torch.randn(2, 2, 8),
+        f"{experts}.gate_up_proj.lora_B.weight": torch.randn(2, 12, 2),
+        f"{experts}.down_proj.lora_A.weight": torch.randn(2, 2, 6),
+        f"{experts}.down_proj.lora_B.weight": torch.randn(2, 8, 2),
+    }
+    write_peft_folder(str(tmp_path / "peft"), config, str(base), to_peft(adapters.items()))
+    output = tmp_path / "merged"
+    if model_type != "mixtral":
+        assert f"--base has no weight of {experts}.0.down_proj" in refusal(
+            base, tmp_path / "peft", output
+        )
+        return
+    assert merge_lora(str(base), str(tmp_path / "peft"), str(output)) == 7
+    found = load_all(output)
+    for expert in range(2):
+        gate_up, down = (
+            2
+            * adapters[f"{experts}.{leaf}.lora_B.weight"][expert]
+            @ adapters[f"{experts}.{leaf}.lora_A.weight"][expert]
+            for leaf in ("gate_up_proj", "down_proj")
+        )
+        for name, change in (("w1", gate_up[:6]), ("w3", gate_up[6:]), ("w2", down)):
+            name = f"{stored}.{expert}.{name}.weight"
+            torch.testing.assert_close(found[name], weights[name] + change)
+    assert not found[f"{QUERY}.weight"].equal(weights[f"{QUERY}.weight"])
 
 
 def test_an_index_that_leaves_its_folder(base, adapter, tmp_path):

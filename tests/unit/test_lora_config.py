@@ -254,6 +254,16 @@ def test_experts_with_adapters_are_those_of_slimes_layers():
     assert make_args(**linear).transformer_impl is None
 
 
+def test_full_names_beside_a_vision_tower():
+    """Names of the flags are those of the text model; tensors and targets of the folder are nested."""
+    targets = ("model.layers.0.self_attn.q_proj", "v_proj")
+    nested = [f"model.language_model.layers.0.self_attn.{name}" for name in ("q_proj", "v_proj")]
+    config = LoraConfig(rank=4, alpha=8, target_modules=targets)
+    assert config.to_peft("base", nested)["target_modules"] == [nested[0], "v_proj"]
+    flat = [name.replace("language_model.", "") for name in nested]
+    assert config.to_peft("base", flat)["target_modules"] == [flat[0], "v_proj"]
+
+
 def test_experts_in_pefts_files():
     """With both parameters the inner wrapper of gate_up_proj is called base_layer."""
     experts = "model.layers.0.mlp.experts"

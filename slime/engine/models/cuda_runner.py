@@ -93,10 +93,11 @@ class CudaRunner:
         starting = [span.request for span in step.prefill if span.samples]
         if starting:
             set_sampling_state(self._sampling, starting)
-            if self._deltas is not None:
-                rows, deltas = np.array([[r.row, r.rope_delta] for r in starting], np.int32).T
-                rows, deltas = _upload(self._cache.device, rows, deltas)
-                self._deltas.index_copy_(0, rows.long(), deltas)
+        if self._deltas is not None and step.prefill:
+            # With every chunk: in deterministic mode rows read it before the last chunk of a prompt.
+            pairs = [[span.request.row, span.request.rope_delta] for span in step.prefill]
+            rows, deltas = _upload(self._cache.device, *np.array(pairs, np.int32).T)
+            self._deltas.index_copy_(0, rows.long(), deltas)
         pending = PendingCudaStep()
         if self._deterministic:
             self._run_fixed(make_batch(step), pending)

@@ -143,7 +143,7 @@ class _Gather:
         elif rule.name(layer) in self._locations:
             names = rule.hf_names(layer)
             whole = self._whole(rule, rule.name(layer), names)
-            yield from self._named(names, rule.mapping.to_hf(whole))
+            yield from self._named(rule, names, rule.mapping.to_hf(whole))
 
     def _experts(self, rule: Rule, layer: int) -> Iterator[HfTensor]:
         """Yield experts, gathering the n-th local expert of all expert ranks at a time."""
@@ -164,17 +164,21 @@ class _Gather:
                 if rule.stacked:
                     stacked[expert] = tensors
                 else:
-                    yield from self._named(rule.hf_names(layer, expert), tensors)
+                    yield from self._named(rule, rule.hf_names(layer, expert), tensors)
         if rule.stacked:
             of_each_name = zip(*(stacked[expert] for expert in sorted(stacked)), strict=True)
             for name, experts in zip(rule.hf_names(layer), of_each_name, strict=True):
                 yield name, torch.stack(experts)
 
-    def _named(self, names: list[str], tensors: list[torch.Tensor]) -> Iterator[HfTensor]:
+    def _named(
+        self, rule: Rule, names: list[str], tensors: list[torch.Tensor]
+    ) -> Iterator[HfTensor]:
         for name, tensor in zip(names, tensors, strict=True):
+            dtype = tensor.dtype if self._dtype is None or rule.fp32 else self._dtype
             if self._merge is not None and self._merge.has(name):
-                tensor = self._merge(name, tensor, self._dtype or tensor.dtype)
-            yield name, tensor
+                yield name, self._merge(name, tensor, dtype)
+            else:  # of a fused weight, another part of which is merged, it is not cast yet
+                yield name, tensor.to(dtype)
 
     def _whole(self, rule: Rule, name: str, hf_names: list[str]) -> torch.Tensor:
         """Return the full tensor; for an expert, that of every expert rank: [expert ranks, ...].
