@@ -9,7 +9,7 @@ JOBS ?= $(shell echo $$(($$(nproc) < 5 ? $$(nproc) + 1 : 6)))
 CHECKED := slime tests tools benchmarks examples train.py train_async.py
 
 .DEFAULT_GOAL := help
-.PHONY: debian help quickstart test test-chaos test-published test-sglang test-cluster check format venv clean
+.PHONY: debian help quickstart test test-chaos test-long test-published test-sglang test-cluster check format venv clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -17,8 +17,11 @@ help:  ## this list
 quickstart: $(VENV)/.installed  ## install, make a tiny model and train it: minutes on two CPU cores
 	$(BIN)/slime quickstart $(ARGS)
 
-test: $(VENV)/.installed-dev debian  ## the whole CPU test suite; a part of it: make test ARGS=tests/unit
+test: $(VENV)/.installed-dev debian  ## the CPU test suite; a part of it: make test ARGS=tests/unit
 	$(BIN)/python -m pytest $(or $(ARGS),-n $(JOBS) tests)
+
+test-long: $(VENV)/.installed-dev debian  ## the tests that make test leaves out because each takes minutes
+	SLIME_TEST_LONG=1 $(BIN)/python -m pytest -n $(JOBS) -m long $(or $(ARGS),tests)
 
 test-sglang: $(VENV)/.installed-dev  ## both engines by one suite, and runs through the real SGLang, on a CPU
 	tools/sglang_cpu_env.sh

@@ -19,6 +19,10 @@ parallel.limit_threads()
 
 
 def pytest_collection_modifyitems(config, items):
+    if not os.environ.get("SLIME_TEST_LONG"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="long: make test-long"))
     if hasattr(config, "workerinput"):  # a process of pytest-xdist
         parallel.sort_items(items)
 

@@ -18,8 +18,6 @@ from tests.engines import TOKEN, engine_server
 
 EVERY = [row for row in [*rows(SCRIPTS), *rows(LAUNCHERS)] if ":" not in row[1]]
 OF_FAMILIES = (
-    "run-deepseek-r1",
-    "run-glm4.7-355B-A32B",
     "run-glm4-9B",
     "run-mimo-7B-rl-eagle",
     "run-qwen3-235B-A22B-sft",

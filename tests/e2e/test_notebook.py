@@ -24,6 +24,7 @@ def kernel_env(monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", "/nonexistent")  # no start-up files of this user
 
 
+@pytest.mark.long
 def test_the_notebook_trains_plots_inspects_and_goes_on(tmp_path: Path, kernel_env):
     import nbformat
 

@@ -59,6 +59,7 @@ def test_quickstart_turns_the_sorting_round(quickstart):
     _check_that_the_export_sorts(quickstart.folder)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_adapters_learn_it_within_twice_the_rollouts(quickstart, backend):

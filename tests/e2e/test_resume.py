@@ -87,7 +87,7 @@ DELTA_NETS = {
 }
 
 
-@pytest.fixture(scope="module", params=DELTA_NETS)
+@pytest.fixture(scope="module", params=["fsdp", pytest.param("megatron", marks=pytest.mark.long)])
 def delta_net_run(request, tiny_data, tmp_path_factory):
     """A run of a model with gated delta nets that turns the reward up: its flags, model and folder."""
     if request.param == "megatron":
@@ -126,6 +126,7 @@ def test_a_model_with_gated_delta_nets_learns(delta_net_run):
     assert max(gaps) < 1e-4, gaps
 
 
+@pytest.mark.long
 def test_killed_run_with_gated_delta_nets_continues_bitwise(delta_net_run, tiny_data, tmp_path):
     options, model, whole = delta_net_run
     save = tmp_path / "saved"

@@ -37,6 +37,7 @@ def train(task: Path, run_dir: Path, *flags: str) -> dict[str, list[float]]:
     return curves
 
 
+@pytest.mark.long
 def test_reward_rises_and_falls_to_chance_without_the_image(task, tmp_path):
     flags = ("--num-rollout", "40", "--eval-interval", "40")
     found = train(task, tmp_path / "run", *flags)
@@ -46,6 +47,7 @@ def test_reward_rises_and_falls_to_chance_without_the_image(task, tmp_path):
     assert max(found["train/log_prob_gap_max"]) < 1e-4
 
 
+@pytest.mark.long
 def test_other_trainers_of_the_language_half_agree_with_the_engine(task, tmp_path):
     """Adapters, the tower frozen and GPUs shared; what the example itself does not have."""
     flags = ("--colocate", "--lora-rank", "8", "--freeze-vision-tower", "--num-rollout", "2")

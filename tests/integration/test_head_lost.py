@@ -28,7 +28,7 @@ if sys.argv[2] == "bye":
 elif sys.argv[2]:
     time.sleep(1.0)
     children[int(sys.argv[2])].kill()
-    time.sleep(1.0)
+    time.sleep(8.0)  # a monitor on busy cores starts late, and must see it before the driver is gone
 for child in children:
     child.kill()
 os._exit(1)

@@ -74,6 +74,7 @@ def test_the_first_suggestion_spreads_the_model_no_further_than_the_table(name, 
         assert all(isinstance(s.plan, Plan) and s.plan.verdict == "fits" for s in found)
 
 
+@pytest.mark.long
 def test_layers_that_no_pipeline_divides_are_fewer_in_its_last_stage():
     argv = [*model_args("glm4-32B"), *cluster(16)]
     with planned_args(argv, PlanOptions(gpus=16, suggest=True)) as args:
@@ -114,6 +115,7 @@ def one_gpu(*more: str) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_lora_is_suggested_where_full_training_does_not_fit():
     """8B parameters on 48 GiB: 6 bytes each (Adam on the host) are 45 GiB; what is proposed can be typed."""
     small = Machine(gpu_bytes=48 * GIB, source="test")
