@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from slime.config.env import child_env
 
 REPO = Path(__file__).resolve().parents[2]
@@ -20,6 +22,7 @@ KERNELS = [
 ]
 
 
+@pytest.mark.timeout(1500)  # 270 s on quiet cores
 def test_kernels_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-x", *KERNELS]
     env = child_env(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
