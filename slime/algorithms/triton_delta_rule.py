@@ -81,7 +81,8 @@ def delta_rule(
     assert not any(x.requires_grad for x in inputs), "states have no gradient"
     last = torch.empty_like(states, dtype=torch.float32, memory_format=torch.contiguous_format)
     call = _Call(tuple(x.contiguous() for x in inputs), borders)
-    return call.output(call.scan(states.float().contiguous(), last)), last
+    call.scan(states.float().contiguous(), last)
+    return call.output(), last
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -92,7 +93,8 @@ class _DeltaRule(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         ctx.borders = borders
         call = _Call(inputs, borders)
-        return call.output(call.scan())
+        call.scan()
+        return call.output()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -131,10 +133,8 @@ class _Call:
         self.written = torch.empty_like(self.value)  # D
         self.states = self.value.new_empty(self.num_chunks, heads, key_dim, value_dim)
 
-    def scan(
-        self, first: torch.Tensor | None = None, last: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Compute the state before every chunk and what each chunk writes; return the latter."""
+    def scan(self, first: torch.Tensor | None = None, last: torch.Tensor | None = None) -> None:
+        """Compute the state before every chunk and what each chunk writes; `last` gets the final ones."""
         borders = self.borders
         kernels.prepare_kernel[(self.num_chunks, self.heads)](
             *(self.key, self.value, self.decay, self.beta, borders.starts, borders.chunks),
@@ -149,12 +149,11 @@ class _Call:
             **self.sizes,
             **self.scans,
         )
-        return self.written
 
-    def output(self, written: torch.Tensor) -> torch.Tensor:
+    def output(self) -> torch.Tensor:
         out = torch.empty_like(self.value)
         kernels.output_kernel[(self.num_chunks, self.heads)](
-            *(self.query, self.key, self.sums, self.states, written),
+            *(self.query, self.key, self.sums, self.states, self.written),
             *(self.borders.starts, self.borders.chunks, out),
             **self.sizes,
             **self.blocks,

@@ -159,7 +159,7 @@ class LoraBank:
         for module, pair in pairs.items():
             self._check_shapes(module, pair, config.rank)
         # Kernels multiply masked tokens of other adapters by 0, and 0 * inf is NaN.
-        sums = [t.abs().amax().float() for pair in pairs.values() for t in (pair.a, pair.b)]
+        sums = [t.float().abs().amax() for pair in pairs.values() for t in (pair.a, pair.b)]
         if not torch.stack(sums).isfinite().all():
             raise RequestError("the adapter holds values that are not finite")
 
