@@ -11,6 +11,7 @@ import asyncio
 import importlib
 import inspect
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ __all__ = ["Batch", "Run", "load_run", "prepare", "train"]
 
 Prompt = str | list[dict[str, Any]]
 _NOT_COLUMNS = ("rollout_id", "kind", "time")
+_TEMPLATE = re.compile(r"(?:[^{}]|\{\{|\}\}|\{rollout_id(?::\d{0,2}d?)?\})*")
 
 
 def train(
@@ -186,7 +188,14 @@ class Run:
     def model(self) -> Path:
         """Return the folder of the trained model in Hugging Face format."""
         last = int(self.checkpoints[-1].name.removeprefix("iter_")) if self.checkpoints else 0
-        folder = Path((self.config.get("save_hf") or "none").format(rollout_id=last))
+        template = str(self.config.get("save_hf") or "none")
+        if not _TEMPLATE.fullmatch(
+            template
+        ):  # of a foreign run: a width of 10 digits takes all memory
+            raise UserError(
+                f"--save-hf of the run, {template[:100]!r}, is not the name of a folder"
+            )
+        folder = Path(template.format(rollout_id=last))
         if not folder.is_dir():
             raise UserError(f"{self.path} has no exported model: train with save_hf, to the end")
         return folder

@@ -121,10 +121,11 @@ class _Call:
             "num_warps": 2,
             "num_stages": 2,
         }
-        self.blocks = {"KEY_BLOCK": _block(key_dim), "VALUE_BLOCK": _block(value_dim)}
+        wide = _power_of_2(key_dim)
+        self.blocks = {"KEY_BLOCK": min(64, wide), "VALUE_BLOCK": min(64, _power_of_2(value_dim))}
         self.scans = {
-            "KEY_BLOCK": _power_of_2(key_dim),
-            "VALUE_BLOCK": min(_STATE_COLUMNS, _block(value_dim)),
+            "KEY_BLOCK": wide,
+            "VALUE_BLOCK": min(_STATE_COLUMNS, _power_of_2(value_dim)),
         }
         self.sums = torch.empty_like(self.decay)  # c
         self.inverse = self.value.new_empty(tokens, heads, CHUNK)  # X
@@ -201,10 +202,6 @@ class _Call:
     def _scan_grid(self) -> tuple[int, int]:
         columns = -(-self.value.shape[2] // self.scans["VALUE_BLOCK"])
         return (len(self.borders.starts) - 1) * self.heads, columns
-
-
-def _block(dim: int) -> int:
-    return min(64, _power_of_2(dim))
 
 
 def _power_of_2(dim: int) -> int:

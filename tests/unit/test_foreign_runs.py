@@ -70,6 +70,31 @@ def test_slime_eval_takes_numbers_from_others(tmp_path):
     assert words[words.index("--eval-temperature") + 1] == "0.5"
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{rollout_id:9999999999}",
+        "{rollout_id:{rollout_id}}",
+        "{rollout_id.real:9}",
+        "{0}",
+        "{",
+        "}",
+    ],
+)
+def test_the_name_of_an_export_cannot_take_all_memory(tmp_path, template):
+    run = make_run(tmp_path / "evil", {"save_hf": template})
+    with pytest.raises(UserError, match="is not the name of a folder"):
+        _ = api.load_run(run).model
+
+
+@pytest.mark.parametrize("template", ["hf", "hf_{rollout_id}", "hf_{rollout_id:07d}", "{{hf}}"])
+def test_names_of_exports_are_filled_in(tmp_path, template):
+    run = make_run(tmp_path / "own", {"save_hf": str(tmp_path / template)})
+    wanted = tmp_path / template.format(rollout_id=1)
+    wanted.mkdir()
+    assert api.load_run(run).model == wanted
+
+
 def test_code_in_a_run_folder_is_not_imported(tmp_path, home):
     """From a folder above it, the module path runs.evil.payload is a file of the downloaded run."""
     run = make_run(tmp_path / "runs" / "evil", {"custom_rm_path": "runs.evil.payload.reward"})
