@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slime.engine.lora import bank
 from slime.engine.scheduler.request import Request
 from tests.adapters import ALL, make_adapter, peft_log_probs
 from tests.engines import LocalEngine, local_engine
@@ -45,12 +46,19 @@ def made(tmp_path_factory) -> Made:
     return Made(tmp_path_factory.mktemp("lora"))
 
 
+@pytest.fixture(params=[0, 8], ids=["joined", "apart"])
+def layout(request, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A below the base's weight, or apart from it, as for so many slots of a tiny model."""
+    monkeypatch.setattr(bank, "_JOINED_SHARE", request.param)
+
+
 def generate(engine: LocalEngine, names: list[str | None], **options) -> list[Request]:
     return engine.generate(
         PROMPTS[: len(names)], adapters=names, start_len=0, **{**GREEDY, **options}
     )
 
 
+@pytest.mark.usefixtures("layout")
 @pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 24}], ids=["whole", "chunked"])
 def test_log_probs_are_pefts_in_fp32(made: Made, options: dict):
     with local_engine(
@@ -62,12 +70,14 @@ def test_log_probs_are_pefts_in_fp32(made: Made, options: dict):
                 assert made.error(request, name).max() < 2e-3
 
 
+@pytest.mark.usefixtures("layout")
 def test_log_probs_in_bfloat16(made: Made):
     with local_engine(made.base, lora_paths=made.paths, dtype="bfloat16", **SIZES) as engine:
         for request, name in zip(generate(engine, NAMES * 3), NAMES * 3, strict=True):
             assert made.error(request, name).mean() < 0.05
 
 
+@pytest.mark.usefixtures("layout")
 def test_steps_of_the_base_replay_its_own_graphs(made: Made):
     """Bit for bit what an engine without adapters gives, also beside loaded ones."""
     with local_engine(made.base, dtype="bfloat16", **SIZES) as plain:
@@ -79,6 +89,7 @@ def test_steps_of_the_base_replay_its_own_graphs(made: Made):
         assert one.output_log_probs == other.output_log_probs
 
 
+@pytest.mark.usefixtures("layout")
 def test_deterministic_mode_gives_the_same_bits_in_any_batch(made: Made):
     options = {"lora_paths": made.paths, "enable_deterministic_inference": True, **SIZES}
     with local_engine(made.base, dtype="bfloat16", **options) as engine:
@@ -90,6 +101,7 @@ def test_deterministic_mode_gives_the_same_bits_in_any_batch(made: Made):
             assert alone.output_log_probs == together[index].output_log_probs
 
 
+@pytest.mark.usefixtures("layout")
 def test_memory_released_and_resumed(made: Made):
     with local_engine(made.base, lora_paths=made.paths, dtype="float32", **SIZES) as engine:
         before = generate(engine, NAMES)
@@ -100,6 +112,7 @@ def test_memory_released_and_resumed(made: Made):
     assert [r.output_ids for r in after] == [r.output_ids for r in before]
 
 
+@pytest.mark.usefixtures("layout")
 def test_an_update_changes_replayed_graphs(made: Made, tmp_path: Path):
     newer = make_adapter(made.base, tmp_path / "new", seed=77, rank=8)
     with local_engine(made.base, lora_paths=made.paths, dtype="float32", **SIZES) as engine:

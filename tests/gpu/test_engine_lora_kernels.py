@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton")
@@ -18,10 +19,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
+from slime.engine.kernels import triton_lora, triton_matmuls  # noqa: E402
 from slime.engine.kernels.cuda_kernels import CudaKernels  # noqa: E402
 from slime.engine.kernels.interface import AdapterRows, LoraWeights, Tokens  # noqa: E402
 from slime.engine.kernels.triton_lora import choose_tiles  # noqa: E402
 from slime.engine.kv_cache import KVCache  # noqa: E402
+from slime.engine.lora import bank as banks  # noqa: E402
 from slime.engine.lora.bank import LoraBank  # noqa: E402
 from slime.engine.lora.store import AdapterStore  # noqa: E402
 from slime.engine.models.fast_model import FastModel  # noqa: E402
@@ -103,7 +106,7 @@ def test_gate_and_up_take_their_adapters_before_the_activation(tokens: int, dtyp
     case = Case(tokens, (136, 136), tokens, dtype)
     gate_up = torch.randn(tokens, 272, device=DEVICE).to(dtype)
     before = gate_up.clone()
-    found = KERNELS.silu_mul_lora(gate_up, case.x, case.weights, case.rows)
+    found = triton_lora.silu_mul_lora(gate_up, case.x, case.weights, case.rows)
     assert torch.equal(gate_up, before)
     plain = KERNELS.silu_mul(gate_up)
     KERNELS.add_lora(gate_up, case.x, case.weights, case.rows)
@@ -111,6 +114,48 @@ def test_gate_and_up_take_their_adapters_before_the_activation(tokens: int, dtyp
     base = case.rows.slots < 0
     assert torch.equal(found[base], plain[base])
     assert not torch.equal(found[~base], plain[~base])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widths", [(150, 40), (136, 130, 3, 1), (136, 136)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_one_matmul_computes_base_and_a(
+    widths: tuple[int, ...], splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """A below the base's weight, and rows of padding; `splits`: the matmul returns partial sums."""
+    case = Case(splits + len(widths), widths, 70, dtype)
+    base = (torch.randn(sum(widths), case.depth, device=DEVICE) * case.depth**-0.5).to(dtype)
+    biases = torch.randn(sum(widths), device=DEVICE).to(dtype)
+    below = case.weights.a.flatten(0, 1)
+    padding = torch.full((7, case.depth), 9.0, device=DEVICE, dtype=dtype)
+    weights = replace(
+        case.weights,
+        joined=(
+            torch.cat([base, below, padding]),
+            torch.cat([biases, biases.new_zeros(len(below) + 7)]),
+        ),
+    )
+    if splits > 1:
+
+        def in_parts(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            pairs = zip(x.float().chunk(splits, 1), weight.float().chunk(splits, 1), strict=True)
+            sums = torch.stack([F.linear(a, b) for a, b in pairs])
+            sums[0] += bias.float()
+            return sums
+
+        monkeypatch.setattr(triton_matmuls, "linear_split_k", in_parts)
+    args = (case.x, (base, biases), weights, case.rows)
+    found = KERNELS.linear_lora(*args, split_k=True)
+    expected = F.linear(case.x.float(), base.float(), biases.float())
+    for token in (case.rows.slots >= 0).nonzero().flatten().tolist():
+        expected[token] += case.naive(token)
+    assert found.shape == expected.shape
+    assert (found.float() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+    if widths == (136, 136):
+        found = KERNELS.gated_linear_lora(*args)
+        gate, up = expected.chunk(2, 1)
+        expected = F.silu(gate) * up
+        assert (found.float() - expected).abs().max() <= 2 * TOLERANCE[dtype] * expected.abs().max()
 
 
 @pytest.mark.parametrize("num_slots", [1, 3])
@@ -128,7 +173,7 @@ def test_adapters_with_b_of_zero_are_the_base_bit_for_bit(num_slots: int):
     out = before.clone()
     KERNELS.add_lora(out, case.x, weights, rows)
     assert torch.equal(out, before)
-    found = KERNELS.silu_mul_lora(before, case.x, weights, rows)
+    found = triton_lora.silu_mul_lora(before, case.x, weights, rows)
     assert torch.equal(found, KERNELS.silu_mul(before))
 
 
@@ -141,7 +186,7 @@ def test_a_token_does_not_depend_on_the_adapters_of_others():
         slots = torch.full_like(case.rows.slots, others)
         slots[5] = case.weights.a.shape[0] - 1
         rows, out = AdapterRows(slots=slots), torch.ones(32, 128, device=DEVICE, dtype=DTYPES[0])
-        active = KERNELS.silu_mul_lora(out, case.x, case.weights, rows)
+        active = triton_lora.silu_mul_lora(out, case.x, case.weights, rows)
         KERNELS.add_lora(out, case.x, case.weights, rows)
         found.append((out[5], active[5]))
     for one, other in zip(*found, strict=True):
@@ -168,8 +213,10 @@ def test_tiles_of_decoding_fill_the_gpu():
         assert summed <= 12 << 20
 
 
-def test_the_fast_forward_is_pefts(tmp_path: Path):
+@pytest.mark.parametrize("joined", [True, False], ids=["joined", "apart"])
+def test_the_fast_forward_is_pefts(joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two sequences of one batch with adapters of different ranks, and the base."""
+    monkeypatch.setattr(banks, "_JOINED_SHARE", 0 if joined else 1 << 20)
     base = make_tiny_checkpoint(tmp_path / "base", weight_scale=3.0)
     folders = [
         make_adapter(base, tmp_path / "a", rank=3, targets=["q_proj", "v_proj", "down_proj"]),
@@ -185,6 +232,8 @@ def test_the_fast_forward_is_pefts(tmp_path: Path):
         if INTERPRETED:  # the bank of a CPU has the layout of the C kernels
             for weights, _ in bank.modules.values():
                 weights.b = weights.b.contiguous()
+        weights = [w for w, _ in bank.modules.values() if isinstance(w, LoraWeights)]
+        assert all((w.joined is not None) is joined for w in weights)
         store = AdapterStore(bank)
         slots = [store.load_folder(p.name, str(p), "0").slot if p else -1 for p in folders]
         cache = KVCache(fast.layers, 4, page, torch.float32, torch.device(DEVICE))

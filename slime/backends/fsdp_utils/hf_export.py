@@ -196,14 +196,17 @@ def whole_adapters(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedTen
 
 def own_adapters(model: ShardedModel) -> Iterator[NamedTensor]:
     """Yield the adapters of an unsharded model as it trains them, by their names in PEFT's files."""
+    names, with_experts = _adapter_names(tuple(model.params))
     # Not to_local(), which costs more per parameter than all the rest of an update.
-    held = ((n, model.params[n]._local_tensor) for n in _adapter_names(tuple(model.params)))
-    yield from to_peft((adapter_module(name), tensor) for name, tensor in held)
+    held = ((name, model.params[name]._local_tensor) for name in names)
+    yield from to_peft((adapter_module(n), t) for n, t in held) if with_experts else held
 
 
 @lru_cache(maxsize=4)
-def _adapter_names(names: tuple[str, ...]) -> list[str]:
-    return [name for name in names if is_adapter(name)]
+def _adapter_names(names: tuple[str, ...]) -> tuple[list[str], bool]:
+    """Return the adapters in order, and whether some are of experts: others keep their names in PEFT's files."""
+    found = sorted(name for name in names if is_adapter(name))
+    return found, any(adapter_module(name) != name for name in found)
 
 
 GATHER_BYTES = 64 << 20  # limit of full tensors per collective; a larger tensor has its own

@@ -19,6 +19,7 @@ from slime.algorithms.delta_layers import (
 from slime.algorithms.gated_delta import DeltaHeads
 from slime.engine.kernels.interface import (
     AdapterRows,
+    Affine,
     Heads,
     LoraWeights,
     MoeKernels,
@@ -47,6 +48,7 @@ _SIGNATURES = {
 
 class CpuKernels:
     experts: MoeKernels | None = None
+    joins_adapters = False
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, types in _SIGNATURES.items():
@@ -101,11 +103,17 @@ class CpuKernels:
             *(parts, columns, weights.b.shape[2], x.shape[1], len(x)),
         )
 
-    def silu_mul_lora(
-        self, gate_up: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: AdapterRows
+    def linear_lora(
+        self, x: torch.Tensor, base: Affine, lora: LoraWeights, rows: AdapterRows, split_k: bool
     ) -> torch.Tensor:
-        self.add_lora(gate_up, x, weights, rows)
-        return self.silu_mul(gate_up)
+        out = F.linear(x, *base)
+        self.add_lora(out, x, lora, rows)
+        return out
+
+    def gated_linear_lora(
+        self, x: torch.Tensor, base: Affine, lora: LoraWeights, rows: AdapterRows
+    ) -> torch.Tensor:
+        return self.silu_mul(self.linear_lora(x, base, lora, rows, split_k=False))
 
     def rope_store(
         self,

@@ -25,6 +25,7 @@ from slime.engine.kernels import (
 )
 from slime.engine.kernels.interface import (
     AdapterRows,
+    Affine,
     Heads,
     LoraWeights,
     MoeKernels,
@@ -48,6 +49,7 @@ TILE = 64  # queries per program of prefill attention
 
 class CudaKernels:
     experts: MoeKernels | None = CudaExperts()
+    joins_adapters = True
 
     def add_rms_norm(
         self,
@@ -97,10 +99,21 @@ class CudaKernels:
     ) -> None:
         triton_lora.add_lora(out, x, weights, rows)
 
-    def silu_mul_lora(
-        self, gate_up: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: AdapterRows
+    def linear_lora(
+        self, x: torch.Tensor, base: Affine, lora: LoraWeights, rows: AdapterRows, split_k: bool
     ) -> torch.Tensor:
-        return triton_lora.silu_mul_lora(gate_up, x, weights, rows)
+        if lora.joined is not None:
+            return triton_lora.linear_lora(x, lora, rows)
+        out = (self.linear_split_k if split_k else self.linear)(x, *base)
+        triton_lora.add_lora(out, x, lora, rows)
+        return out
+
+    def gated_linear_lora(
+        self, x: torch.Tensor, base: Affine, lora: LoraWeights, rows: AdapterRows
+    ) -> torch.Tensor:
+        if lora.joined is not None:
+            return triton_lora.gated_linear_lora(x, lora, rows)
+        return triton_lora.silu_mul_lora(self.linear(x, *base), x, lora, rows)
 
     def rope_store(
         self,

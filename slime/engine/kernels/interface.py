@@ -56,6 +56,9 @@ class AdapterRows:
     fixed: bool = False  # matmuls over all tokens, whatever the groups
 
 
+Affine = tuple[torch.Tensor, torch.Tensor | None]  # weight [N, K] and bias [N]
+
+
 @dataclass(kw_only=True, eq=False)
 class LoraWeights:
     """S slots of adapters of rank up to R for n linears that share an input; see lora/bank.py."""
@@ -65,6 +68,7 @@ class LoraWeights:
     widths: tuple[int, ...]  # output columns of each of the n linears
     scales: torch.Tensor  # [S] float32
     ranks: np.ndarray  # [S, n] int32, 0 where an adapter has nothing
+    joined: Affine | None = None  # the base's weight and `a` below it; None where they are apart
 
 
 @dataclass(kw_only=True, eq=False)
@@ -168,6 +172,7 @@ class MoeKernels(Protocol):
 
 class Kernels(Protocol):
     experts: MoeKernels | None  # None: MoE layers run as Hugging Face modules
+    joins_adapters: bool  # `linear_lora` takes A below the base's weight, see `LoraWeights.joined`
 
     def add_rms_norm(
         self,
@@ -214,10 +219,16 @@ class Kernels(Protocol):
         """
         ...
 
-    def silu_mul_lora(
-        self, gate_up: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: AdapterRows
+    def linear_lora(
+        self, x: torch.Tensor, base: Affine, lora: LoraWeights, rows: AdapterRows, split_k: bool
     ) -> torch.Tensor:
-        """Return `silu_mul` of gate_up with the adapters of x added, which may be in place."""
+        """Return `linear` of x, or with `split_k` what `linear_split_k` may return, with adapters added."""
+        ...
+
+    def gated_linear_lora(
+        self, x: torch.Tensor, base: Affine, lora: LoraWeights, rows: AdapterRows
+    ) -> torch.Tensor:
+        """Return `gated_linear` of x with the adapters of gate and up added before the activation."""
         ...
 
     def rope_store(

@@ -1,13 +1,14 @@
-"""Adapters of a forward in two Triton kernels: A(x) in split-K partial sums, then scale * B of their sum.
+"""Adapters of a forward: A(x), by the base's matmul or a kernel of its own, then scale * B of it in a Triton kernel.
 
+    x ─ matmul with the base's weight above A of all slots ─▶ base's output | A(x) ─┬─ expand ─▶ their sum
+    x ─ matmul with the base's weight ─▶ base's output ─────┬───────────────────────┘
+    x ─ shrink ─▶ low [splits, T, parts * rank] fp32 ───────┴─ expand, or expand_silu_mul ─▶ silu(gate) * up
+
+The first way saves a launch and a read of x; it is taken where A has few rows beside the base (`LoraBank.rows_below`).
 A program computes a tile of tokens. It reads the matrices of every slot that one of its tokens has, and
 masks the other tokens: with one adapter in the batch each matrix is read once per tile. The number of slots
-and their rank are fixed, so one CUDA graph serves any mix. Tokens without an adapter are not written.
-
-    x ─ shrink ─▶ low [splits, T, parts * rank] fp32 ─┬─ expand ─▶ added to the output of the linears
-                                                      └─ expand_silu_mul ─▶ silu(gate) * up
-
-Gate and up are added in registers of the activation, so that their sum is never written.
+and their rank are fixed, so one CUDA graph serves any mix. Gate and up are added in registers of the activation,
+so that their sum is never written.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
@@ -19,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from slime.engine.kernels import triton_matmuls
 from slime.engine.kernels.interface import AdapterRows, LoraWeights
 from slime.engine.kernels.triton_launch import (
     dot_precision,
@@ -38,21 +40,26 @@ _COLUMNS = 128  # of a tile of the output
 _MOST_LOW_BYTES = 12 << 20
 
 
+def linear_lora(x: torch.Tensor, weights: LoraWeights, rows: AdapterRows) -> torch.Tensor:
+    """Return base and adapters of x in one matmul and one kernel, for weights that are stored below the base's."""
+    assert weights.joined is not None
+    sums = triton_matmuls.linear_split_k(x, *weights.joined)
+    out = x.new_empty(len(x), sum(weights.widths))
+    _expand(sums, out, _low_below(sums, x, weights), weights, rows)
+    return out
+
+
+def gated_linear_lora(x: torch.Tensor, weights: LoraWeights, rows: AdapterRows) -> torch.Tensor:
+    """Like `linear_lora`, behind the activation: silu(gate) * up."""
+    assert weights.joined is not None
+    sums = triton_matmuls.linear(x, *weights.joined)
+    return _expand_silu_mul(sums, _low_below(sums, x, weights), weights, rows)
+
+
 def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: AdapterRows) -> None:
     """Add scale * B(A(x)) to `out` [T, out], or to the first of split-K partial sums [P, T, out]."""
-    tiles = choose_tiles(x, weights)
-    low = _shrink(x, weights, rows, tiles)
-    parts = len(weights.widths)
-    assert parts <= _MOST_PARTS, "a launch has the widths of so many linears"
-    expand_kernel[(tiles.columns, tiles.rows)](
-        *(low, weights.b, weights.scales, rows.slots, out, len(x)),
-        *(*weights.widths, *[0] * (_MOST_PARTS - parts)),
-        PARTS=parts,
-        SPLITS=tiles.splits,
-        BLOCK_N=_COLUMNS,
-        num_warps=4,
-        **_options(x, weights, tiles),
-    )
+    first = out if out.ndim == 2 else out[0]
+    _expand(first, first, _shrink(x, weights, rows), weights, rows)
 
 
 def silu_mul_lora(
@@ -62,16 +69,64 @@ def silu_mul_lora(
 
     Sums are rounded to the dtype of gate_up before the activation, as if they had been written.
     """
-    tiles = choose_tiles(x, weights)
-    low = _shrink(x, weights, rows, tiles)
-    width = weights.widths[0]
-    out = gate_up.new_empty(len(x), width)
-    expand_silu_mul_kernel[(triton.cdiv(width, _COLUMNS), tiles.rows)](
-        *(low, weights.b, weights.scales, rows.slots, gate_up, out, len(x), width),
-        SPLITS=tiles.splits,
+    return _expand_silu_mul(gate_up, _shrink(x, weights, rows), weights, rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Low:
+    """A(x) as partial sums; those of tokens without adapter are garbage.
+
+    `sums` is [splits, T, row], of which a token's parts * rank begin at the number of its slot times `slot`.
+    """
+
+    sums: torch.Tensor
+    splits: int
+    row: int
+    slot: int
+    tiles: LoraTiles
+
+
+def _low_below(sums: torch.Tensor, x: torch.Tensor, weights: LoraWeights) -> _Low:
+    """Return the columns behind those of the base, which hold A(x) of all slots."""
+    splits, tiles = sums.shape[0] if sums.ndim == 3 else 1, choose_tiles(x, weights)
+    low, parts = sums[..., sum(weights.widths) :], weights.a.shape[1]
+    return _Low(sums=low, splits=splits, row=sums.shape[-1], slot=parts, tiles=tiles)
+
+
+def _expand(
+    source: torch.Tensor,  # [T, columns] or partial sums [P, T, columns]: the base's come first
+    out: torch.Tensor,  # [T, out], may be `source`
+    low: _Low,
+    weights: LoraWeights,
+    rows: AdapterRows,
+) -> None:
+    parts = len(weights.widths)
+    assert parts <= _MOST_PARTS, "a launch has the widths of so many linears"
+    expand_kernel[(low.tiles.columns, low.tiles.rows)](
+        *(low.sums, weights.b, weights.scales, rows.slots, source, out),
+        *(out.shape[0], low.row, low.slot, source.shape[-1]),
+        *(*weights.widths, *[0] * (_MOST_PARTS - parts)),
+        PARTS=parts,
+        SPLITS=low.splits,
+        SUMS=source.shape[0] if source.ndim == 3 else 1,
         BLOCK_N=_COLUMNS,
-        num_warps=8 if tiles.block_m > 16 else 4,  # registers of two tiles
-        **_options(x, weights, tiles),
+        num_warps=4,
+        **_options(weights, low.tiles),
+    )
+
+
+def _expand_silu_mul(
+    gate_up: torch.Tensor, low: _Low, weights: LoraWeights, rows: AdapterRows
+) -> torch.Tensor:
+    tokens, width = len(gate_up), weights.widths[0]
+    out = gate_up.new_empty(tokens, width)
+    expand_silu_mul_kernel[(triton.cdiv(width, _COLUMNS), low.tiles.rows)](
+        *(low.sums, weights.b, weights.scales, rows.slots, gate_up, out),
+        *(tokens, low.row, low.slot, gate_up.shape[1], width),
+        SPLITS=low.splits,
+        BLOCK_N=_COLUMNS,
+        num_warps=8 if low.tiles.block_m > 16 else 4,  # registers of two tiles
+        **_options(weights, low.tiles),
     )
     return out
 
@@ -114,13 +169,12 @@ def choose_tiles(x: torch.Tensor, weights: LoraWeights) -> LoraTiles:
     )
 
 
-def _shrink(
-    x: torch.Tensor, weights: LoraWeights, rows: AdapterRows, tiles: LoraTiles
-) -> torch.Tensor:
-    """Return the partial sums of A(x), [splits, T, parts * rank]; those of tokens without adapter are garbage."""
+def _shrink(x: torch.Tensor, weights: LoraWeights, rows: AdapterRows) -> _Low:
+    """Compute A(x) in a kernel of its own."""
+    tiles = choose_tiles(x, weights)
     (tokens, depth), parts, rank = x.shape, len(weights.widths), weights.b.shape[2]
     low = x.new_empty(tiles.splits, tokens, parts * rank, dtype=torch.float32)
-    options = _options(x, weights, tiles)
+    options = _options(weights, tiles)
     stage = (tiles.block_m + options["RANK_BLOCK"]) * tiles.block_k * x.element_size()  # bytes
     stages = shared_memory() // 2 // stage  # two programs fit into an SM
     # The parts of a tile are neighbours: they read the same tokens.
@@ -132,17 +186,17 @@ def _shrink(
         num_stages=max(2, min(stages, _MOST_STAGES)),
         **options,
     )
-    return low
+    return _Low(sums=low, splits=tiles.splits, row=parts * rank, slot=0, tiles=tiles)
 
 
-def _options(x: torch.Tensor, weights: LoraWeights, tiles: LoraTiles) -> dict:
+def _options(weights: LoraWeights, tiles: LoraTiles) -> dict:
     rank = weights.b.shape[2]
     return {
         "SLOTS": weights.a.shape[0],
         "RANK": rank,
         "RANK_BLOCK": max(16, triton.next_power_of_2(rank)),
         "BLOCK_M": tiles.block_m,
-        "PRECISION": dot_precision(x),
+        "PRECISION": dot_precision(weights.b),
         **pdl_options(),
     }
 
@@ -153,18 +207,10 @@ def shrink_kernel(
     a,  # [SLOTS, PARTS * RANK, depth]
     slots,  # [rows] int32
     out,  # [splits, rows, PARTS * RANK] float32
-    rows,
-    depth,
-    split_depth,
-    PARTS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    rows, depth, split_depth,
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     part = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(2)
@@ -197,26 +243,17 @@ def shrink_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def expand_kernel(
-    low,  # [SPLITS, rows, PARTS * RANK] float32
+    low,  # [SPLITS, rows, low_row], those of a token at low_slot times its slot
     b,  # [SLOTS, columns of all parts, RANK]
     scales,  # [SLOTS] float32
     slots,  # [rows] int32
+    source,  # [SUMS, rows, source_row], columns of all parts first
     out,  # [rows, columns of all parts]
-    rows,
-    width_0,
-    width_1,
-    width_2,
-    width_3,
-    PARTS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    rows, low_row, low_slot, source_row, width_0, width_1, width_2, width_3,
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SUMS: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     # The tiles of all parts stand side by side; a part that does not exist has none.
     tile = tl.program_id(0)
@@ -238,7 +275,13 @@ def expand_kernel(
     if PDL:
         pdl_wait()
     slot = tl.load(slots + row, mask=row < rows, other=-1)
-    left = sum_low(low, scales, slot, row, rows, part, PARTS, RANK, RANK_BLOCK, BLOCK_M, SPLITS)
+    real = (row < rows)[:, None] & inside[None, :]
+    before = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for one in tl.static_range(SUMS):
+        at = (one * rows + row).to(tl.int64)[:, None] * source_row + (first + column)[None, :]
+        before += tl.load(source + at, mask=real, other=0.0).to(tl.float32)
+    begin = low + low_part(slot, low_slot, part, RANK)
+    left = sum_low(begin, scales, slot, row, rows, low_row, RANK, RANK_BLOCK, BLOCK_M, SPLITS)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if SLOTS == 1:
         total = tl.dot(left.to(right.dtype), right, total, input_precision=PRECISION)
@@ -252,30 +295,22 @@ def expand_kernel(
                 chosen = tl.where(mine[:, None], left, 0.0).to(right.dtype)
                 total = tl.dot(chosen, right, total, input_precision=PRECISION)
     target = out + row.to(tl.int64)[:, None] * columns + (first + column)[None, :]
-    written = (slot >= 0)[:, None] & inside[None, :]
-    before = tl.load(target, mask=written, other=0.0)
-    tl.store(target, (before.to(tl.float32) + total).to(out.dtype.element_ty), mask=written)
+    total = tl.where((slot >= 0)[:, None], before + total, before)
+    tl.store(target, total.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def expand_silu_mul_kernel(
-    low,  # [SPLITS, rows, 2 * RANK] float32
+    low,  # [SPLITS, rows, low_row], those of a token at low_slot times its slot
     b,  # [SLOTS, 2 * width, RANK], gate above up
     scales,  # [SLOTS] float32
     slots,  # [rows] int32
-    gate_up,  # [rows, 2 * width]
+    gate_up,  # [rows, source_row], gate and up first
     out,  # [rows, width]
-    rows,
-    width,
-    SLOTS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    rows, low_row, low_slot, source_row, width,
+    SLOTS: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < width
@@ -287,12 +322,14 @@ def expand_silu_mul_kernel(
     if PDL:
         pdl_wait()
     real = (row < rows)[:, None] & inside[None, :]
-    source = gate_up + row.to(tl.int64)[:, None] * (2 * width) + column[None, :]
+    source = gate_up + row.to(tl.int64)[:, None] * source_row + column[None, :]
     gate = tl.load(source, mask=real, other=0.0)
     up = tl.load(source + width, mask=real, other=0.0)
     slot = tl.load(slots + row, mask=row < rows, other=-1)
-    gate_low = sum_low(low, scales, slot, row, rows, 0, 2, RANK, RANK_BLOCK, BLOCK_M, SPLITS)
-    up_low = sum_low(low, scales, slot, row, rows, 1, 2, RANK, RANK_BLOCK, BLOCK_M, SPLITS)
+    begin = low + low_part(slot, low_slot, 0, RANK)
+    gate_low = sum_low(begin, scales, slot, row, rows, low_row, RANK, RANK_BLOCK, BLOCK_M, SPLITS)
+    begin = low + low_part(slot, low_slot, 1, RANK)
+    up_low = sum_low(begin, scales, slot, row, rows, low_row, RANK, RANK_BLOCK, BLOCK_M, SPLITS)
     gate_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if SLOTS == 1:
@@ -339,25 +376,23 @@ def load_b(matrix, inside, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr):
 
 
 @triton.jit
+def low_part(slot, low_slot, part, RANK: tl.constexpr):
+    """Return where A(x) of a part begins in the row of a token, [BLOCK_M]."""
+    return tl.where(slot >= 0, slot, 0) * low_slot + part * RANK
+
+
+@triton.jit
 def sum_low(
-    low,
-    scales,
-    slot,
-    row,
-    rows,
-    part,
-    PARTS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    begin,  # [BLOCK_M] addresses, in the first row of all
+    scales, slot, row, rows, low_row,
+    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     """Return scale * A(x) of one part, [BLOCK_M, RANK_BLOCK]; 0 of tokens without an adapter."""
     depth = tl.arange(0, RANK_BLOCK)
     has = slot >= 0
     kept = has[:, None] & (depth < RANK)[None, :]
     total = tl.zeros([BLOCK_M, RANK_BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):  # unrolled: all loads are under way at once
-        at = ((split * rows + row).to(tl.int64) * PARTS + part)[:, None] * RANK + depth[None, :]
-        total += tl.load(low + at, mask=kept, other=0.0)
+        at = begin + (split * rows + row).to(tl.int64) * low_row
+        total += tl.load(at[:, None] + depth[None, :], mask=kept, other=0.0).to(tl.float32)
     return total * tl.load(scales + tl.where(has, slot, 0), mask=has, other=0.0)[:, None]

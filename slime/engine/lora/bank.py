@@ -3,7 +3,7 @@
 Linears that share an input and run as one matmul (query, key, value; gate, up) share one buffer. For n of
 them, rank R and S slots::
 
-    a  [S, n * R, in]      rows p * R .. p * R + r are lora_A of linear p
+    a  [S, n * R, in]      rows p * R .. p * R + r are lora_A of linear p; on a GPU below the base's weight
     b  [S, out, R]         rows of linear p are lora_B of it, in its first r columns
 
 The sizes never change, so a CUDA graph serves every adapter; what a smaller adapter leaves free is zero.
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from slime.config.checks.model_types import in_tower
 from slime.config.peft_files import DOWN, EXPERTS, GATE_UP, PeftSettings, flat_name, peft_shapes
-from slime.engine.kernels.interface import AdapterRows, ExpertLora, LayerLora, LoraWeights
+from slime.engine.kernels.interface import AdapterRows, Affine, ExpertLora, LayerLora, LoraWeights
 from slime.engine.kernels.lora import add_lora
 from slime.engine.lora.experts import (
     LEAVES,
@@ -32,6 +32,9 @@ from slime.engine.lora.experts import (
 )
 from slime.engine.lora.peft_format import LoraPair
 from slime.engine.scheduler.sampling_params import RequestError
+
+# Beside the base's rows, A has at most one of so many: all slots are computed for all tokens then.
+_JOINED_SHARE = 8
 
 
 class LoraBank:
@@ -56,14 +59,29 @@ class LoraBank:
         self._targets, self._experts = frozenset(targets), frozenset(experts)
         self._names = {module: flat_name(name) for name, module in model.named_modules()}
         self._seen: set[str] = set()
+        self.bindings = num_slots * [0]  # how often modules or ranks of each slot changed
         scales = torch.zeros(num_slots, dtype=torch.float32, device=model.device)
         model.register_buffer("lora_scales", scales, persistent=False)
         self._scales = scales
 
-    def attach(self, linears: tuple[nn.Linear, ...]) -> LoraWeights | None:
-        """Allocate the slots of linears that share an input; None if none of them is a target."""
-        names = [self._names[linear] for linear in linears]
-        if self._targets and not any(name.split(".")[-1] in self._targets for name in names):
+    def rows_below(self, linears: tuple[nn.Linear, ...]) -> int:
+        """Return the rows of A of all slots, if they should follow the base's weight; else 0."""
+        rows = self.num_slots * len(linears) * self.rank
+        few = rows * _JOINED_SHARE <= sum(linear.out_features for linear in linears)
+        return rows if few and self._takes(linears) else 0
+
+    def _takes(self, linears: tuple[nn.Linear, ...]) -> bool:
+        names = [self._names[linear].split(".")[-1] for linear in linears]
+        return not self._targets or not self._targets.isdisjoint(names)
+
+    def attach(
+        self, linears: tuple[nn.Linear, ...], joined: Affine | None = None
+    ) -> LoraWeights | None:
+        """Allocate the slots of linears that share an input; None if none of them is a target.
+
+        `joined` is their weight with space for A below.
+        """
+        if not self._takes(linears):
             return None
         first = linears[0]
         widths = tuple(linear.out_features for linear in linears)
@@ -73,9 +91,14 @@ class LoraBank:
         b = torch.zeros(shape_b, dtype=like.dtype, device=like.device)
         if b.device.type == "cpu":  # the memory layout that matmuls of few rows are fastest with
             b = b.transpose(1, 2).contiguous().transpose(1, 2)
+        if joined is None:
+            a = torch.zeros(shape_a, dtype=like.dtype, device=like.device)
+        else:
+            a = joined[0][sum(widths) :][: shape_a[0] * shape_a[1]].view(shape_a)
         weights = LoraWeights(
-            a=torch.zeros(shape_a, dtype=like.dtype, device=like.device),
+            a=a,
             b=b,
+            joined=joined,
             widths=widths,
             scales=self._scales,
             ranks=np.zeros((self.num_slots, len(linears)), np.int32),
@@ -83,8 +106,8 @@ class LoraBank:
         # Buffers of the module, so that they move with it when memory is released.
         first.register_buffer("lora_a", weights.a, persistent=False)
         first.register_buffer("lora_b", weights.b, persistent=False)
-        for index, name in enumerate(names):
-            self.modules[name] = (weights, index)
+        for index, linear in enumerate(linears):
+            self.modules[self._names[linear]] = (weights, index)
         return weights
 
     def attach_experts(self, experts: nn.Module) -> LayerLora | None:
@@ -225,6 +248,7 @@ class LoraBank:
                 weights.b[slot].zero_()
                 weights.ranks[slot] = 0
         self._scales[slot] = 0.0
+        self.bindings[slot] += 1
 
     def read(self, slot: int, module: str) -> LoraPair:
         """Return the matrices of a slot as they are computed with."""

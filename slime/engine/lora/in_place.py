@@ -73,15 +73,15 @@ class InPlaceUpdate:
     ) -> None:
         self._bank, self._buffer, self._slot = bank, buffer, slot
         self._modules = modules
-        self._ranks = dict.fromkeys(modules.values(), rank)
+        ranks = dict.fromkeys(modules.values(), rank)
         names = sorted(tensor_name(module, side) for module in modules for side in "AB")
         assert names == [meta.name for meta in buffer.metas], "the buffer has checked its names"
         self._joined = "\n".join(names)
         self._scratch = torch.empty_like(buffer.tensor)
-        self._held = bank.matrices(slot, self._ranks)
+        self._held = bank.matrices(slot, ranks)
         self._sent = self._by_slot(buffer.views())
         self._read = self._by_slot(buffer.views(self._scratch))
-        self._addresses = bank.addresses()
+        self._addresses, self._binding = bank.addresses(), bank.bindings[slot]
         self.digest = bound_digest(bank, slot, modules)  # as long as `is_current`
 
     @property
@@ -91,7 +91,7 @@ class InPlaceUpdate:
     def is_current(self) -> bool:
         """Return whether the slot holds exactly these modules, in the memory they had at first."""
         return (
-            self._bank.bound_ranks(self._slot) == self._ranks
+            self._bank.bindings[self._slot] == self._binding
             and self._bank.addresses() == self._addresses
         )
 

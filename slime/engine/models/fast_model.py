@@ -27,7 +27,7 @@ from slime.engine.kernels.interface import (
     Tokens,
 )
 from slime.engine.kv_cache import KVCache, LayerShape
-from slime.engine.models.fused_weights import join_linears, register_tensor
+from slime.engine.models.fused_weights import Projection, register_tensor
 from slime.engine.models.hybrid_layers import (
     DeltaNet,
     GatedAttention,
@@ -162,11 +162,9 @@ class _Attention:
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         query, key, _ = (p.out_features // attention.head_dim for p in projections)
         self.heads = Heads(num_query=query, num_key=key, dim=attention.head_dim)
-        self._qkv, self._qkv_bias = join_linears(attention, "qkv", projections)
-        self._qkv_lora = None if lora is None else lora.attach(projections)
-        self._out_lora = None if lora is None else lora.attach((attention.o_proj,))
+        self._qkv = Projection(attention, "qkv", projections, kernels, lora)
+        self._out = Projection(attention, "out", (attention.o_proj,), kernels, lora, split_k=True)
         self._qk_norm = _make_qk_norm(attention)
-        self._out, self._out_bias = attention.o_proj.weight, attention.o_proj.bias
 
     def __call__(
         self,
@@ -178,36 +176,26 @@ class _Attention:
     ) -> torch.Tensor:
         kernels, heads, adapters = self._kernels, self.heads, tokens.adapters
         pages = Pages(keys=cache.keys[self.index], values=cache.values[self.index], table=table)
-        qkv = kernels.linear(normed, self._qkv, self._qkv_bias)
-        if adapters is not None and self._qkv_lora is not None:
-            kernels.add_lora(qkv, normed, self._qkv_lora, adapters)
+        qkv = self._qkv(normed, adapters)
         kernels.rope_store(qkv, tokens, heads, pages, rotary, self._qk_norm)
         attended = kernels.attend(qkv, tokens, heads, pages, self._scale, self._window)
-        delta = kernels.linear_split_k(attended, self._out, self._out_bias)
-        if adapters is not None and self._out_lora is not None:
-            kernels.add_lora(delta, attended, self._out_lora, adapters)
-        return delta
+        return self._out(attended, adapters)
 
 
 class _GatedMlp:
     def __init__(self, mlp: Any, kernels: Kernels, lora: LoraBank | None) -> None:
-        self._gate_up, self._bias = join_linears(mlp, "gate_up", (mlp.gate_proj, mlp.up_proj))
-        self._down, self._down_bias = mlp.down_proj.weight, mlp.down_proj.bias
-        self._gate_up_lora = None if lora is None else lora.attach((mlp.gate_proj, mlp.up_proj))
-        self._down_lora = None if lora is None else lora.attach((mlp.down_proj,))
+        gate_up = (mlp.gate_proj, mlp.up_proj)
+        self._gate_up = Projection(mlp, "gate_up", gate_up, kernels, lora)
+        self._down = Projection(mlp, "down", (mlp.down_proj,), kernels, lora, split_k=True)
         self._kernels = kernels
 
     def __call__(self, hidden: torch.Tensor, adapters: AdapterRows | None) -> torch.Tensor:
-        kernels = self._kernels
-        if adapters is None or self._gate_up_lora is None:
-            active = kernels.gated_linear(hidden, self._gate_up, self._bias)
+        base, lora = self._gate_up.base, self._gate_up.lora
+        if adapters is None or lora is None:
+            active = self._kernels.gated_linear(hidden, *base)
         else:
-            gate_up = kernels.linear(hidden, self._gate_up, self._bias)
-            active = kernels.silu_mul_lora(gate_up, hidden, self._gate_up_lora, adapters)
-        delta = kernels.linear_split_k(active, self._down, self._down_bias)
-        if adapters is not None and self._down_lora is not None:
-            kernels.add_lora(delta, active, self._down_lora, adapters)
-        return delta
+            active = self._kernels.gated_linear_lora(hidden, base, lora, adapters)
+        return self._down(active, adapters)
 
 
 class _Moe:

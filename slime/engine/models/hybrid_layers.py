@@ -27,7 +27,7 @@ from slime.engine.kernels.interface import (
     Tokens,
 )
 from slime.engine.kv_cache import KVCache
-from slime.engine.models.fused_weights import join_linears, register_tensor
+from slime.engine.models.fused_weights import Projection, register_tensor
 
 if TYPE_CHECKING:
     from slime.engine.lora.bank import LoraBank
@@ -66,13 +66,11 @@ class GatedAttention:
         )
         query, key = (p.out_features // dim for p in (attention.q_proj, attention.k_proj))
         self.heads = Heads(num_query=query // 2, num_key=key, dim=dim)
-        self._fused, self._bias = join_linears(attention, "qkv", projections)
-        self._lora = None if lora is None else lora.attach(projections)
-        self._out_lora = None if lora is None else lora.attach((attention.o_proj,))
-        self._out, self._out_bias = attention.o_proj.weight, attention.o_proj.bias
+        self._fused = Projection(attention, "qkv", projections, kernels, lora)
+        self._out = Projection(attention, "out", (attention.o_proj,), kernels, lora, split_k=True)
         order = _dim_order(dim, pairs)
-        register_tensor(attention, "order", order.to(self._fused.device))
-        columns = self._columns(order).to(self._fused.device)
+        register_tensor(attention, "order", order.to(attention.q_proj.weight.device))
+        columns = self._columns(order).to(attention.q_proj.weight.device)
         register_tensor(attention, "columns", columns)
 
     def _columns(self, order: torch.Tensor) -> torch.Tensor:
@@ -95,17 +93,12 @@ class GatedAttention:
     ) -> torch.Tensor:
         kernels, heads, adapters = self._kernels, self.heads, tokens.adapters
         pages = Pages(keys=cache.keys[self.index], values=cache.values[self.index], table=table)
-        fused = kernels.linear(normed, self._fused, self._bias)
-        if adapters is not None and self._lora is not None:
-            kernels.add_lora(fused, normed, self._lora, adapters)
+        fused = self._fused(normed, adapters)
         qkv = fused.index_select(1, self._attention.fused_columns)
         kernels.rope_store(qkv, tokens, heads, pages, rotary, self._qk_norm())
         attended = kernels.attend(qkv, tokens, heads, pages, self._scale, None)
         attended = kernels.gate_heads(attended, fused, heads.dim)
-        delta = kernels.linear_split_k(attended, self._out, self._out_bias)
-        if adapters is not None and self._out_lora is not None:
-            kernels.add_lora(delta, attended, self._out_lora, adapters)
-        return delta
+        return self._out(attended, adapters)
 
     def _qk_norm(self) -> QueryKeyNorm:
         """Return the weights that an update writes to, in Hugging Face's order, less one."""
@@ -125,12 +118,11 @@ class DeltaNet:
         interleaved = hasattr(net, "in_proj_qkvz")
         names = ("qkvz", "ba") if interleaved else ("qkv", "z", "b", "a")
         projections = tuple(getattr(net, f"in_proj_{name}") for name in names)
-        self._fused, _ = join_linears(net, "in", projections)
-        self._lora = None if lora is None else lora.attach(projections)
-        self._out_lora = None if lora is None else lora.attach((net.out_proj,))
+        self._fused = Projection(net, "in", projections, kernels, lora)
+        self._out = Projection(net, "out", (net.out_proj,), kernels, lora, split_k=True)
         width = net.value_dim
         self._widths = [net.conv_dim, width, net.num_v_heads, net.num_v_heads]  # qkv, z, b, a
-        columns = _interleaved_columns(net).to(self._fused.device) if interleaved else None
+        columns = _interleaved_columns(net).to(net.out_proj.weight.device) if interleaved else None
         self._interleaved = interleaved
         if columns is not None:
             register_tensor(net, "columns", columns)
@@ -144,9 +136,7 @@ class DeltaNet:
         rotary: Rotary,
     ) -> torch.Tensor:
         kernels, net, adapters = self._kernels, self._net, tokens.adapters
-        fused = kernels.linear(normed, self._fused, None)
-        if adapters is not None and self._lora is not None:
-            kernels.add_lora(fused, normed, self._lora, adapters)
+        fused = self._fused(normed, adapters)
         if self._interleaved:
             fused = fused.index_select(1, net.fused_columns)
         qkv, z, b, a = fused.split(self._widths, dim=1)
@@ -159,10 +149,7 @@ class DeltaNet:
         else:
             out = tokens.states.run(self.index, inputs, conv_weight(net), self.heads)
         gated = kernels.gated_norm(out, z, net.norm.weight, net.layer_norm_epsilon)
-        delta = kernels.linear_split_k(gated, net.out_proj.weight, None)
-        if adapters is not None and self._out_lora is not None:
-            kernels.add_lora(delta, gated, self._out_lora, adapters)
-        return delta
+        return self._out(gated, adapters)
 
 
 def _interleaved_columns(net: Any) -> torch.Tensor:
