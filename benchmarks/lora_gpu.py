@@ -146,26 +146,6 @@ def run_part(part: str, options: argparse.Namespace, folder: Path) -> None:
 # ---- a trainer with random weights
 
 
-def write_config(folder: Path, shape: str) -> str:
-    train_shapes.make_config(shape).save_pretrained(folder / shape)
-    return str(folder / shape)
-
-
-def start_trainer(args: Any) -> Any:
-    """An FSDP trainer whose base is random, made on its device."""
-    from slime.backends.fsdp_utils import actor
-
-    actor.load_hf_weights = random_weights
-    return train_gpu.start(args, "fsdp")
-
-
-@torch.no_grad()
-def random_weights(model: Any, path: str) -> None:
-    for tensor in model.tensors().values():
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        local.normal_(0, 0.02) if tensor.ndim > 1 else local.fill_(1)
-
-
 def step_options(tokens: int, sample_len: int) -> argparse.Namespace:
     return argparse.Namespace(
         micro_batches=1, tokens=tokens, sample_len=sample_len, steps=2, recompute=True
@@ -194,10 +174,10 @@ def train(tokens: int, options: argparse.Namespace, folder: Path) -> None:
     shape = "tiny" if options.tiny else "4B"
     wanted = tokens
     tokens = tokens // 64 if options.tiny else tokens
-    model, step = write_config(folder, shape), step_options(tokens, tokens)
+    model, step = str(train_shapes.write_config(folder, shape)), step_options(tokens, tokens)
     args = train_gpu.make_arguments(step, "fsdp", model, **MERGED)
     rate = train_gpu.matmul_rate()
-    actor = start_trainer(args)
+    actor = train_gpu.start(args, "fsdp")
     found = train_gpu.measure_steps(step, actor, train_gpu.make_batch(args, step), model)
     speed = found["tokens"] / found["seconds"]
     mfu = lora_flops(found, model) / found["seconds"] / rate
@@ -309,9 +289,9 @@ def write_adapter(folder: Path, config: dict[str, Any]) -> Path:
 def update(options: argparse.Namespace, folder: Path) -> None:
     """On a CPU as many tensors as 4B's adapter has, but small ones."""
     shape = "tiny-deep" if options.tiny else "4B"
-    model, step = write_config(folder, shape), step_options(2048, 1024)
+    model, step = str(train_shapes.write_config(folder, shape)), step_options(2048, 1024)
     args = train_gpu.make_arguments(step, "fsdp", model, **LORA, **STAYS, bf16=CUDA)
-    actor = start_trainer(args)
+    actor = train_gpu.start(args, "fsdp")
     serving = ["--enable-lora", "--max-lora-rank", str(RANK), "--max-loras-per-batch", "2"]
     with serve(model, *serving) as engine:
         versions = range(1, 3 + max(options.rounds, 5))
@@ -334,14 +314,14 @@ def serve(model: str, *words: str) -> Any:
 
 def largest(shape: str, options: argparse.Namespace, folder: Path) -> None:
     shape = "tiny" if options.tiny else shape
-    model, step = write_config(folder, shape), step_options(8192, 2048)
+    model, step = str(train_shapes.write_config(folder, shape)), step_options(8192, 2048)
     if options.tiny:
         step = step_options(256, 64)
     args = train_gpu.make_arguments(step, "fsdp", model, **MERGED, bf16=CUDA)
     plan = plan_of(args)
     phases = ", ".join(f"{phase.name} {phase.total / GIB:.1f}" for phase in plan.phases)
     print(f"{shape}: {plan.verdict} on {plan.capacity / GIB:.1f} GiB: {phases}", flush=True)
-    actor = start_trainer(args)
+    actor = train_gpu.start(args, "fsdp")
     found = train_gpu.measure_steps(step, actor, train_gpu.make_batch(args, step), model)
     planned = train_gpu.training_bytes(plan) / GIB
     speed = found["tokens"] / found["seconds"]

@@ -12,7 +12,8 @@ bf16 matmul measured in the same run; the share of the data sheet's figure is pr
 fp32 optimizer; the backend megatron-loop computes its experts one after another, as
 megatron-core's own module does. megatron-local is made of our layers, megatron-te of TransformerEngine's.
 MFU of FP8 is against the bf16 rate too, so it may pass 1. Each backend runs in a process of its own: they
-import at the same time and measure one after another; the median of `--steps` steps counts. `plan` is what
+import at the same time and measure one after another; the median of `--steps` steps counts. Where fsdp is
+measured alone, its weights are made on the GPU instead of being written and loaded. `plan` is what
 `slime plan` predicts for the peak. The last lines are `RATIO train_gpu_mfu_<shape>_<backend> <MFU>` and
 `RATIO train_gpu_plan_<shape>_<backend> <predicted / measured>`.
 """
@@ -37,7 +38,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.train_shapes import SHAPES, write_model  # noqa: E402
+from benchmarks.train_shapes import SHAPES, write_config, write_model  # noqa: E402
 
 TE = {"transformer_impl": "transformer_engine"}
 BACKENDS: dict[str, dict[str, Any]] = {  # and the flags that make them
@@ -72,7 +73,8 @@ def main() -> None:
     ratios = []
     for shape in args.shapes:
         with tempfile.TemporaryDirectory(dir=fast_folder()) as folder:
-            model = write_model(Path(folder), shape)
+            alone = set(args.backends) == {"fsdp"}
+            model = (write_config if alone else write_model)(Path(folder), shape)
             found, planned = run_workers(args, model)
             for backend in args.backends:
                 ratios += show(shape, backend, found[backend], planned[backend], peak)
@@ -149,9 +151,7 @@ def run_workers(
 def start_worker(options: argparse.Namespace, backend: str, model: Path) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, *sys.argv[1:], "--worker", backend, str(model)]
     env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
 
 def finish_worker(child: subprocess.Popen[str]) -> dict[str, float] | None:
@@ -227,6 +227,7 @@ def measure(options: argparse.Namespace, backend: str, model: str) -> None:
     import_trainer(backend)
     wait_for_turn(Path(model), backend)
     actor = start(args, backend)
+    progress(f"{backend}: started")
     batch = make_batch(args, options)
     result = measure_steps(options, actor, batch, model)
     print("RESULT " + json.dumps(result), flush=True)
@@ -242,6 +243,8 @@ def measure_steps(
     cuda = torch.cuda.is_available()
     resident = torch.cuda.memory_allocated() if cuda else 0
     actor.train(0, batch())
+    synchronize()
+    progress("first step done")
     if cuda:
         resident = max(resident, torch.cuda.memory_allocated())
         torch.cuda.reset_peak_memory_stats()
@@ -308,8 +311,23 @@ def import_trainer(backend: str) -> Any:
     return Actor
 
 
+def progress(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+@torch.no_grad()
+def random_weights(model: Any, path: str) -> None:
+    for tensor in model.tensors().values():
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local.normal_(0, 0.02) if tensor.ndim > 1 else local.fill_(1)
+
+
 def start(args: Any, backend: str) -> Any:
     Actor = import_trainer(backend)
+    if not any(Path(args.hf_checkpoint).glob("*.safetensors")):
+        from slime.backends.fsdp_utils import actor as fsdp
+
+        fsdp.load_hf_weights = random_weights
     actor: Any = Actor(args, 0, 1)
     actor.init(args)
     if backend == "megatron-loop":
@@ -368,7 +386,7 @@ def matmul_rate(size: int = 8192, rounds: int = 20) -> float:
 def profile(actor: Any, batch: Any, path: str) -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+    with profile(activities=[ProfilerActivity.CUDA]) as record:  # events of a CPU take minutes
         actor.train(99, batch)
         synchronize()
     table = record.key_averages().table(

@@ -71,6 +71,11 @@ def write_model(folder: Path, shape: str) -> Path:
     return folder / shape
 
 
+def write_config(folder: Path, shape: str) -> Path:
+    make_config(shape).save_pretrained(folder / shape)
+    return folder / shape
+
+
 def make_config(shape: str) -> Any:
     from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
