@@ -40,7 +40,7 @@ def rollouts(run: "Run") -> Iterator[RolloutResult]:
         if stopping:
             run.log(rollout_id)
             break
-        if not rollout.never_stops and run.update_due(rollout_id):
+        if not rollout.never_stops and rollout.updater.due(rollout_id):
             rollout.settle()
         actor.update_weights(rollout, rollout_id)
         if run.due(args.eval_interval, rollout_id):

@@ -381,7 +381,7 @@ def _filter_by_length(
         texts = [sample.prompt for sample in chunk if isinstance(sample.prompt, str)]
         if len(texts) < len(chunk):
             raise ConfigError(
-                "--rollout-max-prompt-len: prompts that are lists of messages must be rendered "
+                f"{data_format.max_prompt_flag}: prompts that are lists of messages must be rendered "
                 "before their length is known; add --apply-chat-template"
             )
         encoded = tokenizer(texts, add_special_tokens=not data_format.apply_chat_template)

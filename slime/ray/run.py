@@ -119,10 +119,6 @@ class Run:
             return False
         return (rollout_id + 1) % interval == 0 or rollout_id + 1 == self.args.num_rollout
 
-    def update_due(self, rollout_id: int) -> bool:
-        """Return whether the engines get new weights after this rollout."""
-        return (rollout_id + 1) % self.args.update_weights_interval == 0
-
     def first_eval(self) -> None:
         """Evaluate before any training; after a resume only if the old run died before doing so."""
         before = self.start_rollout_id - 1

@@ -41,6 +41,14 @@ class WeightUpdater:
         self.last_trained: int | None = None  # the rollout the trainer's weights were trained on
         self._numbered = False  # whether the trainer's weights have a version already
 
+    def due(self, rollout_id: int) -> bool:
+        """Return whether the engines get new weights after this rollout.
+
+        They do after the last one, so that the last evaluation is of the weights that are saved.
+        """
+        every, last = self.args.update_weights_interval, self.args.num_rollout - 1
+        return (rollout_id + 1) % every == 0 or rollout_id == last
+
     def trained(self, rollout_id: int) -> None:
         """Note that the trainer's weights are new."""
         self.last_trained, self.trained_version = rollout_id, self.version
@@ -54,8 +62,7 @@ class WeightUpdater:
         """
         if not self._trainer or not self._engines:
             return
-        skipped = rollout_id is not None and (rollout_id + 1) % self.args.update_weights_interval
-        if skipped and not self.args.offload_rollout:
+        if rollout_id is not None and not self.due(rollout_id) and not self.args.offload_rollout:
             return
         with self._recorder.phase("update_weights"):
             self._assign_version()

@@ -1,4 +1,4 @@
-"""Generate and score one group; a hook that fails marks only its own sample. Abort groups that are running."""
+"""Generate and score one group; a hook that fails marks only what it was called with. Abort groups that are running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from slime.rollout.base_types import GenerateFunction, Reward, RolloutSampleHook
 from slime.rollout.context import RolloutContext, current_generation, is_aborting
 from slime.rollout.engine_pool import EngineRefusedError
 from slime.rollout.hook_calls import call_function, run_hook
-from slime.rollout.rm_hub import async_rm, check_number, check_reward, group_rm
+from slime.rollout.rm_hub import (
+    async_rm,
+    check_number,
+    check_reward,
+    custom_function,
+    group_rm,
+)
 from slime.rollout.samples import fill_empty_response, group_index, mark_failed
 from slime.rollout.sampling import SamplingParams, generate
 from slime.utils.http import gather
@@ -46,7 +52,7 @@ async def run_group(
     """Return the scored group, with more samples than `group` where a trajectory was split into several.
 
     ABORTED samples are not scored. A wrong setting (UserError) ends the run; any other exception of a
-    hook marks its sample FAILED.
+    hook marks its sample FAILED, and one of a --group-rm function all samples of the group.
     """
     score_alone, is_new = not args.group_rm, not all(map(_is_finished, group))
     trajectories = await gather(
@@ -172,7 +178,13 @@ async def _score_group(args: Args, samples: list[Sample], evaluation: bool) -> N
     generated = [sample for sample in samples if sample.status in _GENERATED]
     if len(generated) < len(samples) and any(s.status == Status.ABORTED for s in samples):
         return  # the group will be scored once all of its samples are finished
-    if generated and any(sample.reward is None for sample in generated):
+    if not generated or all(sample.reward is not None for sample in generated):
+        return
+    if custom_function(args, generated[0])[0] is None:  # --rm-type scores samples one by one
+        await gather(
+            _mark_failures("reward", [one], _score(args, one, evaluation)) for one in generated
+        )
+    else:
         await _mark_failures("reward", generated, _score_together(args, generated, evaluation))
 
 

@@ -203,7 +203,7 @@ async def in_thread(fn: Callable[..., T], *args: Any, num_threads: int = NUM_THR
     Callers with the same `num_threads` share that many threads. A call that was cancelled frees its place,
     although its thread ends only when the function returns.
     """
-    async with _thread_slots(num_threads):
+    async with call_slots(num_threads):
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -294,7 +294,7 @@ def _is_library(file: str) -> bool:
 
 @dataclass(kw_only=True)
 class _LoopState:
-    slots: dict[int, asyncio.Semaphore] = field(default_factory=dict)  # by number of threads
+    slots: dict[int, asyncio.Semaphore] = field(default_factory=dict)  # by number of calls
     queues: dict[str, HookQueue] = field(default_factory=dict)
 
 
@@ -308,7 +308,8 @@ def _loop_state() -> _LoopState:
     return _by_loop.setdefault(asyncio.get_running_loop(), _LoopState())
 
 
-def _thread_slots(count: int) -> asyncio.Semaphore:
+def call_slots(count: int) -> asyncio.Semaphore:
+    """Return the semaphore that lets `count` calls of this event loop run at a time."""
     slots = _loop_state().slots
     if count not in slots:
         slots[count] = asyncio.Semaphore(count)

@@ -65,7 +65,7 @@ def test_a_line_starts_and_trains(folder, row, server, tmp_path):
     for name, model, words in [r for r in EVERY if r[0] in (before, row[0])]:
         run_dir = tmp_path / f"run {name == before}"
         script, argv = start_of(folder, run_dir, (name, model, words), server)
-        status, output = runs.run(argv, script=script, forked=False)
+        status, output = runs.run(argv, script=script)
         (tmp_path / "output.txt").write_text(output)
         assert status == 0, output
         check_run(run_dir, words)

@@ -50,7 +50,7 @@ def plain_run(tiny_model, tiny_data, tmp_path_factory) -> PlainRun:
         plain = describe(folder)
         written = {"save": plain.checkpoints, "save_debug_rollout_data": plain.rollouts}
         words = runs.command(tiny_model, tiny_data, plain.run_dir, **plain.flags, **written)
-        status, output = runs.run(words, forked=False)
+        status, output = runs.run(words)
         assert status == 0, output
 
     return describe(made_once(tmp_path_factory, "plain", make))

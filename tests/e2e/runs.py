@@ -62,7 +62,7 @@ def environment() -> dict[str, str]:
 
 
 def start(
-    words: list[str], script: str = "train.py", *, forked: bool = False
+    words: list[str], script: str = "train.py", *, forked: bool = True
 ) -> subprocess.Popen[str]:
     """The script in a process group of its own, so that a test can end all of it.
 

@@ -23,7 +23,8 @@ class Held:
         hold = {"custom_generate_function_path": gates.GENERATE}
         self.run_dir = folder / "run"
         words = runs.command(model, data, self.run_dir, **options, **hold)
-        self.process, self.gate = runs.start(words), gates.Gate(self.run_dir)
+        self.process = runs.start(words, forked=False)
+        self.gate = gates.Gate(self.run_dir)
         self.gate.wait(self.process)
         self.driver = psutil.Process(self.process.pid)
         self.started = self.driver.children(recursive=True)

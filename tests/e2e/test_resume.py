@@ -35,9 +35,7 @@ def flags(tmp_path, name: str, tiny_data) -> dict:
 def unbroken_folder(tiny_model, tiny_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken")
     options = {**flags(folder, "run", tiny_data), "save_hf": folder / "hf_{rollout_id}"}
-    status, output = runs.run(
-        runs.command(tiny_model, tiny_data, folder / "run", **options), forked=False
-    )
+    status, output = runs.run(runs.command(tiny_model, tiny_data, folder / "run", **options))
     assert status == 0, output
     return folder
 
@@ -62,18 +60,19 @@ HOLDS = {
 def test_killed_run_continues_bitwise(tiny_model, tiny_data, tmp_path, unbroken, phase):
     options = {**flags(tmp_path, "run", tiny_data), **HOLDS[phase]}
     words = runs.command(tiny_model, tiny_data, tmp_path / "run", **options)
-    _kill(words, tmp_path / "run")
+    forked = phase == "train"  # one of the two with processes that Python starts
+    _kill(words, tmp_path / "run", forked=forked)
     half = tmp_path / "run" / "logs" / "engine_0.port.1.tmp"  # as a full disk leaves it
     half.touch()
-    status, output = runs.run(words, forked=False)
+    status, output = runs.run(words, forked=forked)
     assert status == 0, output
     assert runs.learning(tmp_path / "run") == unbroken
     assert not half.exists()
 
 
-def _kill(words: list[str], run_dir: Path) -> None:
+def _kill(words: list[str], run_dir: Path, *, forked: bool = True) -> None:
     """Start a run with a gate, kill all of it there, and open the gate for the next start."""
-    process, gate = runs.start(words), gates.Gate(run_dir)
+    process, gate = runs.start(words, forked=forked), gates.Gate(run_dir)
     gate.wait(process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -111,7 +110,7 @@ def delta_net_run(request, tiny_data, tmp_path_factory):
     }
     written = {"save_hf": folder / "hf", "save": folder / "saved"}
     words = runs.command(model, tiny_data, folder / "run", **options, **written)
-    status, output = runs.run(words, forked=False)
+    status, output = runs.run(words)
     assert status == 0, output
     return options, model, folder
 
@@ -133,7 +132,7 @@ def test_killed_run_with_gated_delta_nets_continues_bitwise(delta_net_run, tiny_
     written = {"save": save, "load": save, "save_interval": 1, "save_hf": tmp_path / "hf"}
     words = runs.command(model, tiny_data, tmp_path / "run", **options, **written, **HOLDS["train"])
     _kill(words, tmp_path / "run")
-    status, output = runs.run(words, forked=False)
+    status, output = runs.run(words)
     assert status == 0, output
     assert runs.learning(tmp_path / "run") == runs.learning(whole / "run")
     _assert_same_weights(tmp_path / "hf", whole / "hf")
@@ -150,7 +149,7 @@ def test_sigterm_saves_and_the_rest_is_continued_bitwise(tiny_model, tiny_data, 
     saved = tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
     assert int(saved.read_text()) == gates.HELD - 1, output
     gate.open()
-    status, output = runs.run(words, forked=False)
+    status, output = runs.run(words)
     assert status == 0, output
     assert f"continuing after rollout {gates.HELD - 1}\n" in output
     assert runs.learning(tmp_path / "run") == unbroken

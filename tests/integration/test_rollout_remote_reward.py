@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
+from aiohttp import web
 
 from slime.core.errors import UserError
-from slime.core.types import Sample
+from slime.core.types import Sample, Status
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.rm_hub.simple_rewards import ask_service
+from slime.rollout.rm_hub.simple_rewards import REMOTE_CALLS, ask_service
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.http import run
 from tests.fake_service import SILENCE, FakeService
@@ -34,6 +36,42 @@ def test_a_refusal_is_not_repeated():
     with FakeService([400], {"error": "no such field"}) as service, refused:
         run(ask_service(SAMPLE, service.url))
     assert len(service.bodies) == 1
+
+
+def test_with_group_rm_a_refused_sample_fails_alone(tmp_path, fake_engines):
+    fake_engines()
+    with FakeService([400, 200], 0.5) as service:
+        samples = flat(rollout(tmp_path, service.url, group_rm=True))
+    assert sorted(sample.status.value for sample in samples) == ["completed"] * 3 + ["failed"]
+    assert {s.reward for s in samples if s.status == Status.COMPLETED} == {0.5}
+
+
+def test_a_service_is_not_flooded():
+    """Of 300 samples that end together, no more are sent at a time than it may have."""
+    running, most = 0, 0
+
+    async def score(request: web.Request) -> web.Response:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.05)
+        running -= 1
+        return web.json_response(1.0)
+
+    async def ask_all() -> list[object]:
+        app = web.Application()
+        app.router.add_post("/score", score)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/score"
+        try:
+            return await asyncio.gather(*(ask_service(SAMPLE, url) for _ in range(300)))
+        finally:
+            await runner.cleanup()
+
+    assert run(ask_all()) == [1.0] * 300
+    assert 1 < most <= REMOTE_CALLS
 
 
 def test_errors_end_at_the_deadline():

@@ -14,6 +14,11 @@ BATCHES = [
         right="--over-sampling-batch-size 64",
     ),
     Wrong(
+        what="an evaluation of weights that the engines do not have yet",
+        flags="--update-weights-interval 2 --eval-interval 5 --eval-prompt-data held held.jsonl",
+        right="--update-weights-interval 2 --eval-interval 6 --eval-prompt-data held held.jsonl",
+    ),
+    Wrong(
         what="a context without room for a response",
         flags="--rollout-max-context-len 2048 --rollout-max-prompt-len 2048",
         right="--rollout-max-context-len 4096 --rollout-max-prompt-len 2048",

@@ -110,6 +110,15 @@ def test_a_skipped_rollout_sends_nothing():
     assert [version for _, version in trainer.pushes] == [1]
 
 
+def test_the_last_rollout_is_never_skipped():
+    """Its evaluation is of the weights that are saved."""
+    trainer = PlayedTrainer()
+    updater = make(trainer, PlayedEngines(), update_weights_interval=2, num_rollout=3)
+    updater.trained(2)
+    updater.update(2)
+    assert [version for _, version in trainer.pushes] == [1]
+
+
 def test_restarted_engines_get_the_weights_of_the_trainer_and_the_next_update_the_same_version():
     trainer, engines = PlayedTrainer(), PlayedEngines()
     updater = make(trainer, engines)

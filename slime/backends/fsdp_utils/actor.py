@@ -68,7 +68,7 @@ class FSDPTrainRayActor(LoraTrainRayActor):
             args, self.mesh, trainable=True, critic=role == "critic", experts=self._experts
         )
         trained = self._trained_names()
-        # Engines have the tower of --hf-checkpoint: it is sent where the trainer's may be another one.
+        # Engines load the vision tower of --hf-checkpoint: send it if it is trained or came from elsewhere.
         loaded = first_weights(args, role) if checkpoint is None or self.model.lora else checkpoint
         moves = any(in_tower(name) for name in trained)
         self._sends_tower = moves or loaded != args.hf_checkpoint

@@ -85,6 +85,16 @@ def check_algorithm(draft: Draft) -> None:
             "--kl-coef (KL in the rewards) and --kl-loss-coef (KL in the loss) are mutually exclusive: set "
             "one of them to 0"
         )
+    if draft["loss_type"] == "policy_loss":
+        limits = {
+            "rollout_top_p": draft["rollout_top_p"] < 1,
+            "rollout_top_k": draft["rollout_top_k"] > 0,
+        }
+        for name in (name for name, limited in limits.items() if limited):
+            draft.warn(
+                f"{option_of(name)} {draft[name]}: tokens are sampled from a part of the vocabulary, but "
+                "log-probs are those of all of it: importance ratios are biased"
+            )
     later = draft["train_async"] or draft["update_weights_interval"] > 1
     if draft["keep_old_actor"] and later:
         raise ConfigError(
@@ -345,6 +355,13 @@ def check_modes(draft: Draft) -> None:
         )
     if draft["eval_interval"] and not draft["eval_datasets"] and not _custom_eval(draft):
         raise ConfigError("--eval-interval needs data: give --eval-prompt-data NAME PATH")
+    every, updates = draft["eval_interval"], draft["update_weights_interval"]
+    if every and every % updates and not draft["offload_rollout"]:
+        raise ConfigError(
+            f"--eval-interval {every}: engines get new weights every {updates} rollouts "
+            "(--update-weights-interval) and would be scored with those of an earlier one: use "
+            f"--eval-interval {-(-every // updates) * updates}"
+        )
     names = [dataset.name for dataset in draft["eval_datasets"]]
     for name in names:
         if names.count(name) > 1:

@@ -64,7 +64,7 @@ class Algorithm:
         needs="use_kl_loss",
     )
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
-        "k1", "estimator of the KL; low_var_kl is k3", needs=_KL
+        "k1", "estimator of the KL; low_var_kl is k3 clamped to at most 10", needs=_KL
     )
     use_unbiased_kl: bool = flag(
         False,

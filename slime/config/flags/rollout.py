@@ -44,10 +44,17 @@ class Rollout:
         "greedy",
     )
     rollout_top_p: float = flag(
-        1.0, "nucleus sampling: the smallest set of tokens with this probability", above=0, max=1
+        1.0,
+        "nucleus sampling: the smallest set of tokens with this probability; log-probs stay those of "
+        "all tokens, so values below 1 bias importance ratios",
+        above=0,
+        max=1,
     )
     rollout_top_k: int = flag(
-        -1, "sample from the k likeliest tokens; -1: from all", min=1, special=-1
+        -1,
+        "sample from the k likeliest tokens; -1: from all. Log-probs as with --rollout-top-p",
+        min=1,
+        special=-1,
     )
     rollout_max_context_len: int | None = flag(
         None,

@@ -27,7 +27,7 @@ CUSTOM_TIMEOUT_S = 600.0
 
 async def async_rm(args: RewardArgs, sample: Sample) -> Reward:
     """Return the reward of one sample."""
-    path, flag = _custom_path(args, sample)
+    path, flag = custom_function(args, sample)
     if path is not None:
         fn = load_function(path, flag=flag, protocol=RewardFunction)
         return check_reward(await _call(fn, args, sample, f"{flag} {path}"), f"{flag} {path}")
@@ -46,7 +46,7 @@ async def batched_async_rm(args: RewardArgs, samples: list[Sample]) -> list[Rewa
 
 async def group_rm(args: RewardArgs, samples: list[Sample]) -> list[Reward]:
     """Return the rewards of a group from one call of the custom function (`--group-rm`)."""
-    path, flag = _custom_path(args, samples[0])
+    path, flag = custom_function(args, samples[0])
     if path is None:
         return await batched_async_rm(args, samples)
     fn = load_function(path, flag=flag, protocol=GroupRewardFunction)
@@ -107,7 +107,7 @@ def _is_task_of_run(args: Args, sample: Sample) -> bool:
     return isinstance(origin, dict) and origin.get("task") is not None and origin["task"] in tasks
 
 
-def _custom_path(args: RewardArgs, sample: Sample) -> tuple[str | None, str]:
+def custom_function(args: RewardArgs, sample: Sample) -> tuple[str | None, str]:
     """Return the path of the custom function for this sample, and the setting that names it."""
     if sample.custom_rm_path is not None:
         return sample.custom_rm_path, "sample.custom_rm_path"

@@ -10,7 +10,7 @@ from typing import Any
 from slime.core.errors import ConfigError, UserError
 from slime.core.types import Sample
 from slime.rollout.base_types import Reward, RewardArgs
-from slime.rollout.hook_calls import in_thread
+from slime.rollout.hook_calls import call_slots, in_thread
 from slime.rollout.rm_hub.math_reward import last_boxed
 from slime.rollout.rm_hub.workers import isolated, workers
 from slime.rollout.sampling import hash32
@@ -18,6 +18,7 @@ from slime.utils.http import post
 from slime.utils.reasoning_tasks import METADATA_KEY, MOST_ROWS, SEED, check_task
 
 REMOTE_TIMEOUT_S = 300.0
+REMOTE_CALLS = 256  # at once
 WORKER_LIMIT_S = 10.0  # per answer
 _MAX_IFBENCH_CHARS = 200_000
 _MAX_ANSWER_CHARS = 10_000
@@ -40,11 +41,15 @@ async def remote_rm(args: RewardArgs, sample: Sample) -> Reward:
 async def ask_service(
     sample: Sample, url: str | None, deadline_s: float = REMOTE_TIMEOUT_S
 ) -> Reward:
-    """Return the JSON reply of the service: a number, or an object for `--reward-key`."""
+    """Return the JSON reply of the service: a number, or an object for `--reward-key`.
+
+    At most REMOTE_CALLS requests are under way at a time; waiting for a place is not part of the deadline.
+    """
     if not url:
         raise ConfigError("--rm-type remote_rm needs the address of the service: --rm-url")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
-    return await post(url, payload, deadline_s=deadline_s)
+    async with call_slots(REMOTE_CALLS):
+        return await post(url, payload, deadline_s=deadline_s)
 
 
 async def f1(args: RewardArgs, sample: Sample) -> float:
