@@ -324,7 +324,7 @@ def random_weights(model: Any, path: str) -> None:
 
 def start(args: Any, backend: str) -> Any:
     Actor = import_trainer(backend)
-    if not any(Path(args.hf_checkpoint).glob("*.safetensors")):
+    if backend == "fsdp" and not any(Path(args.hf_checkpoint).glob("*.safetensors")):
         from slime.backends.fsdp_utils import actor as fsdp
 
         fsdp.load_hf_weights = random_weights
@@ -386,7 +386,9 @@ def matmul_rate(size: int = 8192, rounds: int = 20) -> float:
 def profile(actor: Any, batch: Any, path: str) -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as record:  # events of a CPU take minutes
+    # Events of a CPU beside those of a GPU take minutes to add up.
+    kind = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+    with profile(activities=[kind]) as record:
         actor.train(99, batch)
         synchronize()
     table = record.key_averages().table(

@@ -131,7 +131,8 @@ def _lora_values(args: Args, model: ServedModel) -> dict[str, Any]:
     """Return the options of a frozen model: it is sent no adapter and so has no slots for one."""
     if model.update_weights or served_adapter(args) is None:
         return {}
-    return {"sglang_enable_lora": None, "sglang_max_lora_rank": None}
+    options = ("enable_lora", "max_lora_rank", "max_loras_per_batch")
+    return {f"sglang_{option}": None for option in options}
 
 
 def gpu_ranges(models: Sequence[ServedModel], total: int, per_engine: int) -> list[range]:

@@ -206,6 +206,8 @@ def derive_lora(draft: Draft) -> None:
     if draft["rollout_num_gpus"]:
         draft.derive_if_unset("sglang_enable_lora", True)
         draft.derive_if_unset("sglang_max_lora_rank", draft["lora_rank"])
+        if draft["rollout_engine"] == "slime":  # which computes A of all slots for every token
+            draft.derive_if_unset("sglang_max_loras_per_batch", 1)
         if any(map(names_experts, draft["lora_target_modules"])):
             draft.derive_if_unset("sglang_lora_target_modules", ["all", EXPERTS])
         if draft["rollout_engine"] == "sglang" and draft["offload_rollout"]:

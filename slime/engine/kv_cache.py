@@ -136,6 +136,7 @@ def _cache_bytes(args: EngineArgs, device: torch.device) -> float:
     """Return the memory for the KV cache and recurrent states."""
     if device.type != "cuda":
         return _CPU_CACHE_BYTES
+    torch.cuda.empty_cache()  # of weights that were fused after they were loaded
     free, total = torch.cuda.mem_get_info(device)
     return free - total * (1 - (args.mem_fraction_static or _DEFAULT_FRACTION))
 

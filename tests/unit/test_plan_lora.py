@@ -118,7 +118,7 @@ def test_a_frozen_output_layer_has_no_gradient(folder):  # noqa: F811
 
 def test_engines_have_slots_for_adapters_beside_their_cache(folder):  # noqa: F811
     plan = plan_of(folder, counted(), *ALONE)
-    slots = 8 * ADAPTER * 2
+    slots = ADAPTER * 2
     assert item(phase(plan, "rollout").items, "adapter slots") == slots
     assert plan.cache is not None
     room = 80 * GIB * 0.5 - 2 * BASE - slots - 0.5 * GIB

@@ -53,7 +53,7 @@ def adapter_cost(args: Args, count: ModelCount, layers: int) -> AdapterCost | No
     )
 
 
-def lora_values(shape: Shape) -> dict[str, Any]:
+def lora_values(args: Args, shape: Shape) -> dict[str, Any]:
     """Return the flags that make a run of full training one of LoRA with FSDP, by name.
 
     Experts are left out; engines are sent the adapter alone.
@@ -62,7 +62,8 @@ def lora_values(shape: Shape) -> dict[str, Any]:
     values |= {"lora_rank": 16, "lora_alpha": 32.0}
     if shape.num_experts:
         values["lora_target_modules"] = list(_LATENT_MODULES if shape.latent else _MODULES)
-    return values | {"sglang_enable_lora": True, "sglang_max_lora_rank": values["lora_rank"]}
+    values |= {"sglang_enable_lora": True, "sglang_max_lora_rank": values["lora_rank"]}
+    return values | ({"sglang_max_loras_per_batch": 1} if args.rollout_engine == "slime" else {})
 
 
 def typed_lora(values: dict[str, Any]) -> list[str]:

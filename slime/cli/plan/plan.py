@@ -205,7 +205,7 @@ def _lora_advice(plan: Plan, machine: Machine) -> list[Advice]:
     """Propose LoRA where no other change fits and the trainer is already the one that honours it."""
     if plan.args.lora_rank or plan.args.train_backend != "fsdp":
         return []
-    values = lora_values(plan.shape)
+    values = lora_values(plan.args, plan.shape)
     other = make_plans([plan.args.replace(**values)], machine)[0]
     if isinstance(other, UserError):
         return []

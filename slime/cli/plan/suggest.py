@@ -119,7 +119,7 @@ def suggest_lora(
     if args.lora_rank:
         return []
     shape = read_shape(args.hf_checkpoint)
-    values = lora_values(shape)
+    values = lora_values(args, shape)
     engine = _engine_size(args, shape, machine)
     plan = make_plans([args.replace(**_layout(shape, 1, 1, 1), **values, **engine)], machine)[0]
     if isinstance(plan, UserError):

@@ -76,21 +76,21 @@ def silu_mul_lora(
 class _Low:
     """A(x) as partial sums; those of tokens without adapter are garbage.
 
-    `sums` is [splits, T, row], of which a token's parts * rank begin at the number of its slot times `slot`.
+    `sums` is [splits, T, row_stride], of which a token's parts * rank begin at its slot times `slot_stride`.
     """
 
     sums: torch.Tensor
     splits: int
-    row: int
-    slot: int
+    row_stride: int
+    slot_stride: int
     tiles: LoraTiles
 
 
 def _low_below(sums: torch.Tensor, x: torch.Tensor, weights: LoraWeights) -> _Low:
     """Return the columns behind those of the base, which hold A(x) of all slots."""
     splits, tiles = sums.shape[0] if sums.ndim == 3 else 1, choose_tiles(x, weights)
-    low, parts = sums[..., sum(weights.widths) :], weights.a.shape[1]
-    return _Low(sums=low, splits=splits, row=sums.shape[-1], slot=parts, tiles=tiles)
+    low, width = sums[..., sum(weights.widths) :], weights.a.shape[1]  # of one slot
+    return _Low(sums=low, splits=splits, row_stride=sums.shape[-1], slot_stride=width, tiles=tiles)
 
 
 def _expand(
@@ -104,11 +104,12 @@ def _expand(
     assert parts <= _MOST_PARTS, "a launch has the widths of so many linears"
     expand_kernel[(low.tiles.columns, low.tiles.rows)](
         *(low.sums, weights.b, weights.scales, rows.slots, source, out),
-        *(out.shape[0], low.row, low.slot, source.shape[-1]),
+        *(out.shape[0], low.row_stride, low.slot_stride, source.shape[-1]),
         *(*weights.widths, *[0] * (_MOST_PARTS - parts)),
         PARTS=parts,
         SPLITS=low.splits,
         SUMS=source.shape[0] if source.ndim == 3 else 1,
+        IN_PLACE=source is out,
         BLOCK_N=_COLUMNS,
         num_warps=4,
         **_options(weights, low.tiles),
@@ -122,7 +123,7 @@ def _expand_silu_mul(
     out = gate_up.new_empty(tokens, width)
     expand_silu_mul_kernel[(triton.cdiv(width, _COLUMNS), low.tiles.rows)](
         *(low.sums, weights.b, weights.scales, rows.slots, gate_up, out),
-        *(tokens, low.row, low.slot, gate_up.shape[1], width),
+        *(tokens, low.row_stride, low.slot_stride, gate_up.shape[1], width),
         SPLITS=low.splits,
         BLOCK_N=_COLUMNS,
         num_warps=8 if low.tiles.block_m > 16 else 4,  # registers of two tiles
@@ -186,7 +187,7 @@ def _shrink(x: torch.Tensor, weights: LoraWeights, rows: AdapterRows) -> _Low:
         num_stages=max(2, min(stages, _MOST_STAGES)),
         **options,
     )
-    return _Low(sums=low, splits=tiles.splits, row=parts * rank, slot=0, tiles=tiles)
+    return _Low(sums=low, splits=tiles.splits, row_stride=parts * rank, slot_stride=0, tiles=tiles)
 
 
 def _options(weights: LoraWeights, tiles: LoraTiles) -> dict:
@@ -243,16 +244,16 @@ def shrink_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def expand_kernel(
-    low,  # [SPLITS, rows, low_row], those of a token at low_slot times its slot
+    low,  # [SPLITS, rows, low_stride], those of a token at slot_stride times its slot
     b,  # [SLOTS, columns of all parts, RANK]
     scales,  # [SLOTS] float32
     slots,  # [rows] int32
-    source,  # [SUMS, rows, source_row], columns of all parts first
+    source,  # [SUMS, rows, source_stride], columns of all parts first
     out,  # [rows, columns of all parts]
-    rows, low_row, low_slot, source_row, width_0, width_1, width_2, width_3,
+    rows, low_stride, slot_stride, source_stride, width_0, width_1, width_2, width_3,
     PARTS: tl.constexpr, SLOTS: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SUMS: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    IN_PLACE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     # The tiles of all parts stand side by side; a part that does not exist has none.
@@ -276,12 +277,14 @@ def expand_kernel(
         pdl_wait()
     slot = tl.load(slots + row, mask=row < rows, other=-1)
     real = (row < rows)[:, None] & inside[None, :]
+    if IN_PLACE:  # rows without an adapter are neither read nor written
+        real = real & (slot >= 0)[:, None]
     before = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for one in tl.static_range(SUMS):
-        at = (one * rows + row).to(tl.int64)[:, None] * source_row + (first + column)[None, :]
+        at = (one * rows + row).to(tl.int64)[:, None] * source_stride + (first + column)[None, :]
         before += tl.load(source + at, mask=real, other=0.0).to(tl.float32)
-    begin = low + low_part(slot, low_slot, part, RANK)
-    left = sum_low(begin, scales, slot, row, rows, low_row, RANK, RANK_BLOCK, BLOCK_M, SPLITS)
+    begin = low + low_part(slot, slot_stride, part, RANK)
+    left = sum_low(begin, scales, slot, row, rows, low_stride, RANK, RANK_BLOCK, BLOCK_M, SPLITS)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if SLOTS == 1:
         total = tl.dot(left.to(right.dtype), right, total, input_precision=PRECISION)
@@ -301,13 +304,13 @@ def expand_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def expand_silu_mul_kernel(
-    low,  # [SPLITS, rows, low_row], those of a token at low_slot times its slot
+    low,  # [SPLITS, rows, low_stride], those of a token at slot_stride times its slot
     b,  # [SLOTS, 2 * width, RANK], gate above up
     scales,  # [SLOTS] float32
     slots,  # [rows] int32
-    gate_up,  # [rows, source_row], gate and up first
+    gate_up,  # [rows, source_stride], gate and up first
     out,  # [rows, width]
-    rows, low_row, low_slot, source_row, width,
+    rows, low_stride, slot_stride, source_stride, width,
     SLOTS: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -322,14 +325,16 @@ def expand_silu_mul_kernel(
     if PDL:
         pdl_wait()
     real = (row < rows)[:, None] & inside[None, :]
-    source = gate_up + row.to(tl.int64)[:, None] * source_row + column[None, :]
+    source = gate_up + row.to(tl.int64)[:, None] * source_stride + column[None, :]
     gate = tl.load(source, mask=real, other=0.0)
     up = tl.load(source + width, mask=real, other=0.0)
     slot = tl.load(slots + row, mask=row < rows, other=-1)
-    begin = low + low_part(slot, low_slot, 0, RANK)
-    gate_low = sum_low(begin, scales, slot, row, rows, low_row, RANK, RANK_BLOCK, BLOCK_M, SPLITS)
-    begin = low + low_part(slot, low_slot, 1, RANK)
-    up_low = sum_low(begin, scales, slot, row, rows, low_row, RANK, RANK_BLOCK, BLOCK_M, SPLITS)
+    begin = low + low_part(slot, slot_stride, 0, RANK)
+    gate_low = sum_low(
+        begin, scales, slot, row, rows, low_stride, RANK, RANK_BLOCK, BLOCK_M, SPLITS
+    )
+    begin = low + low_part(slot, slot_stride, 1, RANK)
+    up_low = sum_low(begin, scales, slot, row, rows, low_stride, RANK, RANK_BLOCK, BLOCK_M, SPLITS)
     gate_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if SLOTS == 1:
@@ -376,15 +381,15 @@ def load_b(matrix, inside, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def low_part(slot, low_slot, part, RANK: tl.constexpr):
+def low_part(slot, slot_stride, part, RANK: tl.constexpr):
     """Return where A(x) of a part begins in the row of a token, [BLOCK_M]."""
-    return tl.where(slot >= 0, slot, 0) * low_slot + part * RANK
+    return tl.where(slot >= 0, slot, 0) * slot_stride + part * RANK
 
 
 @triton.jit
 def sum_low(
     begin,  # [BLOCK_M] addresses, in the first row of all
-    scales, slot, row, rows, low_row,
+    scales, slot, row, rows, low_stride,
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Return scale * A(x) of one part, [BLOCK_M, RANK_BLOCK]; 0 of tokens without an adapter."""
@@ -393,6 +398,6 @@ def sum_low(
     kept = has[:, None] & (depth < RANK)[None, :]
     total = tl.zeros([BLOCK_M, RANK_BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):  # unrolled: all loads are under way at once
-        at = begin + (split * rows + row).to(tl.int64) * low_row
+        at = begin + (split * rows + row).to(tl.int64) * low_stride
         total += tl.load(at[:, None] + depth[None, :], mask=kept, other=0.0).to(tl.float32)
     return total * tl.load(scales + tl.where(has, slot, 0), mask=has, other=0.0)[:, None]

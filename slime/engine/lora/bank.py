@@ -33,7 +33,7 @@ from slime.engine.lora.experts import (
 from slime.engine.lora.peft_format import LoraPair
 from slime.engine.scheduler.sampling_params import RequestError
 
-# Beside the base's rows, A has at most one of so many: all slots are computed for all tokens then.
+# A joins the base's matmul if it has at most 1/8 as many rows: those of all slots are computed for every token.
 _JOINED_SHARE = 8
 
 

@@ -76,7 +76,7 @@ class InPlaceUpdate:
         ranks = dict.fromkeys(modules.values(), rank)
         names = sorted(tensor_name(module, side) for module in modules for side in "AB")
         assert names == [meta.name for meta in buffer.metas], "the buffer has checked its names"
-        self._joined = "\n".join(names)
+        self._names = "\n".join(names)
         self._scratch = torch.empty_like(buffer.tensor)
         self._held = bank.matrices(slot, ranks)
         self._sent = self._by_slot(buffer.views())
@@ -103,8 +103,8 @@ class InPlaceUpdate:
         """Return the checksum of what the slot holds; the trainer's buffer has been read then."""
         torch._foreach_copy_(self._read, self._held)  # pyright: ignore[reportPrivateImportUsage]
         sums = RunningChecksums()
-        sums.add([(self._joined, self._scratch.view(self._buffer.metas[0].dtype))])
-        return sums.read()[self._joined]
+        sums.add([(self._names, self._scratch.view(self._buffer.metas[0].dtype))])
+        return sums.read()[self._names]
 
     def close(self) -> None:
         del self._sent, self._read, self._held, self._scratch
