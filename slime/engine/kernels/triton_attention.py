@@ -27,18 +27,10 @@ def decode_kernel(
     width,
     table_width,
     window,
-    KEY_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One key head of one request with all query heads that share it, over one split of its positions.
 
     Heads of a request are neighbouring programs: what they read is contiguous.
@@ -104,14 +96,9 @@ def combine_kernel(
     partial,
     stats,
     out,  # [T, query heads * dim]
-    KEY_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Combine the splits of one query head."""
     if PDL:
         pdl_wait()
@@ -145,16 +132,10 @@ def prefill_kernel(
     width,
     table_width,
     window,
-    KEY_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Consecutive tokens of one request, one query head."""
     tile = tl.program_id(1)
     query_head = tl.program_id(0)

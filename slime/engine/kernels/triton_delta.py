@@ -113,12 +113,9 @@ def conv_rows_kernel(
     tokens,
     layer,
     mixed_stride,
-    NUM_LAYERS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    KERNEL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NUM_LAYERS: tl.constexpr, CHANNELS: tl.constexpr, KERNEL: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     if PDL:
         pdl_wait()
     first = tl.program_id(0).to(tl.int64)
@@ -167,16 +164,10 @@ def delta_rows_kernel(
     tokens,
     layer,
     scale,
-    NUM_LAYERS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    NUM_LAYERS: tl.constexpr, CHANNELS: tl.constexpr, KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         pdl_wait()
     first = tl.program_id(0).to(tl.int64)
@@ -257,12 +248,9 @@ def gated_norm_kernel(
     out,  # [T, HEADS * DIM]
     eps,
     gate_stride,
-    HEADS: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     if PDL:
         pdl_wait()
     token = tl.program_id(0).to(tl.int64)

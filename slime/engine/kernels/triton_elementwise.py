@@ -54,12 +54,9 @@ def add_rms_norm_kernel(
     out,
     eps,
     tokens,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    ZERO_CENTRED: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT_K: tl.constexpr, ZERO_CENTRED: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     if PDL:
         pdl_wait()
     token = tl.program_id(0).to(tl.int64)
@@ -100,17 +97,10 @@ def rope_store_kernel(
     norm_order,  # [DIM], which weight of a norm belongs to each dimension
     eps,
     table_width,
-    QUERY_HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr,
-    NORM: tl.constexpr,
-    ORDERED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    NORM: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Apply QK norm and RoPE to queries in place; store keys and values in their page.
 
     ORDERED: weights of the norms have another order, and are stored minus one.
@@ -186,11 +176,8 @@ def gate_heads_kernel(
     gate,  # [T, 2 * SIZE], rows `gate_stride` apart; each head's gate follows DIM other columns
     out,  # [T, SIZE]
     gate_stride,
-    SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    SIZE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         pdl_wait()
     token = tl.program_id(0).to(tl.int64)
@@ -210,11 +197,8 @@ def add_gated_kernel(
     parts,  # [SPLIT_K, T, SIZE]
     out,
     tokens,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         pdl_wait()
     token = tl.program_id(0).to(tl.int64)

@@ -69,17 +69,10 @@ def shrink_kernel(
     counts,
     out,  # [T * TOP, RANK] float32
     capacity,
-    NUM: tl.constexpr,
-    SLOTS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    DEPTH: tl.constexpr,
-    TOP: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    NUM: tl.constexpr, SLOTS: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr, TOP: tl.constexpr, PER_ROW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Compute scale * A(x) of the pairs of one expert that have an adapter."""
     expert = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + expert)
@@ -121,11 +114,8 @@ def expand(
     slot,
     inside,
     stride,  # elements of all experts of a slot
-    SLOTS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    SLOTS: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Add B of the low-rank rows of the pairs that have an adapter."""
     depth = tl.arange(0, RANK_BLOCK)
     kept = (slot >= 0)[:, None] & (depth < RANK)[None, :]

@@ -110,12 +110,9 @@ def route_kernel(
     logits,  # [T, NUM]
     experts,  # [T, TOP] int32
     weights,  # [T, TOP]
-    NUM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOP: tl.constexpr,
-    TOP_BLOCK: tl.constexpr,
+    NUM: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, TOP_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
-):
+):  # fmt: skip
     """Top-k softmax routing, ties to the lower index; with NORM the weights add up to one."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -167,17 +164,10 @@ def gate_up_kernel(
     low,  # [T * TOP, RANK] float32: of adapters, if SLOTS
     lora_b,  # [SLOTS, experts, 2 * WIDTH, RANK]
     slots,  # [T] int32
-    HIDDEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SLOTS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    TOP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Grouped matmul with gate and up: silu(gate) * up of every pair."""
     expert = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + expert)
@@ -250,17 +240,10 @@ def down_kernel(
     low,  # [T * TOP, RANK] float32: of adapters, if SLOTS
     lora_b,  # [SLOTS, experts, HIDDEN, RANK]
     slots,  # [T] int32
-    HIDDEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SLOTS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    TOP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Grouped matmul with down: the output of every pair, times the weight of its expert."""
     expert = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + expert)

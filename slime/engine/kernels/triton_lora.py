@@ -22,12 +22,7 @@ import triton.language as tl
 
 from slime.engine.kernels import triton_matmuls
 from slime.engine.kernels.interface import AdapterRows, LoraWeights
-from slime.engine.kernels.triton_launch import (
-    dot_precision,
-    pdl_options,
-    pdl_wait,
-    shared_memory,
-)
+from slime.engine.kernels.triton_launch import dot_precision, pdl_options, pdl_wait, shared_memory
 
 _FEW_TOKENS, _DECODE_TOKENS = 64, 256
 _MOST_SPLITS = 16
@@ -101,7 +96,7 @@ def _expand(
     rows: AdapterRows,
 ) -> None:
     parts = len(weights.widths)
-    assert parts <= _MOST_PARTS, "a launch has the widths of so many linears"
+    assert parts <= _MOST_PARTS
     expand_kernel[(low.tiles.columns, low.tiles.rows)](
         *(low.sums, weights.b, weights.scales, rows.slots, source, out),
         *(out.shape[0], low.row_stride, low.slot_stride, source.shape[-1]),
