@@ -137,7 +137,7 @@ class Run:
 
         words = self._command_line or self.prepare()._command_line
         self._command_line = None
-        rollouts = steps(words, closing_words=False)
+        rollouts = steps(words, print_summary=False)
         with _free_again(self.path), closing(rollouts):
             while True:
                 try:

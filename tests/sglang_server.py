@@ -67,7 +67,7 @@ def _start(args: Args, folder: Path, ports: Ports, node: Node, label: str) -> Se
         index=0,
         node=node,
         ports=ports,
-        meeting_host=HOST,
+        rendezvous_host=HOST,
         install=install,
         on_gpu=False,
         label=label,

@@ -43,11 +43,11 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_status
 
 
-def train(argv: list[str], *, closing_words: bool = True) -> int:
-    """Run `slime train`; `closing_words=False` if it is one stage of several."""
+def train(argv: list[str], *, print_summary: bool = True) -> int:
+    """Run `slime train`; `print_summary=False` if it is one stage of several."""
     from slime.cli.loop import main as run_loop
 
-    return run_loop(argv, closing_words=closing_words)
+    return run_loop(argv, print_summary=print_summary)
 
 
 def _train(argv: list[str]) -> int:

@@ -48,18 +48,18 @@ def rollouts(run: "Run") -> Iterator[RolloutResult]:
         run.log(rollout_id)
 
 
-def train(args: Args, *, closing_words: bool = True) -> int:
+def train(args: Args, *, print_summary: bool = True) -> int:
     """Train to the end, or until a signal; return the exit status."""
-    return loop.finish(steps(args, closing_words))
+    return loop.finish(steps(args, print_summary))
 
 
-def steps(args: Args, closing_words: bool = True) -> loop.Steps:
+def steps(args: Args, print_summary: bool = True) -> loop.Steps:
     if args.colocate or args.offload_rollout:
         raise ConfigError(
             "train_async.py generates and trains at the same time, on processors of their own: "
             "remove --colocate and --offload and give --rollout-num-gpus, or use train.py"
         )
-    return loop.run_loop(rollouts, args, closing_words)
+    return loop.run_loop(rollouts, args, print_summary)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     words, run_dir = _command(argv[0], argv[1:])
     from slime.cli import train
 
-    status = train(words, closing_words=False)
+    status = train(words, print_summary=False)
     if status == 0 and (run_dir / METRICS_FILE).exists():  # it does not with --dry-run
         print(safe_text("\n".join(["", *table(read_run(run_dir)), "", f"Results: {run_dir}"])))
         sys.stdout.flush()

@@ -48,18 +48,18 @@ def rollouts(run: "Run") -> Iterator[RolloutResult]:
         run.log(rollout_id)
 
 
-def train(args: Args, *, closing_words: bool = True) -> int:
+def train(args: Args, *, print_summary: bool = True) -> int:
     """Train to the end, or until a signal; return the exit status."""
-    return finish(run_loop(rollouts, args, closing_words))
+    return finish(run_loop(rollouts, args, print_summary))
 
 
 def run_loop(
-    loop: Callable[["Run"], Iterator[RolloutResult]], args: Args, closing_words: bool = True
+    loop: Callable[["Run"], Iterator[RolloutResult]], args: Args, print_summary: bool = True
 ) -> Steps:
     """Run a loop from start to end; if the caller stops iterating, save and stop as after Ctrl-C."""
     from slime.ray.run import Run
 
-    with Run(args, closing_words=closing_words) as run:
+    with Run(args, print_summary=print_summary) as run:
         try:
             for batch in () if run.complete else loop(run):
                 with run.stop_signal.interruptible():  # Ctrl-C may interrupt the caller's code
@@ -69,17 +69,17 @@ def run_loop(
     return run.exit_status
 
 
-def main(argv: list[str] | None = None, *, closing_words: bool = True) -> int:
+def main(argv: list[str] | None = None, *, print_summary: bool = True) -> int:
     sys.path.insert(0, str(Path.cwd()))  # for hooks of the working directory, wherever train.py is
-    return run_command(lambda: start(argv, closing_words))
+    return run_command(lambda: start(argv, print_summary))
 
 
-def start(argv: list[str] | None, closing_words: bool = True) -> int:
+def start(argv: list[str] | None, print_summary: bool = True) -> int:
     """Do what `main` does, but raise errors instead of printing them."""
-    return finish(steps(argv, closing_words))
+    return finish(steps(argv, print_summary))
 
 
-def steps(argv: list[str] | None, closing_words: bool = True) -> Steps:
+def steps(argv: list[str] | None, print_summary: bool = True) -> Steps:
     """Run the loop of this command line, synchronous or not, and yield what it yields."""
     if is_dry_run(argv):
         from slime.ray.start_checks import check_for_dry_run
@@ -87,12 +87,12 @@ def steps(argv: list[str] | None, closing_words: bool = True) -> Steps:
         return dry_run(argv, check_for_dry_run)
     args = parse_args(argv)
     with watching(args):
-        return (yield from _loop_of(args)(args, closing_words))
+        return (yield from _loop_of(args)(args, print_summary))
 
 
 def _loop_of(args: Args) -> Callable[[Args, bool], Steps]:
     if not args.train_async:
-        return lambda args, closing_words: run_loop(rollouts, args, closing_words)
+        return lambda args, print_summary: run_loop(rollouts, args, print_summary)
     from slime.cli import async_loop
 
     return async_loop.steps

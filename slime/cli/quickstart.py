@@ -214,7 +214,7 @@ def _stop_ray() -> None:
 def _train(words: list[str], *, last: bool) -> int:
     from slime.cli import train
 
-    return train(words, closing_words=last)
+    return train(words, print_summary=last)
 
 
 def _summary(run_dir: Path, seconds: float) -> str:

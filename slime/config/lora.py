@@ -338,14 +338,14 @@ def refuse_other_adapters(
     if saved is None or config is None:
         said = "without" if saved is None else f"with --lora-rank {saved['rank']}"
         here = "has none" if config is None else f"has --lora-rank {config.rank}"
-        raise UserError(f"{path} was saved {said} adapters, this run {here}: choose as then")
+        raise UserError(f"{path} was saved {said} adapters, this run {here}: they must agree")
     for name in ("rank", "alpha", "use_rslora", "experts_shared_outer"):
         value = saved.get(name, False)
         if value != getattr(config, name):
             option = "--lora-" + name.replace("_", "-")
             raise UserError(
                 f"{path} was saved with {option} {value}, this run has {getattr(config, name)}: "
-                "choose as then"
+                f"use {option} {value}"
             )
 
 

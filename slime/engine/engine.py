@@ -270,7 +270,7 @@ class Engine:
     def require_memory(self, tag: str) -> None:
         if tag in self.released:
             raise RequestError(
-                f"{tag} are released; call resume_memory_occupation with tags=[{tag!r}] first"
+                f"the memory of {tag} is released; call resume_memory_occupation with tags=[{tag!r}] first"
             )
 
     @property

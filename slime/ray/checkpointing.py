@@ -134,7 +134,7 @@ class Checkpointer:
         if found is None:
             raise ConfigError(
                 f"--load {self.loaded} has no critic, and neither have --critic-load and --critic-save "
-                "at that step: give --critic-load, or start anew with --ref-load in place of --load"
+                "at that step: give --critic-load, or start from its weights with --ref-load instead of --load"
             )
         return found
 

@@ -85,7 +85,7 @@ class EngineActor:
         return EngineInfo(url=f"http://{self.node.host}:{port}", device_ids=(device_id(),))
 
     def start_sglang(
-        self, ports: Ports, meeting_host: str, devices: list[str], gpus: list[str]
+        self, ports: Ports, rendezvous_host: str, devices: list[str], gpus: list[str]
     ) -> EngineInfo | None:
         """Start SGLang on `gpus` of this node; the first node of an engine returns how to reach it.
 
@@ -100,7 +100,7 @@ class EngineActor:
             index=self.index,
             node=self.node,
             ports=ports,
-            meeting_host=meeting_host,
+            rendezvous_host=rendezvous_host,
             install=install,
             on_gpu=device_type() == "cuda",
             config_file=config,

@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 class Run:
     """Inside the context `rollout` and `actor` are up; leaving it saves, stops and reports."""
 
-    def __init__(self, args: Args, *, closing_words: bool = True):
+    def __init__(self, args: Args, *, print_summary: bool = True):
         check_inputs(args)
-        self.args, self._closing_words = args, closing_words
+        self.args, self._print_summary = args, print_summary
         self._checkpoints = Checkpointer(args)
         self._exports = HfExports(args, self._checkpoints)
         self.start_rollout_id = self._checkpoints.start_rollout_id
@@ -108,7 +108,7 @@ class Run:
             if (error is None or stopped) and not self.complete:
                 self._checkpoints.finish(self.actor)
             self._add_advice(error)
-        if (error is None or stopped) and self._closing_words:
+        if (error is None or stopped) and self._print_summary:
             with suppress(OSError):  # the terminal may be closed
                 print("\n".join(closing_lines(self.args.run_dir)), flush=True)
         return stopped

@@ -71,8 +71,8 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
     `max_new_tokens` limits the whole response, including the tokens that the sample already has. A request
     that was aborted (an engine restarted, or SGLang replaced a LoRA adapter) is sent again: with the tokens
     it got if the run keeps partial responses (`keep_partial`), else from the start of the response.
-    A response ends, TRUNCATED, where the model writes the placeholder of an image or a video: engines would
-    take it for one without a file (SGLang answers 500, or never).
+    A response ends, TRUNCATED, where the model writes the placeholder of an image or a video: an engine
+    would read it as an image that was not sent (SGLang answers 500, or hangs).
     """
     context = RolloutContext.current()
     generation = context.generation

@@ -137,5 +137,5 @@ def test_another_rank_is_refused_before_anything_starts(unbroken, tiny_model, ti
     flags = {**FLAGS, "load": unbroken / "checkpoints", "lora_rank": 8}
     status, output = runs.run(runs.command(tiny_model, tiny_data, tmp_path / "run", **flags))
     assert status != 0
-    assert "was saved with --lora-rank 4, this run has 8: choose as then" in output
+    assert "was saved with --lora-rank 4, this run has 8: use --lora-rank 4" in output
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

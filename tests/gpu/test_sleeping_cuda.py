@@ -96,7 +96,7 @@ def _train(actor: Any, rows: Any) -> dict[str, Any]:
             before, awake = _pinned(), torch.cuda.memory_allocated()
             actor.sleep()
             pinned, gpu = _pinned() - before, awake - torch.cuda.memory_allocated()
-            asleep = actor._asleep.nbytes
+            asleep = actor._offloaded.nbytes
             actor.wake_up()
     weights = {name: t.cpu() for bucket in actor.hf_buckets() for name, t in bucket}
     return {"weights": weights, "asleep": asleep, "pinned": pinned, "gpu": gpu}

@@ -121,7 +121,7 @@ def test_a_taken_port_is_what_the_server_says_it_is(model, tmp_path):
             index=0,
             node=Node(host="127.0.0.1"),
             ports=ports,
-            meeting_host="127.0.0.1",
+            rendezvous_host="127.0.0.1",
             install=install,
             on_gpu=False,
             label="start",

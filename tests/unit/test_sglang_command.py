@@ -64,7 +64,7 @@ def command(args, version, *, rank=0, on_gpu=True):
         index=1,
         node=Node(host=f"10.0.0.{rank}", rank=rank, count=len(nodes)),
         ports=Ports(server=21000, rendezvous=22000),
-        meeting_host="10.0.0.0",
+        rendezvous_host="10.0.0.0",
         install=SGLangInstall(python="/env/bin/python", version=version),
         on_gpu=on_gpu,
         label="start-1",

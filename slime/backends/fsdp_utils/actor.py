@@ -63,15 +63,15 @@ class FSDPTrainRayActor(LoraTrainRayActor):
         self._experts = make_expert_groups(args.expert_model_parallel_size or 1, self.world_size)
         minutes = max(_SAVE_MINUTES, self.args.distributed_timeout_minutes)
         self._checkpointer = Checkpointer(timedelta(minutes=minutes), first_weights(args, "actor"))
-        self._asleep: Offloaded | None = None
+        self._offloaded: Offloaded | None = None
         self.model = build_model(
             args, self.mesh, trainable=True, critic=role == "critic", experts=self._experts
         )
         trained = self._trained_names()
         # Engines load the vision tower of --hf-checkpoint: send it if it is trained or came from elsewhere.
         loaded = first_weights(args, role) if checkpoint is None or self.model.lora else checkpoint
-        moves = any(in_tower(name) for name in trained)
-        self._sends_tower = moves or loaded != args.hf_checkpoint
+        trains_tower = any(in_tower(name) for name in trained)
+        self._sends_tower = trains_tower or loaded != args.hf_checkpoint
         for name, param in self.model.params.items():
             param.requires_grad_(name in trained)
         if self.model.lora is None:
@@ -94,7 +94,7 @@ class FSDPTrainRayActor(LoraTrainRayActor):
         return 0 if checkpoint is None else self.load(checkpoint) + 1
 
     def _trained_names(self) -> list[str]:
-        """Return the parameters to train; the freeze flags do not apply to a critic."""
+        """Return the parameters to train; a critic ignores the flags that freeze some."""
         names = list(self.model.params if self.model.lora is None else self.model.own)
         names = without_frozen_tower(self.args, names)
         return names if self.role == "critic" else Freezing.of(self.args).trained(names)
@@ -188,7 +188,7 @@ class FSDPTrainRayActor(LoraTrainRayActor):
             rollout_id,
             self.model,
             self.optimizer,
-            ref=self.frozen["ref"] if self._ref_moves else None,
+            ref=self.frozen["ref"] if self._ref_is_updated else None,
             with_optimizer=not self.args.no_save_optim,
             in_background=self.args.async_save and not force_sync,
         )
@@ -200,12 +200,12 @@ class FSDPTrainRayActor(LoraTrainRayActor):
         facts = self._checkpointer.load_model(path, self.model, adapters=True)
         with_moments = not self.args.no_load_optim
         self._checkpointer.load_optimizer(path, self.optimizer, moments=with_moments)
-        if self._ref_moves and facts.has_ref:
+        if self._ref_is_updated and facts.has_ref:
             self._checkpointer.load_ref(path, self.frozen["ref"])
         return facts.rollout_id
 
     @property
-    def _ref_moves(self) -> bool:
+    def _ref_is_updated(self) -> bool:
         return "ref" in self.frozen and bool(self.args.ref_update_interval)
 
     def whole_adapters(self, dtype: torch.dtype) -> Iterator[NamedTensor]:
@@ -239,16 +239,16 @@ class FSDPTrainRayActor(LoraTrainRayActor):
 
     def sleep(self) -> None:
         """Offload parameters and optimizer state to host memory; CPU tensors stay in place."""
-        if self._asleep is None:
+        if self._offloaded is None:
             self.drop_gradients()
             for model in (self.model, *self.frozen.values()):
                 model.module.features.clear()
-            self._asleep = Offloaded(self._resident())
+            self._offloaded = Offloaded(self._resident())
 
     def wake_up(self) -> None:
-        if self._asleep is not None:
-            self._asleep.restore()
-            self._asleep = None
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
 
     def _resident(self) -> Iterator[torch.Tensor]:
         for model in (self.model, *self.frozen.values()):

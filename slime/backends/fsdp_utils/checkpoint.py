@@ -102,12 +102,12 @@ class Checkpointer:
                 tensors, checkpoint_id=folder / _FOLDER, process_group=self._group
             )
             assert isinstance(written, Future)
-            self._pending = self._background.submit(_sum_written, folder, written)
+            self._pending = self._background.submit(_record_checksums_of_files, folder, written)
         else:
             state_dict_saver.save(
                 tensors, checkpoint_id=folder / _FOLDER, process_group=self._group
             )
-            _sum_written(folder)
+            _record_checksums_of_files(folder)
 
     def wait(self) -> None:
         pending, self._pending = self._pending, None
@@ -159,7 +159,7 @@ class Checkpointer:
         state_dict_loader.load(tensors, storage_reader=reader, process_group=self._group)
 
 
-def _sum_written(folder: Path, written: Future[object] | None = None) -> None:
+def _record_checksums_of_files(folder: Path, written: Future[object] | None = None) -> None:
     """Record the checksums of this rank's files, after waiting for `written`."""
     if written is not None:
         written.result()
@@ -219,8 +219,8 @@ def _refuse_other_architecture(
 def _refuse_other_optimizer(facts: CheckpointFacts, optimizer: ShardedOptimizer, path: str) -> None:
     if facts.optimizer != optimizer.kind:
         raise UserError(
-            f"{path} was saved with --optimizer {facts.optimizer}, this run has {optimizer.kind}: choose "
-            "as then, or start anew from its weights with --ref-load in place of --load"
+            f"{path} was saved with --optimizer {facts.optimizer}, this run has {optimizer.kind}: use "
+            f"--optimizer {facts.optimizer}, or start from its weights with --ref-load instead of --load"
         )
 
 
@@ -249,7 +249,7 @@ def _rng_state() -> dict[str, torch.Tensor]:
 
 
 def _restore_rng(file: Path) -> None:
-    """Restore this rank's RNG state; a rank that the saving run did not have keeps its seed's."""
+    """Restore this rank's RNG state; a rank without a saved state keeps that of its seed."""
     if not file.exists():
         return
     state = load_object(file, file)

@@ -1,4 +1,4 @@
-"""Gated delta nets of Hugging Face models, with a state and a convolution that start anew per sample.
+"""Gated delta nets of Hugging Face models, with a state and a convolution that restart at every sample.
 
 Hugging Face's layers see one row of tokens and would carry both over from one packed sample to the
 next. Their projections stay; convolution, delta rule and the norm behind it are slime's.

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from slime.config.arguments import Args
 
 
-def base_format(args: Args) -> Fp8Format | None:
-    """Return the format of the base's checkpoint if it is FP8 with scales per block; None for any other."""
+def fp8_base_format(args: Args) -> Fp8Format | None:
+    """Return the block-FP8 format of the base checkpoint, or None."""
     if args.ref_load and args.ref_ckpt_step is not None:  # a checkpoint of a run
         return None
     config = Path(first_weights(args, "actor")) / "config.json"
@@ -72,7 +72,7 @@ def matrix_shape(module: nn.Module, leaf: str) -> tuple[int, ...]:
 
 
 def quantized_parameters(hf: PreTrainedModel, folder: str, stored: StoredNames) -> list[str]:
-    """Return the parameters that a checkpoint holds in FP8; without its files, those that one would."""
+    """Return the parameters that a checkpoint holds in FP8; without files, those an FP8 checkpoint would hold."""
     known = set(weight_names(folder))
     names = []
     for name, param in hf.named_parameters():
@@ -100,7 +100,7 @@ class BaseFiles:
             self._files |= dict.fromkeys(shapes, file)
 
     def check(self, name: str, target: torch.Tensor, *, packed: bool) -> None:
-        """Raise UserError unless the files hold this tensor, in parts or as a whole; reads no weights."""
+        """Raise UserError unless the files hold this tensor, split or fused; only headers are read."""
         meta = torch.empty(target.shape, dtype=target.dtype, device="meta")
         for stored, part in self._parts(name, meta, packed):
             found = self._shapes.get(stored)

@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 from slime.backends.base import first_weights
 from slime.backends.fsdp_utils.delta_net import pack_delta_nets
 from slime.backends.fsdp_utils.expert_parallel import ExpertGroups, parallelize_experts
-from slime.backends.fsdp_utils.fp8_base import BaseFiles, base_format, quantized_parameters
+from slime.backends.fsdp_utils.fp8_base import BaseFiles, fp8_base_format, quantized_parameters
 from slime.backends.fsdp_utils.lora import (
     add_adapters,
     all_adapters_used,
@@ -169,7 +169,7 @@ def build_model(
     hf.train(trainable)
     _no_dropout(hf)
     hf.requires_grad_(trainable)
-    stored, fp8 = _stored_names(args, hf), None if lora is None else base_format(args)
+    stored, fp8 = _stored_names(args, hf), None if lora is None else fp8_base_format(args)
     if lora is not None:
         if fp8 is not None:
             names = quantized_parameters(hf, first_weights(args, "actor"), stored)

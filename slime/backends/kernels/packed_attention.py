@@ -21,7 +21,7 @@ except ImportError:  # pragma: no cover - torch without the kernel
 
 # Samples share a padded SDPA call if the shortest has at least this fraction of the longest's
 # tokens. Below it the padding costs more than another call.
-_SHARE_CALL = 0.8
+_MIN_LENGTH_RATIO = 0.8
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ def attend_packed(
     """Return [T, heads, Dv]. `sinks` adds a learned logit per head to each softmax denominator."""
     if window is not None and window >= layout.max_seqlen:
         window = None
-    if sinks is None and _has_kernel(query, value):
+    if sinks is None and _has_varlen_kernel(query, value):
         offsets = (layout.cu_seqlens, layout.cu_seqlens)
         longest = (layout.max_seqlen, layout.max_seqlen)
-        return _call_kernel(query, key, value, offsets, longest, scale, window)
-    return _padded(query, key, value, layout, scale, window, sinks)
+        return _call_varlen_kernel(query, key, value, offsets, longest, scale, window)
+    return _attend_padded(query, key, value, layout, scale, window, sinks)
 
 
 def attend_segments(
@@ -86,10 +86,10 @@ def attend_segments(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `attend_packed` for segments whose keys begin before their queries."""
-    if sinks is None and _has_kernel(query, value):
+    """Like `attend_packed`, for segments with more keys than queries (zigzag chunks of context parallelism)."""
+    if sinks is None and _has_varlen_kernel(query, value):
         longest = (max(lens[0]), max(lens[1]))
-        return _call_kernel(query, key, value, offsets, longest, scale, window)
+        return _call_varlen_kernel(query, key, value, offsets, longest, scale, window)
     outs = []
     parts = zip(query.split(lens[0]), key.split(lens[1]), value.split(lens[1]), strict=True)
     for part in parts:
@@ -104,12 +104,12 @@ def attend_segments(
     return torch.cat(outs)
 
 
-def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+def _has_varlen_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
     fast = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     return fast and varlen_attn is not None and query.shape[-1] == value.shape[-1]
 
 
-def _call_kernel(
+def _call_varlen_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -140,7 +140,7 @@ def repeats_keys() -> bool:
     return "enable_gqa" not in _VARLEN_OPTIONS
 
 
-def _padded(
+def _attend_padded(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -149,6 +149,7 @@ def _padded(
     window: int | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Pad to SDPA batches, attend, unpad."""
     if layout.gather is not None:
         query, key, value = (x.index_select(0, layout.gather) for x in (query, key, value))
     out = _attend_groups(query, key, value, layout, scale=scale, window=window, sinks=sinks)
@@ -220,7 +221,7 @@ def _groups(lens: list[int]) -> Iterator[tuple[int, int]]:
         last = first + 1
         while last < len(lens):
             low, high = min(low, lens[last]), max(high, lens[last])
-            if low < _SHARE_CALL * high:
+            if low < _MIN_LENGTH_RATIO * high:
                 break
             last += 1
         yield last - first, max(lens[first:last])

@@ -120,7 +120,7 @@ class MegatronTrainRayActor(LoraTrainRayActor):
             chunk_size=args.log_probs_chunk_size,
         )
         self._weights = weight_map(hf_config, args)
-        self._asleep: Offloaded | None = None
+        self._offloaded: Offloaded | None = None
         self.chunks = build_chunks(args, self.config, options, critic=role == "critic")
         if role == "actor":  # the freeze flags apply to the actor only
             freeze(args, self.chunks, self._weights)
@@ -308,7 +308,7 @@ class MegatronTrainRayActor(LoraTrainRayActor):
     # ---- checkpoints and weights
 
     def save_to(self, path: str, rollout_id: int, force_sync: bool = False) -> None:
-        if self._ref_moves:
+        if self._ref_is_updated:
             Path(path, _REF).mkdir(exist_ok=True)
             dist.barrier()
             with self.frozen["ref"].swapped_in():
@@ -326,7 +326,7 @@ class MegatronTrainRayActor(LoraTrainRayActor):
         self._checkpointer.wait()
 
     def load(self, path: str) -> int:
-        if self._ref_moves and is_checkpoint(f"{path}/{_REF}"):
+        if self._ref_is_updated and is_checkpoint(f"{path}/{_REF}"):
             self._checkpointer.load_model(f"{path}/{_REF}", self.chunks)
             self.update_ref()
         with_moments = not self.args.no_load_optim
@@ -337,7 +337,7 @@ class MegatronTrainRayActor(LoraTrainRayActor):
         return facts.rollout_id
 
     @property
-    def _ref_moves(self) -> bool:
+    def _ref_is_updated(self) -> bool:
         return "ref" in self.frozen and bool(self.args.ref_update_interval)
 
     def hf_buckets(self) -> Iterator[HFBucket]:
@@ -377,15 +377,15 @@ class MegatronTrainRayActor(LoraTrainRayActor):
 
     def sleep(self) -> None:
         """Offload parameters and optimizer state to host memory and drop gradients."""
-        if self._asleep is None:
+        if self._offloaded is None:
             drop_fp8_copies(self.chunks)
             self.drop_gradients()
-            self._asleep = Offloaded(self._resident())
+            self._offloaded = Offloaded(self._resident())
 
     def wake_up(self) -> None:
-        if self._asleep is not None:
-            self._asleep.restore()
-            self._asleep = None
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
 
     def _resident(self) -> Iterator[torch.Tensor]:
         yield from resident_tensors(self.chunks)

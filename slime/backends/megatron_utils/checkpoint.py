@@ -140,10 +140,10 @@ class Checkpointer:
             content_metadata=dict(_METADATA),
         )
         if request is None:
-            _sum_written(folder, dist.get_rank())
+            _record_checksums_of_files(folder, dist.get_rank())
         else:
             if request.async_fn is not None:
-                write = partial(_write_and_sum, request.async_fn, folder)
+                write = partial(_write_with_checksums, request.async_fn, folder)
                 request = request._replace(async_fn=write)
             self._calls.schedule_async_request(request)
         if dist.get_rank() == 0:
@@ -157,8 +157,9 @@ class Checkpointer:
     def load_model(self, path: str | Path, chunks: Chunks) -> CheckpointFacts:
         """Load the parameters and return the facts of the checkpoint.
 
-        With LoRA they are the base's: `load` loads adapters. A critic may start from an actor's checkpoint; its value head then starts at zero. Where the
-        checkpoint has no multi-token-prediction layers, those of the model stay as they are.
+        With LoRA, load the base's parameters; `load` loads adapters. A critic may start from an actor's
+        checkpoint; its value head then starts at zero. If the checkpoint has no multi-token-prediction
+        layers, those of the model are left as they are.
         """
         return self._load(path, chunks, None, None)
 
@@ -221,15 +222,15 @@ class Checkpointer:
         return facts
 
 
-def _write_and_sum(
+def _write_with_checksums(
     write: Callable[..., None], folder: Path, rank: int, *args: Any, **kwargs: Any
 ) -> None:
     """Run megatron-core's writer and checksum its files, both in the writer's process."""
     write(rank, *args, **kwargs)
-    _sum_written(folder, rank)
+    _record_checksums_of_files(folder, rank)
 
 
-def _sum_written(folder: Path, rank: int) -> None:
+def _record_checksums_of_files(folder: Path, rank: int) -> None:
     record_checksums(folder, sorted(folder.glob(f"__{rank}_*.distcp")), rank)
 
 
@@ -359,7 +360,7 @@ def _refuse_other_modules(adapters: ModelAdapters, path: str | Path, stored: Sha
     if len(held) > len(adapters.map.modules):
         raise UserError(
             f"{path} was saved with adapters of other modules ({len(held)}) than this run has "
-            f"({len(adapters.map.modules)}): choose --lora-target-modules as then"
+            f"({len(adapters.map.modules)}): use the --lora-target-modules of that run"
         )
 
 
@@ -369,8 +370,8 @@ def _refuse_other_optimizer(state: dict[str, Any], path: str | Path, stored: Sha
     if first is not None:
         raise UserError(
             f"{path} has no optimizer state {first}: it was saved with another choice of "
-            "--optimizer, --use-distributed-optimizer or frozen parameters. Choose as then, or start anew from its "
-            "weights with --ref-load in place of --load"
+            "--optimizer, --use-distributed-optimizer or frozen parameters. Use those of that run, or start from "
+            "its weights with --ref-load instead of --load"
         )
 
 

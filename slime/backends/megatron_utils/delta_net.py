@@ -2,7 +2,7 @@
 
 megatron-core's delta net has the parameters, their sharding and checkpoints; its forward pass needs
 flash-linear-attention and refuses packed samples and context parallelism. Here state and convolution
-start anew per sample. Under context parallelism ranks exchange tokens for heads, so each computes whole
+restart at every sample. Under context parallelism ranks exchange tokens for heads, so each computes whole
 samples for its share of the heads::
 
     in_proj ─▶ all-to-all ─▶ convolution, delta rule ─▶ all-to-all ─▶ gated norm ─▶ out_proj

@@ -70,7 +70,7 @@ def server_command(
     index: int,
     node: Node,
     ports: Ports,
-    meeting_host: str,
+    rendezvous_host: str,
     install: SGLangInstall,
     on_gpu: bool,
     label: str | None = None,
@@ -83,8 +83,8 @@ def server_command(
     """
     values = {
         **_defaults(args, index=index, on_gpu=on_gpu, label=label),
-        **_given(args),
-        **_own(args, node=node, ports=ports, meeting_host=meeting_host),
+        **_user_options(args),
+        **_required_options(args, node=node, ports=ports, rendezvous_host=rendezvous_host),
     }
     if args.offload_rollout and on_gpu:  # on a CPU there is no GPU memory to release
         values["enable_memory_saver"] = True
@@ -115,7 +115,7 @@ def _lora(args: Args, *, on_gpu: bool) -> dict[str, object]:
     }
 
 
-def _given(args: Args) -> dict[str, object]:
+def _user_options(args: Args) -> dict[str, object]:
     return {
         name.removeprefix("sglang_"): value
         for name, value in args.to_dict(redact=False).items()
@@ -126,7 +126,9 @@ def _given(args: Args) -> dict[str, object]:
     }
 
 
-def _own(args: Args, *, node: Node, ports: Ports, meeting_host: str) -> dict[str, object]:
+def _required_options(
+    args: Args, *, node: Node, ports: Ports, rendezvous_host: str
+) -> dict[str, object]:
     values: dict[str, object] = {
         "model_path": args.hf_checkpoint,
         "host": node.host,
@@ -139,7 +141,7 @@ def _own(args: Args, *, node: Node, ports: Ports, meeting_host: str) -> dict[str
         values |= {
             "nnodes": node.count,
             "node_rank": node.rank,
-            "dist_init_addr": f"{meeting_host}:{ports.rendezvous}",
+            "dist_init_addr": f"{rendezvous_host}:{ports.rendezvous}",
         }
     return values
 

@@ -82,7 +82,7 @@ def _examine(folder: str | None, seconds: float) -> list[Finding]:
         links = measure_links(probes, facts, seconds=seconds)
         findings += [checks.check_reach(links.failures)] if links.failures else []
         findings += [checks.check_bandwidth(links.rates)] if links.rates else []
-    return [_check_nodes(probes), *findings]  # evaluated last: who answered until now
+    return [_check_nodes(probes), *findings]  # checked last, when it is known which nodes were lost
 
 
 class Probes:
@@ -109,7 +109,7 @@ class Probes:
             try:
                 facts[calls[reference]] = ray.get(reference)
             except RayError as error:
-                errors[calls[reference]] = _telling_line(error)
+                errors[calls[reference]] = _root_cause_line(error)
         alive = {node.address for node in facts}
         for node in set(self._probes) - set(facts):
             del self._probes[node]
@@ -134,7 +134,7 @@ class Probes:
         except RayTaskError:
             raise
         except RayError as error:
-            reason = _telling_line(error)
+            reason = _root_cause_line(error)
             if isinstance(error, GetTimeoutError):
                 reason = f"did not answer `{method.__name__}` within {_CALL_TIMEOUT_S:.0f} s"
             del self._probes[node]
@@ -214,7 +214,7 @@ def _check_nodes(probes: Probes) -> Finding:
 
 
 def _clock_offsets(probes: Probes) -> dict[str, float]:
-    """Return how many seconds each node's clock is ahead of ours, by its fastest reply."""
+    """Return how many seconds each node's clock is ahead of this one's; the fastest reply counts."""
     offsets = {}
     for node in probes.nodes:
         with suppress(NodeLostError):
@@ -254,7 +254,7 @@ def _check_folder(probes: Probes, folder: str) -> Finding:
     return checks.check_folder(folder, writer.address, text, read)
 
 
-def _telling_line(error: BaseException) -> str:
+def _root_cause_line(error: BaseException) -> str:
     """Return the line of Ray's long error text that says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "node" in line.lower() or "died" in line.lower()]

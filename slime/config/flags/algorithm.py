@@ -43,7 +43,7 @@ class Algorithm:
     )
     eps_clip_c: float | None = flag(
         None,
-        "dual clip: with a negative advantage the loss is at most this times its size",
+        "dual clip: where the advantage is negative, the loss is at most this times |advantage|",
         above=1,
         unless=(_SFT, equals("advantage_estimator", "cispo")),
     )
@@ -123,8 +123,7 @@ class Algorithm:
     )
     disable_compute_advantages_and_returns: bool = flag(
         False,
-        "do not compute advantages and returns; a custom loss or --custom-advantage-function-path has its "
-        "own, and SFT needs none",
+        "do not compute advantages and returns, for custom losses that compute their own and for SFT",
     )
     rollout_data_postprocess_path: str | None = flag(
         None,
@@ -214,8 +213,8 @@ class Algorithm:
     )
     use_rollout_routing_replay: bool = flag(
         False,
-        "MoE: train with the experts that the engine chose; together with --use-routing-replay, the "
-        "log-prob pass chooses where the engine reported none",
+        "MoE: train with the experts that the engine chose; with --use-routing-replay too, tokens without "
+        "routing from the engine use that of the log-prob pass",
         backend="megatron",
     )
     use_opd: bool = flag(False, "on-policy distillation from a teacher model")

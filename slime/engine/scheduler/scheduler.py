@@ -228,7 +228,7 @@ class Scheduler:
                 # Another request computes this page in the same step: wait and share it.
                 skipped.append(request)
                 continue
-            if not self._fits(request, prefix.pages):
+            if not self._hold_if_fits(request, prefix.pages):
                 skipped.append(request)
                 break
             self._start(request, prefix)
@@ -240,7 +240,7 @@ class Scheduler:
             spans.append(_next_chunk(request, count))
         self.waiting.extendleft(reversed(skipped))
 
-    def _fits(self, request: Request, prefix: list[int]) -> bool:
+    def _hold_if_fits(self, request: Request, prefix: list[int]) -> bool:
         """Hold the prefix if the whole prompt fits, with one spare page for each running request (without
         which this one would soon be retracted again)."""
         self.pool.hold(prefix)

@@ -21,7 +21,7 @@ from slime.core.errors import UserError
 if TYPE_CHECKING:
     from slime.rollout.sandbox.process import Limits
 
-WORK = "/tmp/work"  # inside; the home of programs too
+WORK = "/tmp/work"  # path inside the sandbox; also $HOME
 _NOBODY = "65534"
 _STAGE = "/sys"  # where the supervisor binds paths for bubblewrap if it was started by root
 _LINKED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # into /usr on most systems
@@ -76,7 +76,7 @@ def bwrap_arguments(
     for inside, descriptor in (files or {}).items():
         layout.parents(inside)
         layout.add("--perms", "0444", "--file", str(descriptor), inside)
-    layout.lock()
+    layout.remount_read_only()
     layout.add("--chdir", WORK)
     inner = ["/usr/bin/prlimit", f"--nproc={limits.processes}:{limits.processes}", "--"]
     return ["bwrap", *_namespaces(), *layout.arguments, "--", *inner, *argv]
@@ -146,7 +146,7 @@ def _covered(path: Path, folders: Iterable[str]) -> bool:
 
 
 def _private_folders(shown: list[str]) -> list[str]:
-    """Return home and working directory where they lie in a folder that is shown, but are no part of it."""
+    """Return the home and working directories that a mounted folder contains; they must be hidden."""
     private = {os.path.realpath(os.path.expanduser("~")), os.path.realpath(os.getcwd())}
     return [
         path
@@ -192,7 +192,7 @@ class _Layout:
                 self.add("--dir", str(folder))
                 self._made.add(str(folder))
 
-    def lock(self) -> None:
+    def remount_read_only(self) -> None:
         for path in (*self._hidden, "/"):
             self.add("--remount-ro", path)
 
